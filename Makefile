@@ -1,0 +1,36 @@
+PY ?= python3
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check bench clean
+
+help: ## show the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+# torch comes first and alone: with torch there, nothing that depends on it pulls another build.
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PY) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check 'torch>=2.11,<2.14'
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples]'
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples,dev]'
+	touch $@
+
+demo: .venv/installed ## install into .venv and train the digits on two processes
+	$(BIN)/instep train examples/digits.py -n 2 --epochs 5
+
+check: .venv/installed-dev ## format, lint, types, import-linter: what CI checks
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check ## check, then every test that CI runs
+	$(BIN)/pytest -m 'not slow and not gpu'
+
+test-all: check ## the long campaigns too
+	$(BIN)/pytest -m 'not gpu'
+
+clean: ## remove what make made
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

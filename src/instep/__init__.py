@@ -1,0 +1,79 @@
+"""Train a PyTorch model on one process, many GPUs or many machines; only the speed depends on their number."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# The room `instep.train` and the function `instep.train` share a name. The room is imported first, which
+# binds it here once and for all; the function below then takes the name over. `from instep.train.x import y`
+# goes through sys.modules and still finds the room.
+import instep.train
+from instep.core.errors import (
+    CheckpointError,
+    DataError,
+    EnvironmentFailed,
+    InstepError,
+    NumericsError,
+    RanksFailed,
+    SpecError,
+    TaskError,
+)
+from instep.core.spec import TrainSpec
+from instep.core.version import __version__
+from instep.events.schema import StepRecord
+
+if TYPE_CHECKING:
+    from instep import data
+    from instep.cli.app import main
+    from instep.train.result import Result, load_model
+    from instep.train.start import start
+    from instep.train.task import Task
+
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "EnvironmentFailed",
+    "InstepError",
+    "NumericsError",
+    "RanksFailed",
+    "Result",
+    "SpecError",
+    "StepRecord",
+    "Task",
+    "TaskError",
+    "TrainSpec",
+    "__version__",
+    "data",
+    "load_model",
+    "main",
+    "start",
+    "train",
+]
+
+# What needs torch is imported when it is asked for: the command starts its workers before it imports torch.
+_LAZY = {
+    "Result": "instep.train.result",
+    "Task": "instep.train.task",
+    "load_model": "instep.train.result",
+    "main": "instep.cli.app",
+    "start": "instep.train.start",
+}
+
+
+def train(task: Any, **options: Any) -> Result:
+    """Train a Task, on this process or on several, and return how it ended.
+
+    The options are the fields of `TrainSpec`: epochs, batch_size, processes, run_dir, …
+    """
+    from instep.cli.conduct import train_here
+
+    return train_here(task, **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("instep.data")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'instep' has no attribute {name!r}")

@@ -1,0 +1,146 @@
+"""Write and read the files of one checkpoint.
+
+A checkpoint is written into a directory under a dot name, every file is synced, then the directory is
+renamed: whoever finds the final name finds all of it. Reading checks size and SHA-256 of a file before it
+is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from instep.checkpoint import layout
+from instep.checkpoint.tree import put_together, take_apart
+from instep.core.errors import CheckpointError
+
+
+def write_checkpoint(root: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, int]:
+    """Write a state under its step's name and give its path and size; what was there before is never touched."""
+    final = root / layout.name_of(step)
+    scratch = root / f".{final.name}.{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        num_bytes = _write_into(scratch, step, state)
+        if final.exists():  # a step that is saved a second time holds the same; the older copy may be damaged
+            os.replace(final, root / f".{final.name}.old")
+        os.replace(scratch, final)
+        sync_directory(root)
+        shutil.rmtree(root / f".{final.name}.old", ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise CheckpointError(_write_failed(final, error)) from error
+    return final, num_bytes
+
+
+def _write_into(directory: Path, step: int, state: Mapping[str, Any]) -> int:
+    skeletons: dict[str, Any] = {}
+    files: dict[str, layout.FileEntry] = {}
+    for part, tree in state.items():
+        skeletons[part], tensors = take_apart(tree, where=part)
+        if tensors:
+            name = f"{part}.safetensors"
+            files[name] = write_synced(directory / name, save_safetensors(tensors))
+    files[layout.STATE] = write_synced(directory / layout.STATE, json.dumps(skeletons).encode())
+    manifest = layout.Manifest(layout.FORMAT_VERSION, step, files)
+    write_synced(directory / layout.MANIFEST, json.dumps(manifest.to_json(), indent=1).encode())
+    sync_directory(directory)
+    return sum(entry.num_bytes for entry in files.values())
+
+
+class Checkpoint:
+    """A checkpoint on disk, every file of it checked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._manifest = _read_manifest(path)
+        self.step = self._manifest.step
+        self._data = {name: self._read(name) for name in self._manifest.files}
+        self._skeletons: dict[str, Any] = json.loads(self._data[layout.STATE])
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._skeletons
+
+    def part(self, name: str) -> Any:
+        """Give one part of the state."""
+        if name not in self._skeletons:
+            raise CheckpointError(f"{self.path} holds no {name!r}; it has {', '.join(self._skeletons)}.")
+        return put_together(self._skeletons[name], self._tensors(name))
+
+    def _tensors(self, part: str) -> dict[str, torch.Tensor]:
+        data = self._data.get(f"{part}.safetensors")
+        try:
+            return load_safetensors(data) if data is not None else {}
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}/{part}.safetensors cannot be read: {error}.") from error
+
+    def _read(self, name: str) -> bytes:
+        entry = self._manifest.files[name]
+        try:
+            data = (self.path / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self.path}/{name} cannot be read: {error}.") from error
+        if len(data) != entry.num_bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise CheckpointError(f"{self.path}/{name} is damaged: its {len(data)} bytes are not those that were written.")
+        return data
+
+
+def _read_manifest(path: Path) -> layout.Manifest:
+    try:
+        manifest = layout.Manifest.from_json(json.loads((path / layout.MANIFEST).read_bytes()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {layout.MANIFEST}: {error}.") from error
+    if layout.STATE not in manifest.files:
+        raise CheckpointError(f"{path} is not a complete checkpoint: its manifest names no {layout.STATE}.")
+    return manifest
+
+
+def write_synced(path: Path, data: bytes) -> layout.FileEntry:
+    """Write a file through to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return layout.FileEntry(len(data), hashlib.sha256(data).hexdigest())
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Write a file so that at any instant the old one or the new one is there, whole."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_synced(scratch, data)
+        os.replace(scratch, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise CheckpointError(_write_failed(path, error)) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make names that were created or renamed in a directory survive a crash."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_failed(path: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        room = "the disk (or the quota) is full. Free some room"
+    else:
+        room = f"{error.strerror or error}. Mend that"
+    return f"{path} could not be written: {room}, then run the same command again: earlier checkpoints are untouched."

@@ -1,0 +1,80 @@
+"""The names and the manifest of a checkpoint. Pure: no files are touched, no torch.
+
+    checkpoints/step-00000120/
+      model.safetensors, optimizer.safetensors, …     tensors, one file a part of the state
+      state.json                                      the parts' skeletons: everything that is not a tensor
+      manifest.json                                   written last: format version, step, size and SHA-256 of each file
+
+A directory under another name is not a checkpoint: one being written begins with a dot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of."""
+
+    version: int
+    step: int
+    files: dict[str, FileEntry]
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the object that is written."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Manifest:
+        """Read what was written; a ValueError says what is wrong with it."""
+        if not isinstance(data, dict) or not isinstance(data.get("version"), int):
+            raise ValueError("no format version")
+        if data["version"] != FORMAT_VERSION:
+            raise ValueError(f"format version {data['version']}, this instep reads {FORMAT_VERSION}")
+        try:
+            files = {name: FileEntry(int(e["num_bytes"]), str(e["sha256"])) for name, e in data["files"].items()}
+            step = int(data["step"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a manifest ({error!r})") from error
+        for name in files:
+            if not _FILE.fullmatch(name):  # a path in a name could lead out of the checkpoint
+                raise ValueError(f"file name {name!r}")
+        return cls(data["version"], step, files)
+
+
+def name_of(step: int) -> str:
+    """Name the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Give the step of a checkpoint's name; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Order checkpoint names, newest first; other names are left out."""
+    return sorted((n for n in names if step_of(n) is not None), key=lambda n: step_of(n) or 0, reverse=True)
+
+
+def to_prune(names: Sequence[str], keep: int) -> list[str]:
+    """Choose the checkpoints that are more than `keep` behind the newest."""
+    return newest_first(names)[keep:]

@@ -1,0 +1,182 @@
+"""The run directory: what a run is, whether it may be continued, and its newest good checkpoint.
+
+Ranks: one, rank 0 or the process that launches; the others are told.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from instep.checkpoint import layout
+from instep.checkpoint.files import Checkpoint, replace_synced, write_checkpoint
+from instep.core.errors import CheckpointError
+
+SPEC, RESULT = "spec.json", "result.json"
+_BEFORE_SPEC = {"events", "logs", ".lock"}
+"""What a run leaves that was killed before it was settled."""
+
+
+class RunDirectory:
+    """The directory of one run, as DESIGN lays it out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[bytes] | None = None
+
+    @classmethod
+    def create(cls, name: str, root: Path = Path("runs")) -> RunDirectory:
+        """Make a directory of a new name for a new run."""
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        for number in range(1000):
+            path = root / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from error
+            return cls(path)
+        raise CheckpointError(f"{root} holds a thousand runs of this second. Give a --run-dir.")
+
+    @classmethod
+    def open(cls, path: Path, fresh: bool = False) -> RunDirectory:
+        """Take a directory that the user names: a new one, or that of a run to continue."""
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path} is a file, and a run needs a directory. Give another --run-dir.")
+        if path.exists() and {entry.name for entry in path.iterdir()} - _BEFORE_SPEC:
+            if not (path / SPEC).exists():
+                raise CheckpointError(
+                    f"{path} is not empty and holds no {SPEC}, so it is not a run's directory. Give another --run-dir."
+                )
+            if fresh:
+                _move_aside(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from error
+        return cls(path)
+
+    def settle(self, description: Mapping[str, Any], may_extend: bool) -> None:
+        """Check that what was asked for is the run that lives here, and write it down if none does.
+
+        `description` has `task`, `recipe`, `length` (epochs, steps) and `spec`; only a changed spec is
+        nothing to worry about.
+        """
+        path = self.path / SPEC
+        if path.exists():
+            earlier = self.description()
+            differences = _differences(earlier, description, may_extend)
+            if differences:
+                raise CheckpointError(
+                    f"{self.path} holds a run of another recipe, which this one cannot continue:\n"
+                    + "\n".join(f"  {line}" for line in differences)
+                    + "\nUse the same values, another --run-dir, or --fresh to start over (the old run is moved aside)."
+                )
+            if earlier["length"] != description["length"]:
+                (self.path / RESULT).unlink(missing_ok=True)
+        replace_synced(path, json.dumps({"version": 1, **description}, indent=1).encode())
+
+    def description(self) -> dict[str, Any]:
+        """Read what `settle` wrote."""
+        path = self.path / SPEC
+        try:
+            found = json.loads(path.read_bytes())
+            if not {"task", "recipe", "length", "spec"} <= found.keys():
+                raise ValueError("fields are missing")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. Use another --run-dir, or --fresh.") from error
+        return dict(found)
+
+    def result(self) -> dict[str, Any] | None:
+        """Give the result of a complete run; None for one that is not."""
+        path = self.path / RESULT
+        return dict(json.loads(path.read_bytes())) if path.exists() else None
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Mark the run complete; the last thing that is written."""
+        replace_synced(self.path / RESULT, json.dumps(result, indent=1).encode())
+
+    def lock(self) -> None:
+        """Keep a second training out of this directory for as long as this process lives."""
+        file = (self.path / ".lock").open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            owner = file.read().decode(errors="replace") or "unknown"
+            file.close()
+            raise CheckpointError(
+                f"{self.path} is being trained in by process {owner}. Wait for it, end it, or give another --run-dir."
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        file.flush()
+        self._lock = file
+
+    def unlock(self) -> None:
+        """Let the next training in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """Find the newest checkpoint that is whole; also say which newer ones are not."""
+        complaints: list[str] = []
+        for name in self.names():
+            try:
+                return Checkpoint(self.checkpoints / name), complaints
+            except CheckpointError as error:
+                complaints.append(str(error))
+        return None, complaints
+
+    def names(self) -> list[str]:
+        """Name the checkpoints, newest first."""
+        if not self.checkpoints.is_dir():
+            return []
+        return layout.newest_first(entry.name for entry in self.checkpoints.iterdir())
+
+    def save(self, step: int, state: Mapping[str, Any], keep: int) -> tuple[Path, int]:
+        """Write a checkpoint, then drop those that are too old; give its path and size."""
+        written = write_checkpoint(self.checkpoints, step, state)
+        for name in layout.to_prune(self.names(), keep):
+            shutil.rmtree(self.checkpoints / name, ignore_errors=True)
+        return written
+
+
+def _move_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], may_extend: bool) -> list[str]:
+    """List what cannot change between two parts of one run."""
+    lines = []
+    if earlier["task"]["name"] != now["task"]["name"]:
+        return [f"Task: {earlier['task']['name']} there, {now['task']['name']} now"]
+    for title, group in (("Task field ", "fields"), ("", "recipe")):
+        before = earlier["task"]["fields"] if group == "fields" else earlier["recipe"]
+        after = now["task"]["fields"] if group == "fields" else now["recipe"]
+        lines += [
+            f"{title}{name}: {before.get(name)!r} there, {after.get(name)!r} now"
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        ]
+    for name in ("epochs", "steps"):
+        before, after = earlier["length"].get(name), now["length"].get(name)
+        if before != after:
+            raised = before is not None and after is not None and after > before
+            if not raised:
+                lines.append(f"{name}: {before!r} there, {after!r} now (it can only be raised)")
+            elif not may_extend:
+                lines.append(f"{name}: {before!r} there, {after!r} now, and the Task's scheduler depends on it")
+    return lines

@@ -1,0 +1,161 @@
+"""The commands and their help."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import click
+import typer
+
+from instep.cli.options import make_spec, with_options
+from instep.core.errors import EXIT_INTERRUPTED, InstepError, RanksFailed
+from instep.core.spec import LaunchSpec, TrainSpec
+from instep.core.version import __version__
+
+app = typer.Typer(
+    name="instep",
+    help="Train a PyTorch model on any number of processes; the number changes only the speed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _positional(name: str, kind: Any, metavar: str, help: str, **more: Any) -> inspect.Parameter:
+    argument = typer.Argument(metavar=metavar, help=help, **more)
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[kind, argument])
+
+
+TASK = _positional("task", str, "TASK.py[:Class]", "the file that defines the Task")
+VALUES = _positional("values", list[str] | None, "[NAME=VALUE]...", "values for the Task's fields", show_default=False)
+VALUES = VALUES.replace(default=None)
+SCRIPT = _positional("script", str, "SCRIPT", "a Python file, or with -m a module")
+ARGUMENTS = _positional("arguments", list[str] | None, "[ARGUMENTS]...", "passed on to the script").replace(default=None)
+AS_MODULE = inspect.Parameter(
+    "module",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as for python -m")],
+)
+LOG_DIR = inspect.Parameter(
+    "log_dir",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[str | None, typer.Option("--log-dir", help="keep each rank's output in this directory")],
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command(help="Train the Task that a file defines.")
+@with_options(TrainSpec, TASK, VALUES)
+def train(task: str, values: list[str] | None, **options: Any) -> None:
+    """Load the Task, then conduct its training."""
+    spec = make_spec(TrainSpec, options)
+    from instep.cli.conduct import conduct
+    from instep.train.source import load_file, make_task, task_class
+
+    file, _, name = task.partition(":")
+    path = Path(file)
+    made = make_task(task_class(load_file(path), path, name), values or [])
+    show_result(conduct(made, spec, path, supervised=True), spec)
+
+
+@app.command(
+    help="Launch any script on several processes, as torchrun would, and explain failures.",
+    context_settings={"allow_interspersed_args": False},
+)
+@with_options(LaunchSpec, SCRIPT, ARGUMENTS, AS_MODULE, LOG_DIR)
+def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | None, **options: Any) -> None:
+    """Launch a script that knows nothing of instep."""
+    from instep.cli.scripts import run_scripts
+
+    run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, make_spec(LaunchSpec, options))
+
+
+def show_result(result: Any, spec: TrainSpec) -> None:
+    """Print how a training ended: for a person, or as the one line of JSON."""
+    from instep.cli.conduct import say
+    from instep.monitor.progress import duration, metrics_text
+
+    if not spec.quiet:
+        say(
+            f"{result.status}: {result.steps} steps, loss {result.loss:.4g}  {metrics_text(result.metrics)}  "
+            f"({duration(result.wall_s)})\n{result.run_dir}"
+        )
+    if spec.json:
+        print(json.dumps(result.to_json()), flush=True)
+
+
+def main(task: type, argv: list[str] | None = None) -> None:
+    """Be the command line of one Task: `instep.main`."""
+    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    @one.command(help=_task_help(task))
+    @with_options(TrainSpec, VALUES)
+    def train_one(values: list[str] | None, **options: Any) -> None:
+        spec = make_spec(TrainSpec, options)
+        from instep.cli.conduct import conduct
+        from instep.train.source import make_task
+
+        file = Path(inspect.getfile(task)) if task.__module__ == "__main__" else None
+        show_result(conduct(make_task(task, values or []), spec, file), spec)
+
+    guarded(lambda: one(args=argv, standalone_mode=False))
+
+
+def _task_help(task: type) -> str:
+    import dataclasses
+
+    text = (inspect.getdoc(task) or f"Train {task.__name__}.").splitlines()[0]
+    fields = [f for f in dataclasses.fields(task) if f.init] if dataclasses.is_dataclass(task) else []
+    shown = ", ".join(f"{f.name}={f.default!r}" for f in fields if f.default is not dataclasses.MISSING)
+    return text + (f"\n\nFields of {task.__name__}: {shown}" if shown else "")
+
+
+def run_app() -> NoReturn:
+    """Run the command line and end the process."""
+    guarded(lambda: app(standalone_mode=False))
+    sys.exit(0)
+
+
+def guarded(command: Callable[[], Any]) -> None:
+    """Turn errors into sentences and exit codes; only an error in the user's code shows a traceback."""
+    try:
+        command()
+    except click.ClickException as error:
+        error.show()
+        leave(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        leave(EXIT_INTERRUPTED)
+    except RanksFailed as error:
+        from instep.launch.failures import describe
+
+        print(describe(error), file=sys.stderr)
+        leave(error.first.exit_code)
+    except InstepError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        leave(error.exit_code)
+    else:
+        gc.collect()
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End a process that failed: at once, because threads of a broken process group may not let it end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

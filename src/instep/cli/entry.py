@@ -1,0 +1,26 @@
+"""Where the command `instep` begins.
+
+The workers' first imports take seconds. They begin here, in a process beside this one, before this one has
+imported anything of weight itself.
+"""
+
+from __future__ import annotations
+
+import sys
+
+LAUNCHING = ("train", "run", "doctor")
+
+
+def main() -> None:
+    """Run the command line."""
+    if len(sys.argv) > 1 and sys.argv[1] in LAUNCHING and not {"--help", "-h"} & set(sys.argv):
+        from instep.launch.preload import start_preload
+
+        start_preload()
+    from instep.cli.app import run_app
+
+    run_app()
+
+
+if __name__ == "__main__":
+    main()

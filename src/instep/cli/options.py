@@ -1,0 +1,59 @@
+"""Turn a spec's fields into command-line options."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from instep.core.errors import SpecError
+from instep.core.spec import LaunchSpec
+
+S = typing.TypeVar("S", bound=LaunchSpec)
+
+
+def with_options(spec: type[LaunchSpec], *before: inspect.Parameter) -> Callable[[Callable[..., Any]], Any]:
+    """Give a command the parameters in `before`, then one option for each field of a spec."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = typing.get_type_hints(spec)
+        parameters = [*before, *(_parameter(f, hints[f.name]) for f in dataclasses.fields(spec))]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def make_spec(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Build a spec from parsed options."""
+    processes = values.get("processes", 1)
+    if isinstance(processes, str) and processes.lstrip("-").isdigit():
+        values = {**values, "processes": int(processes)}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        known = ", ".join(f.name for f in dataclasses.fields(kind))
+        raise SpecError(f"{error}. The options are {known}.") from None
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    option = typer.Option(*field.metadata["flags"], help=field.metadata["help"], show_default=field.default is not None)
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=str(field.default) if _is_mixed(hint) else field.default,
+        annotation=Annotated[str if _is_mixed(hint) else hint, option],
+    )
+
+
+def _is_mixed(hint: Any) -> bool:
+    """Tell whether a field takes numbers and words (`-n 4`, `-n auto`): the command line reads text, the spec decides."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return False
+    return len([argument for argument in typing.get_args(hint) if argument is not type(None)]) > 1

@@ -1,0 +1,92 @@
+"""Every error that instep raises on purpose.
+
+    InstepError
+    ├── SpecError         the command line, a TrainSpec field or a Task's value is wrong        exit 2
+    ├── TaskError         the Task breaks its contract (loss returns a vector, no length)       exit 2
+    ├── DataError         a dataset cannot be read, or holds nothing                            exit 2
+    ├── CheckpointError   a run directory or checkpoint cannot be written or continued          exit 2
+    ├── NumericsError     the loss is not a number                                              exit 1
+    ├── EnvironmentFailed the machine, the network or the launcher is not as it must be         exit 3
+    └── RanksFailed       ranks of a launched job failed; carries them, the first one first
+
+A message says what was found, why it cannot be, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+EXIT_DONE, EXIT_USER, EXIT_SPEC, EXIT_ENVIRONMENT, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+class InstepError(Exception):
+    """The root: `except InstepError` catches everything that instep raises on purpose."""
+
+    exit_code: ClassVar[int] = EXIT_USER
+
+
+class SpecError(InstepError):
+    """What was asked for cannot be done."""
+
+    exit_code = EXIT_SPEC
+
+
+class TaskError(InstepError):
+    """The Task does not keep its side of the contract."""
+
+    exit_code = EXIT_SPEC
+
+
+class DataError(InstepError):
+    """A dataset cannot be read or holds nothing."""
+
+    exit_code = EXIT_SPEC
+
+
+class CheckpointError(InstepError):
+    """A run directory or a checkpoint cannot be written, read or continued."""
+
+    exit_code = EXIT_SPEC
+
+
+class NumericsError(InstepError):
+    """The loss is not a finite number."""
+
+
+class EnvironmentFailed(InstepError):
+    """The machine, the network or the launcher is not as it must be."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """How one rank ended, when it did not end well."""
+
+    rank: int
+    time_ns: int
+    summary: str
+    """One line: the exception's type and message, or the signal's name."""
+    traceback: str = ""
+    """Empty where the process had no chance to write one, or where the message says it all."""
+    exit_code: int = EXIT_USER
+    """What the whole command exits with if this is the first failure."""
+    consequence: bool = False
+    """Whether it merely noticed that another rank was gone (a closed connection, say)."""
+    log: str = ""
+
+
+class RanksFailed(InstepError):
+    """Ranks of a launched job failed."""
+
+    def __init__(self, failures: Sequence[FailureRecord]) -> None:
+        assert failures
+        self.failures = tuple(failures)
+        super().__init__(f"rank {self.first.rank}: {self.first.summary}")
+
+    @property
+    def first(self) -> FailureRecord:
+        """The failure that caused the others."""
+        return self.failures[0]

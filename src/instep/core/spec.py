@@ -1,0 +1,182 @@
+"""What a person may ask for: how to launch, and how to train.
+
+The fields of `TrainSpec` are exactly the options of `instep train` and the keywords of `instep.train`;
+`LaunchSpec` holds those that `instep run` shares. The command line is built from the metadata here, so an
+option has one name, one default and one help text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from instep.core.errors import SpecError
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def option(default: Any, help: str, *flags: str, recipe: bool = False, metavar: str | None = None) -> Any:
+    """Declare a spec field that is also a command-line option.
+
+    `recipe` marks what the trajectory depends on: a run cannot be continued with another value.
+    """
+    return dataclasses.field(
+        default=default, metadata={"help": help, "flags": flags, "recipe": recipe, "metavar": metavar}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """How many processes, where, and how they find each other; spelled as torchrun spells it."""
+
+    processes: int | str = option(
+        1, "processes on this machine; auto: one a GPU, or one a core", "-n", "--processes", "--nproc-per-node"
+    )
+    nnodes: str = option("1", "machines, or MIN:MAX for an elastic number", "--nnodes")
+    node_rank: int = option(0, "this machine's number, for --rdzv-backend static", "--node-rank")
+    rdzv_backend: str = option("c10d", "how the machines find each other: c10d or static", "--rdzv-backend")
+    rdzv_endpoint: str = option("", "HOST:PORT of the rendezvous; empty: a free port here", "--rdzv-endpoint")
+    rdzv_id: str = option("", "name of this job at the rendezvous; empty: a new one", "--rdzv-id")
+    rdzv_conf: str = option("", "more rendezvous settings: KEY=VALUE,KEY=VALUE", "--rdzv-conf")
+    local_addr: str = option("", "this machine's address, as the others reach it", "--local-addr")
+    max_restarts: int = option(0, "restarts allowed after a failure", "--max-restarts")
+
+    def __post_init__(self) -> None:
+        _check_processes(self.processes)
+        _check_at_least("max_restarts", self.max_restarts, 0)
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
+            raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest machines to run on."""
+        return int(self.nnodes.split(":")[0])
+
+    @property
+    def max_nodes(self) -> int:
+        """The most machines to run on."""
+        return int(self.nnodes.split(":")[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec(LaunchSpec):
+    """How to train: everything that is not the Task itself."""
+
+    max_restarts: int = option(3, "restarts allowed after a failure", "--max-restarts")
+    epochs: int | None = option(None, "passes over the training data (3, unless --steps is given)", "--epochs")
+    steps: int | None = option(None, "optimizer steps, instead of --epochs", "--steps")
+    batch_size: int = option(
+        64, "samples in one optimizer step, over all processes and accumulation", "--batch-size", recipe=True
+    )
+    accumulate: int = option(1, "parts in which a global batch is worked through", "--accumulate", recipe=True)
+    seed: int = option(0, "where all randomness comes from", "--seed", recipe=True)
+    strategy: Literal["auto", "single", "ddp"] = option(
+        "auto", "how the model is spread; auto: ddp when there are several processes", "--strategy"
+    )
+    clip_norm: float | None = option(
+        None, "clip the gradient's global norm to this", "--clip-norm", recipe=True
+    )
+    eval_every: str = option(
+        "1epoch", "evaluate every N steps, every Nepoch, or never (then only at the end)", "--eval-every"
+    )
+    save_every: str = option(
+        "10m", "checkpoint every N steps or every so often (30s, 10m, 2h), and at the end", "--save-every"
+    )
+    keep: int = option(3, "how many of the newest checkpoints are kept", "--keep")
+    threads: int | None = option(
+        None, "CPU threads a process (unless given, the cores shared out)", "--threads", recipe=True
+    )
+    flush_denormals: bool = option(
+        True, "treat denormal numbers as zero on CPU", "--flush-denormals/--no-flush-denormals", recipe=True
+    )
+    init_from: str | None = option(
+        None, "start from these weights: a run directory, a checkpoint or a .safetensors file", "--init-from", recipe=True
+    )
+    on_nan: Literal["stop", "skip"] = option(
+        "stop", "when the loss is NaN or infinite: stop, or skip that update", "--on-nan", recipe=True
+    )
+    drop_last: bool = option(
+        False, "leave out an epoch's last batch when it is not full", "--drop-last/--no-drop-last", recipe=True
+    )
+    data_workers: int | None = option(
+        None, "processes that load samples, for data that cannot be indexed by the batch", "--data-workers"
+    )
+    run_dir: str | None = option(None, "where this run lives; an unfinished run there is continued", "--run-dir")
+    fresh: bool = option(False, "start over: an earlier run in --run-dir is moved aside", "--fresh")
+    json: bool = option(False, "print the Result as one line of JSON, all else to standard error", "--json")
+    quiet: bool = option(False, "no progress display", "--quiet")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("batch_size", 1), ("accumulate", 1), ("keep", 1)):
+            _check_at_least(name, getattr(self, name), least)
+        for name in ("epochs", "steps", "threads"):
+            if getattr(self, name) is not None:
+                _check_at_least(name, getattr(self, name), 1)
+        if self.epochs is not None and self.steps is not None:
+            raise SpecError(f"epochs={self.epochs} and steps={self.steps} both say when to end. Give one of them.")
+        if self.data_workers is not None:
+            _check_at_least("data_workers", self.data_workers, 0)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient away. Use a number above 0.")
+        if self.strategy not in ("auto", "single", "ddp"):
+            raise SpecError(f"strategy={self.strategy!r} is unknown. Choose auto, single or ddp.")
+        if self.on_nan not in ("stop", "skip"):
+            raise SpecError(f"on_nan={self.on_nan!r} is unknown. Choose stop or skip.")
+        if self.batch_size < self.accumulate:
+            raise SpecError(
+                f"batch_size={self.batch_size} cannot be worked through in accumulate={self.accumulate} parts: "
+                f"some would be empty. Use accumulate <= {self.batch_size}."
+            )
+        Cadence.parse("save_every", self.save_every)
+        Cadence.parse("eval_every", self.eval_every)
+
+    def recipe(self) -> dict[str, Any]:
+        """The fields the trajectory depends on; a run is continued only with the same ones."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["recipe"]}
+
+    def resolved_epochs(self) -> int | None:
+        """How many epochs to train; None when `steps` says when to end."""
+        return None if self.steps is not None else (self.epochs if self.epochs is not None else 3)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often something is done: every so many steps, epochs or seconds; all None: only at the end."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, name: str, text: str | int) -> Cadence:
+        """Read `100`, `2epochs`, `10m` or `never`."""
+        text = str(text).strip()
+        if text == "never":
+            return cls()
+        if re.fullmatch(r"[1-9]\d*", text):
+            return cls(steps=int(text))
+        if name == "eval_every" and (match := re.fullmatch(r"([1-9]\d*)? ?epochs?", text)):
+            return cls(epochs=int(match[1] or 1))
+        if name == "save_every" and (match := _DURATION.fullmatch(text)) and float(match[1]) > 0:
+            return cls(seconds=float(match[1]) * _SECONDS[match[2]])
+        forms = "100 (steps), 1epoch or never" if name == "eval_every" else "100 (steps), 30s, 10m, 2h or never"
+        raise SpecError(f"{name}={text!r} is not an interval. Write for instance {forms}.")
+
+
+def _check_processes(processes: int | str) -> None:
+    if processes in ("auto", "gpu", "cpu"):
+        return
+    if not re.fullmatch(r"-?\d+", str(processes)):
+        raise SpecError(f"processes={processes!r} is neither a number nor auto, gpu or cpu.")
+    _check_at_least("processes", int(processes), 1)
+
+
+def _check_at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpecError(f"{name}={value!r} is not a whole number.")
+    if value < least:
+        raise SpecError(f"{name}={value} cannot be: it must be at least {least}.")

@@ -1,0 +1,42 @@
+"""Read a rank's log, also while it is being written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def path_of(run_dir: Path, rank: int = 0) -> Path:
+    """Give the file of a rank's events."""
+    return run_dir / "events" / f"rank-{rank}.jsonl"
+
+
+def read_events(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Read all that a rank has written so far."""
+    return list(EventTail(path_of(run_dir, rank)).poll())
+
+
+class EventTail:
+    """Follows a log: each poll gives what has come since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def poll(self) -> Iterator[dict[str, Any]]:
+        """Give the complete lines that are new; a line still being written waits for the next poll."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the torn last line of a process that was killed while it wrote

@@ -1,0 +1,100 @@
+"""Understand a run from its events: how far it is, how fast, and what is worth a line."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+_WINDOW = 200
+
+
+@dataclass
+class ProgressState:
+    """A run as far as its events tell; `take` moves it on."""
+
+    task: str = ""
+    step: int = 0
+    first_step: int = 0
+    num_steps: int = 0
+    num_epochs: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    def take(self, event: dict[str, Any]) -> str | None:
+        """Take an event in; give a line if it is worth one."""
+        kind = event.get("event")
+        if kind == "step":
+            self.step, self.epoch, self.loss = event["step"], event["epoch"], event["loss"]
+            self._recent.append((event["time"], event["step"], event["num_samples"]))
+            return None
+        if kind == "start":
+            self._recent.clear()
+            where = f"{event['world_size']} process" + ("es" if event["world_size"] > 1 else "")
+            on = "" if event["backend"] == "none" else f" over {event['backend']}"
+            again = f", restart {event['attempt']}" if event["attempt"] else ""
+            return f"{where} on {event['device'].split(':')[0]}{on}, torch {event['versions']['torch']}{again}"
+        if kind == "plan":
+            return self._take_plan(event)
+        if kind == "eval":
+            self.metrics = event["metrics"]
+            return f"step {event['step']}  " + metrics_text(self.metrics)
+        if kind == "notice":
+            return f"note: {event['text']}"
+        return None
+
+    def _take_plan(self, event: dict[str, Any]) -> str:
+        self.task, self.first_step = event["task"], event["first_step"]
+        self.step = event["first_step"]
+        self.num_steps, self.num_epochs = event["num_steps"], event["num_epochs"]
+        start = f", from step {self.first_step}" if self.first_step else ""
+        return (
+            f"{self.task}: {event['num_parameters']:,} parameters, {event['num_samples']:,} samples "
+            f"({event['reading']}), {self.num_steps:,} steps of {event['batch_size']}{start}"
+        )
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """The rate over the newest steps; None while there are too few."""
+        if len(self._recent) < 2:
+            return None
+        seconds = self._recent[-1][0] - self._recent[0][0]
+        samples = sum(entry[2] for entry in list(self._recent)[1:])
+        return samples / seconds if seconds > 0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to go, at the rate of the newest steps."""
+        if len(self._recent) < 2:
+            return None
+        seconds = self._recent[-1][0] - self._recent[0][0]
+        steps = self._recent[-1][1] - self._recent[0][1]
+        return (self.num_steps - self.step) * seconds / steps if steps > 0 else None
+
+    def line(self) -> str:
+        """One line that says where the run is."""
+        parts = [f"step {self.step}/{self.num_steps}", f"epoch {self.epoch + 1}/{self.num_epochs}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if self.samples_per_s is not None:
+            parts.append(f"{self.samples_per_s:,.0f} samples/s")
+        if self.eta_s is not None:
+            parts.append(f"{duration(self.eta_s)} to go")
+        return "  ".join(parts)
+
+
+def metrics_text(metrics: dict[str, float]) -> str:
+    """Write metrics for a person."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def duration(seconds: float) -> str:
+    """Write a time span for a person."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"

@@ -1,0 +1,100 @@
+"""Data parallelism: the whole model on every rank, gradients added up.
+
+[Note: Our own reducer]
+torch's DistributedDataParallel averages over ranks, wants a backward pass on every rank in every step, and
+gives a parameter that no rank used a zero gradient. The contract asks for sums weighted by samples or
+tokens, parts of weight 0, and parameters without gradient that stay without. So the reduction is ours:
+after backward the gradients are copied into one flat buffer a dtype, and the step's sums (loss, weight) and
+one flag a parameter travel behind them, so that a step costs one collective. It is at least as fast on
+gloo: docs/log.md has the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from instep.parallel.strategy import Reducer, Strategy
+from instep.world.world import World
+
+_COUNTING = (torch.float32, torch.float64)
+"""Dtypes precise enough to carry the step's sums behind the gradients."""
+
+
+class _Bucket:
+    """Parameters of one dtype, whose gradients travel together."""
+
+    def __init__(self, parameters: list[nn.Parameter], num_extra: int) -> None:
+        self.parameters = parameters
+        sizes = [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes) + num_extra, dtype=parameters[0].dtype, device=parameters[0].device)
+        *pieces, self.extra = self.flat.split([*sizes, num_extra])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+
+    def fill(self) -> list[bool]:
+        """Copy the gradients in and tell which were there; a missing one counts as zero."""
+        grads = [p.grad for p in self.parameters]
+        if all(grad is not None and not grad.is_sparse for grad in grads):
+            torch._foreach_copy_(self.views, grads)
+            return [True] * len(grads)
+        for view, grad in zip(self.views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        return [grad is not None for grad in grads]
+
+    def adopt(self, counts: Sequence[float] | None) -> None:
+        """Make the sums the gradients; a parameter that no rank used stays without."""
+        for i, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            p.grad = view if counts is None or counts[i] > 0 else None
+
+
+class DdpReducer(Reducer):
+    """Adds gradients up over the ranks."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, num_sums: int) -> None:
+        super().__init__(parameters)
+        self._world = world
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for p in self.parameters:
+            by_dtype.setdefault(p.dtype, []).append(p)
+        num_behind = num_sums + len(self.parameters)
+        carrier = next((dtype for dtype in by_dtype if dtype in _COUNTING), None)
+        self._buckets = [_Bucket(group, num_behind * (dtype is carrier)) for dtype, group in by_dtype.items()]
+        self._behind = next((bucket.extra for bucket in self._buckets if bucket.extra.numel()), None)
+        self._num_sums = num_sums
+        self._all_used = torch.ones(len(self.parameters))
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        used = [flag for bucket in self._buckets for flag in bucket.fill()]
+        flags = self._all_used if all(used) else torch.tensor(used, dtype=torch.float32)
+        alone = self._behind is None
+        behind = self._behind if self._behind is not None else torch.empty(len(sums) + len(flags), device=sums.device)
+        behind[: self._num_sums].copy_(sums)
+        behind[self._num_sums :].copy_(flags)
+        works = [self._world.start_sum(bucket.flat) for bucket in self._buckets]
+        if alone:
+            works.append(self._world.start_sum(behind))
+        for work in works:
+            if work is not None:
+                work.wait()
+        # Reading the counts costs a wait for the GPU; a rank that used everything knows them without.
+        counts = None if all(used) else behind[self._num_sums :].tolist()
+        first = 0
+        for bucket in self._buckets:
+            stop = first + len(bucket.parameters)
+            bucket.adopt(counts[first:stop] if counts is not None else None)
+            first = stop
+        return behind[: self._num_sums].clone()
+
+
+class Ddp(Strategy):
+    """The whole model on every rank."""
+
+    name = "ddp"
+
+    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
+        return DdpReducer(parameters, self.world, num_sums)

@@ -1,0 +1,131 @@
+"""Dropout whose mask for a row does not depend on which rank holds the row.
+
+[Note: Row noise]
+The mask of element e of row r is a hash of (seed, step, layer, use of the layer in this pass, r, e), where r
+counts in the global batch. Each rank draws just its own rows, and any split gives the same masks (C5). The
+hash is a handful of 32-bit multiplications and shifts on whole tensors: on CPU cheaper than torch's
+generator, on GPUs one fused kernel when compiled. One hash serves two elements of 16 bits each; the keep
+probability is rounded to 1/65536, and the scale uses the rounded one, so that the expectation is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from instep.parallel.scope import Scope, mix64, signed32
+
+_LEVELS = 1 << 16
+
+
+_ODD_1, _ODD_2, _ODD_3 = 0x7FEB352D, signed32(0x846CA68B), signed32(0x9E3779B1)
+
+
+def _scramble(x: torch.Tensor) -> torch.Tensor:
+    """Hash int32 well; for the few keys of rows and columns. torch shifts in the sign, hence the masks."""
+    for shift, factor in ((16, _ODD_1), (15, _ODD_2)):
+        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * factor
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _halves(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Hash each pair of a row key and a column key into two 16-bit halves, in as few passes as mix well."""
+    words = rows[:, None] + columns[None, :]
+    words ^= words >> 15
+    words *= _ODD_1
+    high = words >> 16
+    words *= _ODD_2
+    words ^= high
+    words *= _ODD_1
+    return words.view(torch.int16)
+
+
+class RowDropout(nn.Module):
+    """nn.Dropout with masks by row; `channels` makes it nn.Dropout1d, 2d or 3d."""
+
+    def __init__(self, p: float, scope: Scope, layer: int, channels: bool = False, row_dim: int = 0) -> None:
+        super().__init__()
+        self.p = p
+        self.channels = channels
+        self.row_dim = row_dim
+        self._scope = scope
+        self._salt = mix64(layer + 1)
+        self._seen_part = -1
+        self._uses = 0
+        self._levels = min(_LEVELS - 1, round((1 - p) * _LEVELS))
+        scope.noisy = True
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, by row"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return x * 0
+        shape = x.shape[:2] if self.channels else x.shape
+        keep = self._keep(torch.Size(shape), x.device)
+        if self.channels:
+            keep = keep.reshape(*shape, *([1] * (x.dim() - 2)))
+        return x * keep.to(x.dtype).mul_(_LEVELS / self._levels)
+
+    def _keep(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        """Draw which elements stay, as bools."""
+        salt = self._next_salt()
+        rows, first = shape[self.row_dim], self._scope.noise[2]
+        local_rows = self._scope.num_rows
+        if local_rows and rows % local_rows == 0:
+            first = first * (rows // local_rows)  # rows that are flattened, tokens say: as many a row for all
+        else:
+            first = first * 0  # not a batch of rows (position embeddings, say): one mask, the same on all ranks
+        others = shape.numel() // max(rows, 1)
+        row_keys = (torch.arange(rows, device=device, dtype=torch.int32) + first) * _ODD_3
+        columns = torch.arange((others + 1) // 2, device=device, dtype=torch.int32) * _ODD_3
+        halves = _halves(
+            _scramble(row_keys + (self._scope.noise[0] ^ signed32(salt))),
+            _scramble(columns + (self._scope.noise[1] ^ signed32(salt >> 32))),
+        )
+        keep = halves[:, :others] < self._levels - _LEVELS // 2
+        if self.row_dim == 0:
+            return keep.reshape(shape)
+        moved = (rows, *shape[: self.row_dim], *shape[self.row_dim + 1 :])
+        return keep.reshape(moved).movedim(0, self.row_dim)
+
+    def _next_salt(self) -> int:
+        """Tell this use of the layer from its earlier ones in the same pass."""
+        if self._seen_part != self._scope.part:
+            self._seen_part, self._uses = self._scope.part, 0
+        self._uses += 1
+        return self._salt if self._uses == 1 else mix64(self._salt + self._uses)
+
+
+_ELEMENTWISE: tuple[type[nn.Module], ...] = (nn.Dropout,)
+_BY_CHANNEL: tuple[type[nn.Module], ...] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def own_dropout(model: nn.Module, scope: Scope) -> nn.Module:
+    """Replace the dropout modules of a model by ones whose masks do not depend on the split.
+
+    Modules are numbered in the order of `named_modules`. Below a module that says `batch_first=False`, the
+    rows of the batch are dimension 1.
+    """
+    second = {
+        id(child)
+        for module in model.modules()
+        if getattr(module, "batch_first", True) is False
+        for child in module.modules()
+    }
+    made: dict[int, RowDropout] = {}
+    for layer, module in enumerate(model.modules()):
+        if type(module) in _ELEMENTWISE + _BY_CHANNEL:
+            assert isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
+            row_dim = 1 if id(module) in second else 0
+            channels = type(module) in _BY_CHANNEL
+            made[id(module)] = RowDropout(module.p, scope, layer, channels, row_dim).train(module.training)
+    if id(model) in made:
+        return made[id(model)]
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in made:
+                setattr(parent, name, made[id(child)])
+    return model

@@ -1,0 +1,56 @@
+"""Find the random numbers that instep does not own, and say where they are drawn.
+
+Functional dropout, fused attention dropout and noise drawn in a loss come from torch's global generator, in
+an order that depends on the split. They are seeded by the step and the first row, so that a run repeats
+itself; but another number of processes gives other noise, and the user is told so once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+
+class NoiseWatch(TorchDispatchMode):
+    """Notes the user's line of every random operation. For one step: it slows each operation down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, str] = {}
+        """Operation by the line that called it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            self.lines.setdefault(_calling_line(), func.overloadpacket.__name__)
+        return func(*args, **kwargs)
+
+    def notices(self) -> list[str]:
+        """Word what was found."""
+        return [
+            f"{line} draws random numbers ({name}) that instep cannot own: they differ with the number of processes. "
+            "A dropout module (nn.Dropout) in the model's tree would not."
+            for line, name in self.lines.items()
+        ]
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether the call really draws: attention counts as random even without dropout."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "p", "dropout"):
+            value = kwargs.get(argument.name, args[position] if position < len(args) else argument.default_value)
+            return bool(value)
+    return True
+
+
+def _calling_line() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_FOREIGN, "<")):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"

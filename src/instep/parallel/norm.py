@@ -1,0 +1,141 @@
+"""BatchNorm over the whole micro-batch, wherever its rows are; on gloo too, where torch's own refuses.
+
+Each rank sends its mean, its sum of squared deviations and its count, and all combine them in rank order
+(Chan's formula: stable where sums of squares are not). Backward exchanges two sums a channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from instep.core.errors import TaskError
+from instep.parallel.scope import Scope
+from instep.world.world import World
+
+
+class SyncedBatchNorm(torch.autograd.Function):
+    """Normalise by the statistics of all ranks' rows, differentiably."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        world: World | None,
+        scope: Scope,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Give the output, and the statistics: mean, variance, count."""
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        dims = [0, *range(2, x.dim())]
+        num_channels = x.shape[1]
+        count = wide.new_full((1,), x.numel() // num_channels)
+        local_mean = wide.mean(dims)
+        deviations = (wide - _by_channel(local_mean, x)).square().sum(dims)
+        parts = [torch.cat([local_mean, deviations, count])]
+        if world is not None:
+            parts = world.gather(parts[0])
+        stacked = torch.stack(parts)
+        means, squares, counts = stacked.split([num_channels, num_channels, 1], dim=1)
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        variance = (squares + counts * (means - mean).square()).sum(0) / total
+        inverse = (variance + eps).rsqrt()
+        normal = (wide - _by_channel(mean, x)) * _by_channel(inverse, x)
+        ctx.save_for_backward(normal, weight, inverse, total)
+        ctx.world, ctx.silent_scope, ctx.dims = world, scope, dims
+        ctx.mark_non_differentiable(mean, variance, total)
+        y = normal if weight is None else normal * _by_channel(weight, x)
+        y = y if bias is None else y + _by_channel(bias, x)
+        return y.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """Send the gradient back through the statistics that all ranks share."""
+        normal, weight, inverse, total = ctx.saved_tensors
+        grad_wide = grad.to(normal.dtype)
+        if ctx.silent_scope.silent:  # weight 0 may come with a NaN gradient; the others must not see it
+            grad_wide = torch.zeros_like(grad_wide)
+        grad_bias = grad_wide.sum(ctx.dims)
+        grad_weight = (grad_wide * normal).sum(ctx.dims)
+        sums = torch.cat([grad_bias, grad_weight])
+        if ctx.world is not None:
+            sums = ctx.world.sum(sums.clone())
+        mean_bias, mean_weight = (sums / total).chunk(2)
+        scale = inverse if weight is None else inverse * weight
+        grad_x = (grad_wide - _by_channel(mean_bias, normal) - normal * _by_channel(mean_weight, normal)) * (
+            _by_channel(scale, normal)
+        )
+        has_weight = weight is not None
+        return grad_x.to(grad.dtype), *((grad_weight, grad_bias) if has_weight else (None, None)), None, None, None
+
+
+def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *([1] * (like.dim() - 2)))
+
+
+class _Synced:
+    """What the synchronised classes add to torch's: the forward pass of training."""
+
+    _scope: Scope
+    _world: World
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        module: Any = self
+        if not module.training or not self._scope.num_rows or self._world.world_size == 1:
+            _refuse_one_value(module, x)
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        module._check_input_dim(x)
+        world = None if self._scope.replicated else self._world
+        y, mean, variance, count = SyncedBatchNorm.apply(x, module.weight, module.bias, module.eps, world, self._scope)
+        if count <= 1:
+            _refuse(x)
+        if module.track_running_stats:
+            _update_running(module, mean, variance, count)
+        return y  # type: ignore[no-any-return]
+
+
+def _update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    module.num_batches_tracked += 1
+    factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+    unbiased = variance * (count / (count - 1))
+    module.running_mean.mul_(1 - factor).add_(mean.to(module.running_mean.dtype), alpha=factor)
+    module.running_var.mul_(1 - factor).add_(unbiased.to(module.running_var.dtype), alpha=factor)
+
+
+def _refuse_one_value(module: Any, x: torch.Tensor) -> None:
+    if module.training and x.dim() > 1 and x.numel() == x.shape[1]:
+        _refuse(x)
+
+
+def _refuse(x: torch.Tensor) -> None:
+    raise TaskError(
+        f"a BatchNorm got one value a channel (input {tuple(x.shape)}), which has no variance: the batch or its last "
+        "part holds a single sample. Use --drop-last, or another --batch-size."
+    )
+
+
+_synced_classes: dict[type, type] = {}
+
+
+def sync_batch_norm(model: nn.Module, world: World, scope: Scope) -> int:
+    """Make the BatchNorms of a model compute over all ranks; give their number.
+
+    The modules stay what they are (names, state, hooks, the user's subclass): only their class gains the
+    synchronised forward pass.
+    """
+    num_synced = 0
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            kind = type(module)
+            if kind not in _synced_classes:
+                _synced_classes[kind] = type(f"Synced{kind.__name__}", (_Synced, kind), {})
+            module.__class__ = _synced_classes[kind]
+            module._scope, module._world = scope, world
+            num_synced += 1
+    return num_synced

@@ -1,0 +1,66 @@
+"""What the layers of a model must know of the part of the global batch that runs through them.
+
+[Note: Scope]
+BatchNorm and dropout depend on the whole batch: the statistics on all its rows, a mask on where a row
+stands in it. A rank sees its own rows only, so the loop tells the layers before each forward pass which
+rows those are, through one Scope that all replaced layers of a model share. Numbers that change from step
+to step live in a tensor, so that a compiled model is not compiled anew for each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK32 = 0xFFFFFFFF
+
+
+def mix64(value: int) -> int:
+    """Scramble 64 bits (the finalizer of splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return value ^ (value >> 31)
+
+
+def signed32(value: int) -> int:
+    """Reinterpret the low 32 bits as torch's int32 does."""
+    value &= _MASK32
+    return value - (1 << 32) if value >> 31 else value
+
+
+class Scope:
+    """The part of the global batch that the next forward pass works on."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.seed = seed
+        self.noise = torch.zeros(3, dtype=torch.int32, device=device)
+        """Two words of noise key of the step, and the first row's position in the global batch."""
+        self.num_rows = 0
+        """Rows of this rank in this part; 0 outside of a training step."""
+        self.replicated = False
+        """Whether every rank computes this whole part, so that nothing is to be exchanged."""
+        self.silent = False
+        """Whether this rank's part has weight 0: it takes part in exchanges and contributes nothing."""
+        self.part = 0
+        """Counts the parts of the training, so that a layer notices a new one."""
+        self.noisy = False
+        """Whether a layer reads `noise`; otherwise it need not be kept up to date."""
+        self.step_key = 0
+        """64 bits that stand for (seed, step)."""
+
+    def begin_step(self, step: int) -> None:
+        """Set the noise key of a global step."""
+        self.step_key = mix64(self.seed ^ mix64(step))
+
+    def begin_part(self, first_row: int, num_rows: int, replicated: bool) -> None:
+        """Announce the rows of the coming forward pass."""
+        self.num_rows = num_rows
+        self.replicated = replicated
+        self.part += 1
+        if self.noisy:
+            words = (signed32(self.step_key), signed32(self.step_key >> 32), first_row)
+            self.noise.copy_(torch.tensor(words, dtype=torch.int32))
+
+    def end_part(self) -> None:
+        """Announce that what follows is no part of a training step."""
+        self.num_rows = 0

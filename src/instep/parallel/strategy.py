@@ -1,0 +1,73 @@
+"""What every way to spread a model over ranks must be able to do.
+
+A strategy is chosen once, before the model exists. It spreads the model, and makes for each optimizer the
+reducer that agrees with the other ranks on gradients. The loop knows these two and nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from instep.parallel.dropout import own_dropout
+from instep.parallel.norm import sync_batch_norm
+from instep.parallel.scope import Scope
+from instep.world.world import World
+
+
+class Reducer(ABC):
+    """Makes the gradients of one optimizer's parameters the same on all ranks."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    @abstractmethod
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        """Add gradients, in place, and `sums` up over all ranks; give the sums. Called on all ranks."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient's global norm; give the norm before."""
+        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Put the gradients aside, for a part that must not add to them."""
+        kept = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        return kept
+
+    def put_back(self, kept: list[torch.Tensor | None]) -> None:
+        """Bring back what `take` put aside."""
+        for p, grad in zip(self.parameters, kept, strict=True):
+            p.grad = grad
+
+
+class Strategy(ABC):
+    """One way to spread a model."""
+
+    name: ClassVar[str]
+
+    def __init__(self, world: World, scope: Scope) -> None:
+        self.world = world
+        self.scope = scope
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks."""
+        model = own_dropout(model, self.scope)
+        sync_batch_norm(model, self.world, self.scope)
+        model = model.to(self.world.device)
+        # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
+        self.world.broadcast([*model.parameters(), *model.buffers()])
+        return model
+
+    @abstractmethod
+    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
+        """Make the reducer of one optimizer's parameters; `num_sums` numbers travel with the gradients."""

@@ -1,0 +1,63 @@
+"""Which directory a training lives in: decided by one process, known to all.
+
+Ranks: `settle_directory` one (the launcher, or rank 0); `agree_on_directory` all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint.rundir import RunDirectory
+from instep.core.errors import CheckpointError
+from instep.core.spec import TrainSpec
+from instep.train.task import Task, depends_on_num_steps
+from instep.world.world import World
+
+
+def describe_task(task: Task) -> dict[str, Any]:
+    """Give a Task's name and its fields as plain values."""
+    fields = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
+    values = {f.name: getattr(task, f.name) for f in fields if f.init}
+    plain = {k: v if isinstance(v, bool | int | float | str | None) else repr(v) for k, v in values.items()}
+    return {"name": type(task).__name__, "fields": plain}
+
+
+def describe_run(task: dict[str, Any], spec: TrainSpec) -> dict[str, Any]:
+    """Give all that spec.json holds."""
+    return {
+        "task": task,
+        "recipe": spec.recipe(),
+        "length": {"epochs": spec.resolved_epochs(), "steps": spec.steps},
+        "spec": dataclasses.asdict(spec),
+    }
+
+
+def open_directory(name: str, spec: TrainSpec) -> RunDirectory:
+    """Open the directory that was asked for, or make one."""
+    if spec.run_dir is None:
+        return RunDirectory.create(name)
+    return RunDirectory.open(Path(spec.run_dir), fresh=spec.fresh)
+
+
+def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
+    """Open or make the run's directory and write down, or check, what the run is."""
+    directory = open_directory(type(task).__name__.lower(), spec)
+    directory.settle(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+    return directory
+
+
+def agree_on_directory(world: World, decide: Callable[[], RunDirectory]) -> RunDirectory:
+    """Decide on rank 0 and tell the others, also when it cannot be. Called on all ranks."""
+    told: dict[str, str] = {}
+    if world.is_main:
+        try:
+            told["path"] = str(decide().path)
+        except CheckpointError as error:
+            told["error"] = str(error)
+    told = world.tell(told)
+    if "error" in told:
+        raise CheckpointError(told["error"])
+    return RunDirectory(Path(told["path"]))

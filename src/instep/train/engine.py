@@ -1,0 +1,83 @@
+"""What a step works with: the models in training, the layers' scope, the numbers that scale a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from instep.core.errors import SpecError, TaskError
+from instep.core.spec import TrainSpec
+from instep.data.order import PartPlan
+from instep.parallel.ddp import Ddp
+from instep.parallel.scope import Scope, mix64
+from instep.parallel.single import Single
+from instep.parallel.strategy import Strategy
+from instep.train.trained import Trained
+from instep.world.seeds import derive
+from instep.world.world import World
+
+
+class Engine:
+    """The machinery of one rank between a batch and an update."""
+
+    def __init__(self, world: World, spec: TrainSpec) -> None:
+        self.world = world
+        self.spec = spec
+        self.on_cpu = world.device.type == "cpu"
+        self.trained: list[Trained] = []
+        self.scope = Scope(world.device, derive(spec.seed, "noise"))
+        self.strategy = _choose_strategy(spec, world, self.scope)
+        self.on_nan: Callable[[int, float], None] = lambda step, loss: None
+        """Told of a step whose loss is not finite, before anything is updated; may raise."""
+        self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._generators = [torch.default_generator]
+        if not self.on_cpu:
+            self._generators.append(torch.cuda.default_generators[world.device.index or 0])
+
+    def begin_part(self, plan: PartPlan) -> None:
+        """Tell the layers which rows come, and seed the noise that they do not own (never by the rank)."""
+        self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated)
+        seed = mix64(self.scope.step_key + plan.first_row) >> 1
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def scalar(self, value: float, like: torch.Tensor) -> torch.Tensor:
+        """Give a number as a tensor that fits a loss; the same few are needed in every step."""
+        key = (value, like.dtype)
+        if key not in self._scalars:
+            if len(self._scalars) > 64:
+                self._scalars.clear()
+            self._scalars[key] = torch.full((), value, dtype=like.dtype, device=like.device)
+        return self._scalars[key].view_as(like)
+
+    def backward_in_silence(self, loss: torch.Tensor) -> None:
+        """Run a backward pass for what its layers exchange, and keep none of its gradients."""
+        kept = [trained.reducer.take() for trained in self.trained]
+        self.scope.silent = True
+        try:
+            loss.backward(self.scalar(0.0, loss))
+        finally:
+            self.scope.silent = False
+            for trained, gradients in zip(self.trained, kept, strict=True):
+                trained.reducer.put_back(gradients)
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> Trained:
+        """Find what an optimizer trains."""
+        for trained in self.trained:
+            if trained.optimizer is optimizer:
+                return trained
+        raise TaskError("step.update(optimizer): this optimizer did not come from run.prepare().")
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of all models."""
+        for trained in self.trained:
+            trained.clear_gradients()
+
+
+def _choose_strategy(spec: TrainSpec, world: World, scope: Scope) -> Strategy:
+    if spec.strategy == "single" and world.world_size > 1:
+        raise SpecError(
+            f"strategy=single trains on one process, and there are {world.world_size}. Use strategy=ddp, or one process."
+        )
+    return Single(world, scope) if world.world_size == 1 else Ddp(world, scope)

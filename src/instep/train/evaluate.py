@@ -1,0 +1,104 @@
+"""Metrics over a whole evaluation set, exact to the last digit at any world size (C7).
+
+Every sample is computed once, on one rank; values are added up without rounding, and divided once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy
+import torch
+
+from instep.core.errors import TaskError
+from instep.core.exact_sum import ExactSum
+from instep.world.world import World
+
+MetricsOf = Callable[[Any], dict[str, Any]]
+"""Gives the metrics of one batch: values by sample, (values, weights), or a summable object."""
+
+
+class _Mean:
+    """A mean over samples."""
+
+    def __init__(self) -> None:
+        self._values, self._weights = ExactSum(), ExactSum()
+
+    def add(self, name: str, found: Any, num_rows: int) -> None:
+        values, weights = found if isinstance(found, tuple) else (found, None)
+        array = _array(name, values)
+        if weights is None:
+            if array.size != num_rows:
+                raise TaskError(
+                    f"metric {name!r} gave {array.size} values for a batch of {num_rows} samples; one a sample is needed, "
+                    "or (values, weights)."
+                )
+            self._values.add(array)
+            self._weights.add(numpy.ones(array.size))
+            return
+        counted = numpy.broadcast_to(_array(name, weights), array.shape)
+        present = counted != 0  # weight 0 contributes nothing, even where the value is 0/0
+        self._values.add(array[present] * counted[present])
+        self._weights.add(counted)
+
+    def agree(self, world: World) -> float:
+        total, weight = ExactSum(), ExactSum()
+        for values, weights in world.tell_all([self._values.to_json(), self._weights.to_json()]):
+            total.merge(values)
+            weight.merge(weights)
+        return total.over(weight)
+
+
+class _Summed:
+    """A metric object: its tensors are added up over batches and ranks, then it computes, on rank 0."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._metric: Any = None
+
+    def add(self, name: str, metric: Any, num_rows: int) -> None:
+        del num_rows
+        state = {key: _wide(value) for key, value in vars(metric).items() if isinstance(value, torch.Tensor)}
+        if not state:
+            raise TaskError(f"metric {name!r} is a {type(metric).__name__} without tensors, so nothing can be summed.")
+        if metric is self._metric:  # it went on counting by itself
+            self._sums = state
+        else:
+            self._sums = {key: value + self._sums.get(key, 0) for key, value in state.items()}
+        self._metric = metric
+
+    def agree(self, world: World) -> float:
+        # A rank without a sample has made no object; it adds zeros of rank 0's shapes.
+        shapes = world.tell({key: [list(t.shape), t.is_floating_point()] for key, t in self._sums.items()})
+        for key, (shape, is_float) in shapes.items():
+            own = self._sums.get(key, torch.zeros(shape, dtype=torch.float64 if is_float else torch.int64))
+            total = world.sum(own.to(world.device))
+            if world.is_main:
+                setattr(self._metric, key, total.cpu())
+        return float(world.tell(float(self._metric.compute()) if world.is_main else None))
+
+
+def evaluate(metrics_of: MetricsOf, chunks: Iterable[tuple[Any, int]], world: World) -> dict[str, float]:
+    """Go through this rank's chunks, then agree with the others. Called on all ranks."""
+    found: dict[str, _Mean | _Summed] = {}
+    for batch, num_rows in chunks:
+        for name, value in metrics_of(batch).items():
+            kind = _Summed if hasattr(value, "update") and hasattr(value, "compute") else _Mean
+            found.setdefault(name, kind()).add(name, value, num_rows)
+    # A rank without a chunk learns names and kinds from rank 0, which has the first one.
+    kinds = world.tell({name: type(entry) is _Mean for name, entry in found.items()})
+    return {name: found.get(name, _Mean() if mean else _Summed()).agree(world) for name, mean in kinds.items()}
+
+
+def _array(name: str, value: Any) -> numpy.ndarray:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to("cpu", torch.float64).numpy()
+    try:
+        return numpy.asarray(value, dtype=numpy.float64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"metric {name!r} gave a {type(value).__name__}; a tensor of numbers is needed.") from error
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else torch.int64)

@@ -1,0 +1,122 @@
+"""Train a Task: the loop that a person would write, with `instep.start`'s run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from instep.core.errors import TaskError
+from instep.core.spec import Cadence
+from instep.data.nested import num_rows
+from instep.events.schema import StepRecord
+from instep.parallel.noise import NoiseWatch
+from instep.train.run import Run
+from instep.train.step import Step
+from instep.train.task import Task, overrides
+
+
+class Loop:
+    """Goes through the steps of a Task. Runs alike on all ranks."""
+
+    def __init__(self, run: Run, task: Task) -> None:
+        self._run = run
+        self._task = task
+        self._model, _ = run.prepare(_model_of(task), task.optimizer, _scheduler_of(task))
+        if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
+            run.keep(task=task)
+        self._train_data, self._eval_data = task.train_data(), task.eval_data()
+        self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
+        self._asks_to_stop = overrides(task, "stop")
+        self._evaluated_at = -1
+
+    def run(self) -> None:
+        """Make all steps that are still to be made, then evaluate and save."""
+        task, model = self._task, self._model
+        watch: NoiseWatch | None = NoiseWatch()
+        for step in self._run.steps(self._train_data, collate=task.collate):
+            with watch or contextlib.nullcontext():
+                for batch in step.shards():
+                    step.backward(*_with_weight(task.loss(model, batch)))
+            record = step.finish()
+            if watch is not None:
+                watch = self._report(watch)
+            if self._follow(step, record):
+                self._run.notice(f"stopped early at step {record.step}, as the Task's stop() asked")
+                break
+        self._run.close_data()
+        self._evaluate()
+        self._run.save()
+
+    def _follow(self, step: Step, record: StepRecord) -> bool:
+        """Do what comes after a step; tell whether to stop."""
+        if self._is_eval_due(step):
+            record = replace(record, metrics=self._evaluate())
+        if self._run.is_main:
+            self._task.on_step(record)
+        if not self._asks_to_stop:
+            return False
+        return bool(self._run.world.tell(bool(self._task.stop(record)) if self._run.is_main else None))
+
+    def _is_eval_due(self, step: Step) -> bool:
+        if self._eval_data is None:
+            return False
+        if self._cadence.steps is not None:
+            return step.number % self._cadence.steps == 0
+        return self._cadence.epochs is not None and step.ends_epoch and (step.epoch + 1) % self._cadence.epochs == 0
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate, unless this step's evaluation was made already."""
+        if self._eval_data is not None and self._evaluated_at != self._run.step:
+            self._evaluated_at = self._run.step
+            self._run.evaluate(_metrics_of(self._task), self._eval_data, self._task.collate)
+        return self._run.metrics
+
+    def _report(self, watch: NoiseWatch) -> None:
+        for text in watch.notices():
+            self._run.notice(text)
+
+
+def _model_of(task: Task) -> nn.Module:
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"{type(task).__name__}.model() gave a {type(model).__name__}; a torch.nn.Module is needed.")
+    return model
+
+
+def _scheduler_of(task: Task) -> Callable[..., Any] | None:
+    return task.scheduler if overrides(task, "scheduler") else None
+
+
+def _with_weight(loss: Any) -> tuple[Any, Any]:
+    return loss if isinstance(loss, tuple) else (loss, None)
+
+
+class _Once:
+    """A model that remembers its last answer: loss and metrics of one batch ask for the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._arguments: tuple[Any, ...] | None = None
+        self._output: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        known = self._arguments
+        if known is None or len(known) != len(arguments) or any(a is not b for a, b in zip(known, arguments, strict=True)):
+            self._arguments, self._output = arguments, self._model(*arguments)
+        return self._output
+
+
+def _metrics_of(task: Task) -> Callable[[nn.Module, Any], dict[str, Any]]:
+    """The Task's metrics, and its loss as one of them."""
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
+        once = _Once(model)
+        mean, weight = _with_weight(task.loss(once, batch))
+        weight = num_rows(batch) if weight is None else weight
+        return {"eval_loss": (mean, weight), **task.metrics(once, batch)}
+
+    return metrics

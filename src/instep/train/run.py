@@ -1,0 +1,274 @@
+"""A run: what `instep.start` gives, and what `instep train` is written on.
+
+Ranks: all of them make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.weights import load_weights
+from instep.core.errors import CheckpointError, NumericsError, SpecError, TaskError
+from instep.core.spec import TrainSpec
+from instep.data.loader import TrainLoader, evaluation_chunks, num_samples
+from instep.data.order import BatchPlan, SampleOrder
+from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
+from instep.events.write import EventLog
+from instep.train.directory import agree_on_directory, describe_run
+from instep.train.engine import Engine
+from instep.train.evaluate import evaluate
+from instep.train.saver import Saver
+from instep.train.step import Step
+from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
+from instep.world.seeds import derive, seed_everything
+from instep.world.world import World
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Run:
+    """One training, seen from one rank."""
+
+    def __init__(
+        self, world: World, spec: TrainSpec, directory: RunDirectory, log: EventLog, name: str = "loop"
+    ) -> None:
+        self.world = world
+        self.name = name
+        """The Task's, for the log."""
+        self.is_main = world.is_main
+        self.spec = spec
+        self.directory = directory
+        self.metrics: dict[str, float] = {}
+        """What the newest evaluation gave."""
+        self.log = log
+        self.engine = Engine(world, spec)
+        self.engine.on_nan = self._on_nan
+        self._saver = Saver(world, spec, directory, log)
+        self._loader: TrainLoader | None = None
+        self.step = self._saver.step
+        """Global steps made so far."""
+        self.settled = True
+        """Whether spec.json says what this run is; for a loop of one's own, `steps` finds out."""
+        self.steps_per_epoch = 0
+        self.loss = float(self._saver.progress.get("loss") or 0.0)
+        """Of the newest step, the mean over its global batch."""
+        # Last: whoever builds a model next, a Task or a loop of one's own, finds the same generator.
+        seed_everything(derive(spec.seed, "model"))
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None = None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Spread a model, make its optimizer, and restore both if there is something to restore.
+
+        `make_scheduler(optimizer, num_steps)` is called when the number of steps is known.
+        """
+        suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
+        if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
+            _load_into(model, Path(self.spec.init_from))
+        trained = Trained(model, make_optimizer, make_scheduler, self.engine.strategy, suffix)
+        if self._saver.checkpoint is not None:
+            trained.restore(self._saver.checkpoint)
+        self.engine.trained.append(trained)
+        return trained.model, trained.optimizer
+
+    def keep(self, **objects: Any) -> None:
+        """Checkpoint more things that have state_dict and load_state_dict, and restore them now."""
+        for name, thing in objects.items():
+            self._saver.keep(name, thing)
+
+    def steps(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        collate: Collate | None = None,
+    ) -> Iterator[Step]:
+        """Give the steps that are still to be made, each with this rank's part of its global batch.
+
+        What is not given comes from the spec. A checkpoint that is due is written between two steps, so
+        that it holds what the loop's body did after `finish`, an average of the weights for instance.
+        """
+        if not self.engine.trained:
+            raise TaskError("run.steps() before run.prepare(): there is no model to train yet.")
+        self._settle(batch_size, epochs, steps)
+        plan = self._plan(num_samples(dataset, collate))
+        num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
+        self.steps_per_epoch = plan.num_batches
+        self._loader = self._load_from(dataset, plan, collate)
+        for trained in self.engine.trained:
+            trained.begin(num_steps, self._saver.checkpoint)
+            trained.model.train()
+        self._saver.restore_rng()
+        self._log_plan(plan, num_steps)
+        for batch in self._loader.steps(self.step, num_steps):
+            ends_epoch = (batch.step + 1) % plan.num_batches == 0
+            step = Step(self.engine, batch, ends_epoch, self._finish_step)
+            yield step
+            while self._loader.notices:
+                self.notice(self._loader.notices.pop(0))
+            if step.record is None:
+                raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
+            self._saver.save_if_due(self.step, self.engine.trained, self._progress())
+        self.close_data()
+
+    def evaluate(
+        self,
+        metrics: Callable[[nn.Module, Any], dict[str, Any]],
+        dataset: Any,
+        collate: Collate | None = None,
+    ) -> dict[str, float]:
+        """Compute metrics exactly over a whole set; `metrics(model, batch)` as in a Task."""
+        begun = time.monotonic()
+        model = self.engine.trained[0].model
+        was_training = model.training
+        model.eval()
+        self.engine.scope.end_part()
+        with torch.no_grad():
+            found = evaluate(lambda batch: metrics(model, batch), self._chunks(dataset, collate), self.world)
+        model.train(was_training)
+        self.metrics = found
+        seconds = round(time.monotonic() - begun, 6)
+        self.log.write(EvalRecord(step=self.step, metrics=found, seconds=seconds))
+        return found
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment, unless this step's is there already."""
+        self._saver.save(self.step, self.engine.trained, self._progress())
+
+    def notice(self, text: str) -> None:
+        """Say something that a person should know, once for all ranks."""
+        if self.is_main:
+            self.log.write(NoticeRecord(text=text))
+
+    @property
+    def epochs(self) -> int:
+        """Epochs gone through so far."""
+        return self.step // self.steps_per_epoch if self.steps_per_epoch else 0
+
+    def close_data(self) -> None:
+        """End the processes that load samples."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def close(self) -> None:
+        """Let go of models and data; the process group is left after this."""
+        self.close_data()
+        self.engine.trained.clear()
+
+    def _finish_step(self, record: StepRecord) -> None:
+        self.step, self.loss = record.step, record.loss
+        if self.is_main:
+            self.log.step(record)
+
+    def _on_nan(self, step: int, loss: float) -> None:
+        assert self._loader is not None
+        indices = self._loader.sample_indices(step - 1).tolist()
+        shown = ", ".join(map(str, indices[:16])) + (f", … ({len(indices)} in all)" if len(indices) > 16 else "")
+        found = f"the loss of step {step} is {loss}. Its samples: {shown}."
+        if self.spec.on_nan == "skip":
+            return self.notice(f"{found} This update is skipped.")
+        raise NumericsError(
+            f"{found} The update would destroy the weights, so it was not made. {self._saver.newest()} "
+            "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."
+        )
+
+    def _progress(self) -> dict[str, Any]:
+        return {"step": self.step, "epoch": self.epochs, "loss": self.loss, "metrics": self.metrics}
+
+    def _settle(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
+        """Complete the spec with what a loop of one's own says, and check it against an earlier run."""
+        given = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
+        given = {name: value for name, value in given.items() if value is not None}
+        if "epochs" in given or "steps" in given:
+            given = {"epochs": None, "steps": None, **given}
+        self.spec = replace(self.spec, **given)
+        if not self.settled:
+            description = describe_run({"name": self.name, "fields": {}}, self.spec)
+            has_schedule = any(trained.has_schedule for trained in self.engine.trained)
+
+            def decide() -> RunDirectory:
+                self.directory.settle(description, may_extend=not has_schedule)
+                return self.directory
+
+            agree_on_directory(self.world, decide)
+            self.settled = True
+
+    def _plan(self, count: int) -> BatchPlan:
+        batch_size, accumulate, world_size = self.spec.batch_size, self.spec.accumulate, self.world.world_size
+        if batch_size // accumulate < world_size:
+            part = f"batch_size={batch_size}" + (f" in {accumulate} parts" if accumulate > 1 else "")
+            idle = batch_size // accumulate
+            ranks = f"ranks {idle}..{world_size - 1}" if idle < world_size - 1 else f"rank {idle}"
+            raise SpecError(
+                f"{part} leaves {ranks} of {world_size} without a sample in every step. "
+                f"Use batch_size >= {world_size * accumulate}, or fewer processes."
+            )
+        return BatchPlan(
+            num_samples=count,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            drop_last=self.spec.drop_last,
+        )
+
+    def _load_from(self, dataset: Any, plan: BatchPlan, collate: Collate | None) -> TrainLoader:
+        return TrainLoader(
+            dataset,
+            plan,
+            SampleOrder(self.spec.seed, plan.num_samples),
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            device=self.world.device,
+            collate=collate,
+            workers=self.spec.data_workers,
+            local_world_size=self.world.place.local_world_size,
+            seed=self.spec.seed,
+        )
+
+    def _chunks(self, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:
+        # As many rows as a training step gives this rank: what fits there with gradients fits here without.
+        rows = max(1, self.spec.batch_size // (self.spec.accumulate * self.world.world_size))
+        return evaluation_chunks(
+            dataset,
+            rows,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            device=self.world.device,
+            collate=collate,
+            workers=self.spec.data_workers,
+            local_world_size=self.world.place.local_world_size,
+            seed=self.spec.seed,
+        )
+
+    def _log_plan(self, plan: BatchPlan, num_steps: int) -> None:
+        assert self._loader is not None
+        model = self.engine.trained[0].model
+        self.log.write(
+            PlanRecord(
+                task=self.name,
+                strategy=self.engine.strategy.name,
+                first_step=self.step,
+                num_steps=num_steps,
+                num_epochs=-(-num_steps // plan.num_batches),
+                steps_per_epoch=plan.num_batches,
+                batch_size=plan.batch_size,
+                num_samples=plan.num_samples,
+                num_parameters=sum(p.numel() for p in model.parameters()),
+                reading=self._loader.describe(),
+            )
+        )
+
+
+def _load_into(model: nn.Module, source: Path) -> None:
+    try:
+        model.load_state_dict(load_weights(source))
+    except RuntimeError as error:
+        raise CheckpointError(f"init_from={source}: these weights do not fit the model: {error}") from error

@@ -1,0 +1,186 @@
+"""Find the Task that a person means, and carry it to the workers.
+
+A Task in a file travels as the file's path and the values of its fields, and each worker loads the file. One
+that lives in a notebook or was made in a program travels by value, in memory, to our own child processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from instep.core.errors import SpecError
+from instep.train.task import Task
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Where a worker gets its Task from."""
+
+    path: str = ""
+    class_name: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    payload: bytes = b""
+
+    @classmethod
+    def of_file(cls, path: Path, task: Task) -> TaskSource:
+        """Describe a Task whose class a file defines."""
+        values = {f.name: getattr(task, f.name) for f in dataclasses.fields(typing.cast(Any, task)) if f.init}
+        return cls(path=str(path.resolve()), class_name=type(task).__name__, values=values)
+
+    @classmethod
+    def of_value(cls, task: Task) -> TaskSource:
+        """Carry a Task by value."""
+        return cls(class_name=type(task).__name__, payload=cloudpickle.dumps(task))
+
+    def load(self) -> Task:
+        """Make the Task."""
+        if self.payload:
+            task = cloudpickle.loads(self.payload)
+            assert isinstance(task, Task)
+            return task
+        return task_class(load_file(Path(self.path)), Path(self.path), self.class_name)(**self.values)
+
+
+def load_file(path: Path) -> types.ModuleType:
+    """Execute a Python file as a module, its own directory first on the path, as python would."""
+    if not path.is_file():
+        raise SpecError(f"{path} does not exist." if not path.exists() else f"{path} is not a file.")
+    if path.suffix != ".py":
+        raise SpecError(f"{path} is not a Python file. A Task is a class in a .py file.")
+    directory = str(path.resolve().parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Under its own name, so that loader processes, which import anew, find its classes.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def task_class(module: types.ModuleType, path: Path, name: str = "") -> type[Task]:
+    """Choose the Task of a file: the one that is named, or the only one."""
+    found = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Task) and value is not Task
+    }
+    own = {key: value for key, value in found.items() if value.__module__ == module.__name__}
+    if name:
+        if name not in found:
+            known = ", ".join(found) or "none"
+            raise SpecError(f"{path} has no Task called {name!r}. Its Tasks: {known}.")
+        return _checked(found[name], path)
+    if not own:
+        raise SpecError(f"{path} defines no Task. Derive a class from instep.Task, as in examples/digits.py.")
+    leaves = [cls for cls in own.values() if not any(cls in other.__mro__[1:] for other in own.values())]
+    if len(leaves) > 1:
+        names = ", ".join(cls.__name__ for cls in leaves)
+        raise SpecError(f"{path} defines several Tasks ({names}). Say which: {path}:{leaves[0].__name__}")
+    return _checked(leaves[0], path)
+
+
+def _checked(cls: type[Task], where: Path | str) -> type[Task]:
+    bare = [name for name in vars(cls).get("__annotations__", {}) if name not in _field_names(cls)]
+    if not dataclasses.is_dataclass(cls) and bare:
+        raise SpecError(
+            f"{where}: {cls.__name__} annotates {', '.join(bare)} but is no dataclass, so they cannot be set. "
+            "Put @dataclass(kw_only=True) above the class."
+        )
+    missing = [m for m in ("model", "optimizer", "train_data", "loss") if getattr(cls, m) is getattr(Task, m)]
+    if missing:
+        raise SpecError(f"{where}: {cls.__name__} does not define {', '.join(missing)}; a Task needs all of those.")
+    return cls
+
+
+def _field_names(cls: type[Task]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
+
+
+def make_task(cls: type[Task], assignments: Sequence[str]) -> Task:
+    """Make a Task with fields set from `name=value` texts."""
+    cls = _checked(cls, cls.__module__)
+    names = _field_names(cls)
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SpecError(f"{text!r} is neither an option nor name=value. Fields of {cls.__name__}: {_listed(names)}.")
+        if name not in names:
+            raise SpecError(f"{cls.__name__} has no field {name!r}. Its fields: {_listed(names)}.")
+        values[name] = parse_value(name, value, hints[name])
+    required = [
+        f.name
+        for f in (dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ())
+        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise SpecError(f"{cls.__name__} needs values for {', '.join(missing)}: give {missing[0]}=VALUE.")
+    return cls(**values)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def parse_value(name: str, text: str, kind: Any) -> Any:
+    """Read a field's value from text by its annotation; a SpecError says what was expected."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or kind is str:
+        return text
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in arguments and text.lower() in ("none", "null", ""):
+            return None
+        return _first_that_fits(name, text, [a for a in arguments if a is not type(None)], kind)
+    if origin is typing.Literal:
+        for choice in arguments:
+            if text == str(choice):
+                return choice
+        raise SpecError(f"{name}={text!r} is not one of {', '.join(map(str, arguments))}.")
+    if origin in (list, tuple):
+        items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
+        return origin(parse_value(name, item, arguments[0] if arguments else str) for item in items)
+    if kind is bool:
+        if text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return text.lower() in ("true", "yes", "on", "1")
+        raise SpecError(f"{name}={text!r} is not a bool. Write true or false.")
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if text in kind.__members__:
+            return kind[text]
+        raise SpecError(f"{name}={text!r} is not one of {', '.join(kind.__members__)}.")
+    if kind in (int, float, Path):
+        try:
+            return kind(text)
+        except ValueError:
+            example = "3" if kind is int else "0.001"
+            raise SpecError(f"{name}={text!r} is not {_a(kind)}. Write for instance {name}={example}.") from None
+    raise SpecError(f"{name} is annotated {kind!r}, which cannot be set from the command line.")
+
+
+def _first_that_fits(name: str, text: str, kinds: Sequence[Any], whole: Any) -> Any:
+    for kind in kinds:
+        try:
+            return parse_value(name, text, kind)
+        except SpecError:
+            continue
+    raise SpecError(f"{name}={text!r} does not fit {whole}.")
+
+
+def _a(kind: type) -> str:
+    return {int: "a whole number", float: "a number"}.get(kind, f"a {kind.__name__}")

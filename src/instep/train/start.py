@@ -1,0 +1,45 @@
+"""`instep.start`: a run for a loop of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from instep.core.errors import SpecError
+from instep.core.spec import TrainSpec
+from instep.train.directory import agree_on_directory, open_directory
+from instep.train.run import Run
+from instep.train.worker import make_result, open_run, settle_process
+from instep.world.world import World, place_here
+
+
+@contextlib.contextmanager
+def start(**options: Any) -> Iterator[Run]:
+    """Join the world that this process was launched in, or be a world of one, and open a run.
+
+    The options are those of `instep train`: seed, run_dir, accumulate, clip_norm, save_every, … Leaving
+    the block saves, writes the result and leaves the process group; after an error it only leaves.
+    """
+    try:
+        spec = TrainSpec(**options)
+    except TypeError as error:
+        raise SpecError(f"instep.start: {error}. Its options are those of `instep train --help`.") from None
+    begun = time.monotonic()
+    place = place_here()
+    settle_process(spec, place.local_world_size)
+    with World.join(place) as world:
+        name = Path(sys.argv[0]).stem or "loop"
+        directory = agree_on_directory(world, lambda: open_directory(name, spec))
+        with open_run(world, spec, directory, name) as run:
+            run.settled = False
+            yield run
+            if run.engine.trained:
+                run.save()
+                result = make_result(run, begun, attempt=0)
+                if run.is_main:
+                    directory.write_result(result.to_json())
+

@@ -1,0 +1,144 @@
+"""One optimizer step over one global batch.
+
+[Note: Weights]
+The gradient of a step is the mean over the global batch, whatever the split (C4). A part's loss is a mean
+over its rows, so it counts with its share of the rows; that share is known on every rank without asking, and
+scales the loss before backward. When the user gives weights (tokens), their total is known only after the
+reduction: losses count as mean times weight, and gradients are divided by the total afterwards. A part of
+weight 0 contributes nothing, even if its mean is 0/0: its backward pass runs, because layers may exchange
+something in it, and its gradients are thrown away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from instep.core.errors import TaskError
+from instep.data.loader import GlobalBatch, Part
+from instep.events.schema import StepRecord
+from instep.train.engine import Engine
+from instep.train.trained import Trained
+
+
+class Step:
+    """A global batch on its way to an update. Called alike on all ranks."""
+
+    def __init__(
+        self, engine: Engine, batch: GlobalBatch, ends_epoch: bool, on_finish: Callable[[StepRecord], None]
+    ) -> None:
+        self.number = batch.step + 1
+        """Counted from 1."""
+        self.epoch = batch.epoch
+        self.ends_epoch = ends_epoch
+        self.record: StepRecord | None = None
+        """What happened; there once the step is finished."""
+        self._engine = engine
+        self._batch = batch
+        self._on_finish = on_finish
+        self._part: Part | None = None
+        self._weighted: bool | None = None
+        self._loss_sum: Any = 0.0
+        self._weight_sum = 0.0
+        self._total_weight: float | None = None
+        """Known once the ranks have agreed on the parts so far."""
+        self._loss = 0.0
+        self._grad_norm: float | None = None
+        self._apply = True
+        engine.scope.begin_step(batch.step)
+
+    def shards(self) -> Iterator[Any]:
+        """Give this rank's parts of the global batch, one after the other."""
+        for part in self._batch.parts:
+            self._engine.begin_part(part.plan)
+            self._part = part
+            yield part.batch
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows."""
+        part = self._part
+        if part is None:
+            raise TaskError("step.backward() outside of `for batch in step.shards()`: its rows are unknown.")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise TaskError(_not_a_scalar(loss))
+        if self._weighted is not None and self._weighted != (weight is not None):
+            raise TaskError("some parts of this step came with a weight and some without. Give all of them one, or none.")
+        self._weighted = weight is not None
+        if not part.plan.counted:
+            scale = 0.0
+        elif weight is None:
+            scale = part.plan.num_rows / self._batch.size
+        else:
+            scale = float(weight)
+            self._weight_sum += scale
+        if scale:
+            self._loss_sum += (loss.item() if self._engine.on_cpu else loss.detach()) * scale
+            loss.backward(self._engine.scalar(scale, loss))
+        else:
+            self._engine.backward_in_silence(loss)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
+        trained = self._engine.trained_by(optimizer)
+        if self._agree(trained):
+            trained.optimizer.step()
+        trained.end_update()
+        self._engine.clear_gradients()
+        self._total_weight, self._weighted = None, None
+        self._loss_sum = self._weight_sum = 0.0
+
+    def finish(self) -> StepRecord:
+        """Agree on gradients, update what this step has not updated yet, step the schedules."""
+        engine = self._engine
+        lr = engine.trained[0].lr
+        for trained in engine.trained:
+            if not trained.updated:
+                if self._agree(trained):
+                    trained.optimizer.step()
+                trained.end_update()
+            trained.updated = False
+        engine.clear_gradients()
+        self.record = StepRecord(
+            step=self.number,
+            epoch=self.epoch,
+            loss=self._loss,
+            lr=lr,
+            num_samples=self._batch.size,
+            grad_norm=self._grad_norm,
+            skipped=not self._apply,
+        )
+        self._on_finish(self.record)
+        return self.record
+
+    def _agree(self, trained: Trained) -> bool:
+        """Bring gradients and loss together over all ranks; tell whether to apply them."""
+        loss, weight = trained.reducer.reduce(self._sums()).tolist()
+        if self._total_weight is None:  # a second model brings the sums of the same parts again
+            self._total_weight = weight
+            self._loss = (loss / weight if weight else 0.0) if self._weighted else loss
+            self._apply = math.isfinite(self._loss)
+            if not self._apply:
+                self._engine.on_nan(self.number, self._loss)
+        if self._weighted and weight:
+            trained.reducer.scale(1.0 / weight)
+        if self._apply and self._engine.spec.clip_norm is not None:
+            self._grad_norm = float(trained.reducer.clip(self._engine.spec.clip_norm))
+        return self._apply
+
+    def _sums(self) -> torch.Tensor:
+        sums = torch.tensor((0.0 if not self._engine.on_cpu else self._loss_sum, self._weight_sum), dtype=torch.float64)
+        if not self._engine.on_cpu:  # the loss never left the GPU
+            sums = sums.to(self._engine.world.device)
+            sums[0] = self._loss_sum
+        return sums
+
+
+def _not_a_scalar(loss: Any) -> str:
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    return (
+        f"loss gave {found}; the mean over the batch, a single number, is needed. "
+        "Use .mean(), or reduction='mean' in the loss function."
+    )

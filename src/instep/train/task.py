@@ -1,0 +1,73 @@
+"""What to train. A Task is a dataclass: its fields are the hyper-parameters, its methods the training."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.events.schema import StepRecord
+
+
+class Task:
+    """Subclass this with `@dataclass(kw_only=True)` and define the first four methods; the rest are optional.
+
+    `loss` and `metrics` call `model(...)` exactly once and use nothing else of it.
+    """
+
+    def model(self) -> nn.Module:
+        """Build the model, on CPU, with torch's usual initialisation: the seed is set."""
+        raise NotImplementedError
+
+    def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the optimizer; `params` is a list of those that need a gradient, `params.named` has their names."""
+        raise NotImplementedError
+
+    def train_data(self) -> Any:
+        """Give a dataset with a length; see docs/data.md for what is read by the batch."""
+        raise NotImplementedError
+
+    def loss(self, model: Callable[..., Any], batch: Any) -> Any:
+        """Give the mean over the batch's samples, or (mean, weight) where the weight is not their number."""
+        raise NotImplementedError
+
+    def eval_data(self) -> Any:
+        """Give the evaluation set, or None."""
+        return None
+
+    def metrics(self, model: Callable[..., Any], batch: Any) -> dict[str, Any]:
+        """Give values by sample, (values, weights), or objects with update, compute and summable tensors."""
+        del model, batch
+        return {}
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+        """Give a learning-rate scheduler that is stepped once a global step, or None."""
+        del optimizer, num_steps
+
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of samples; torch's default_collate where it is None."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Look at each step; runs on rank 0 only."""
+
+    def stop(self, record: StepRecord) -> bool:
+        """End the training early; asked on rank 0 after each step, and all ranks follow."""
+        del record
+        return False
+
+
+def overrides(task: Task, method: str) -> bool:
+    """Tell whether a Task brings its own version of a method."""
+    return getattr(type(task), method) is not getattr(Task, method)
+
+
+def depends_on_num_steps(task: Task) -> bool:
+    """Tell whether the Task's scheduler looks at the number of steps, so that it cannot be raised later."""
+    if not overrides(task, "scheduler"):
+        return False
+    function = type(task).scheduler
+    name = function.__code__.co_varnames[2]
+    return any(step.argval == name and step.opname != "MAKE_CELL" for step in dis.get_instructions(function))

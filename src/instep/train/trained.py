@@ -1,0 +1,101 @@
+"""A model with its optimizer and its schedule: what one training changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.checkpoint.files import Checkpoint
+from instep.core.errors import CheckpointError, TaskError
+from instep.parallel.strategy import Strategy
+
+NUM_SUMS = 2
+"""Numbers that travel with the gradients: the loss times its weight, and the weight."""
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
+
+
+class Parameters(list[nn.Parameter]):
+    """The parameters to train; `named` has (name, parameter) pairs, to build groups from."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.named = [(name, p) for name, p in named if p.requires_grad]
+        super().__init__(p for _, p in self.named)
+
+
+class Trained:
+    """One prepared model. Its state is the parts `model`, `optimizer` and `scheduler` of a checkpoint."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None,
+        strategy: Strategy,
+        suffix: str,
+    ) -> None:
+        self.model = strategy.spread(model)
+        parameters = Parameters(self.model.named_parameters())
+        if not parameters:
+            raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")
+        self.optimizer = make_optimizer(parameters)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
+        in_groups = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.reducer = strategy.reducer(in_groups, NUM_SUMS)
+        self.scheduler: Any = None
+        self.updated = False
+        """Whether this step has updated it already."""
+        self._all = list(self.model.parameters())
+        self.has_schedule = make_scheduler is not None
+        self._make_scheduler = make_scheduler
+        self._suffix = suffix
+
+    def begin(self, num_steps: int, checkpoint: Checkpoint | None) -> None:
+        """Make the schedule, now that its length is known, and bring it where the checkpoint left it."""
+        self.scheduler = self._make_scheduler(self.optimizer, num_steps) if self._make_scheduler else None
+        if self.scheduler is not None and checkpoint is not None:
+            self._load(checkpoint, "scheduler", self.scheduler)
+            # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to go on with.
+            self._load(checkpoint, "optimizer", self.optimizer)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take over the weights and the optimizer's state."""
+        self._load(checkpoint, "model", self.model)
+        self._load(checkpoint, "optimizer", self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """Give the parts of a checkpoint that are ours."""
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.scheduler is not None:
+            parts["scheduler"] = self.scheduler.state_dict()
+        return {part + self._suffix: state for part, state in parts.items()}
+
+    def end_update(self) -> None:
+        """Note that this step has updated it, and move the schedule on."""
+        self.updated = True
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, also those of parameters that no optimizer has."""
+        for p in self._all:
+            p.grad = None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _load(self, checkpoint: Checkpoint, part: str, into: Any) -> None:
+        try:
+            into.load_state_dict(checkpoint.part(part + self._suffix))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path}: its {part} does not fit the one that was built now: {error}\n"
+                "Was the code changed since? Use another --run-dir, or --fresh to start over."
+            ) from error

@@ -1,0 +1,117 @@
+"""The worker: one rank of a training, from joining the world to its result.
+
+Ranks: all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.weights import weights_sha256
+from instep.core.spec import TrainSpec
+from instep.core.version import __version__
+from instep.events.schema import EndRecord, StartRecord
+from instep.events.write import EventLog
+from instep.train.loop import Loop
+from instep.train.result import Result
+from instep.train.run import Run
+from instep.train.source import TaskSource
+from instep.train.task import Task
+from instep.world.world import World, place_here
+
+
+def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str) -> dict[str, Any]:
+    """Be a rank that instep launched; the result travels back to the launcher."""
+    place = place_here()
+    settle_process(spec, place.local_world_size)
+    task = source.load()
+    with World.join(place) as world:
+        return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt).to_json()
+
+
+def worker_main(world: World, task: Task, spec: TrainSpec, directory: RunDirectory, attempt: int = 0) -> Result:
+    """Train a Task as one rank of a world. Called on all ranks."""
+    begun = time.monotonic()
+    with open_run(world, spec, directory, type(task).__name__, attempt) as run:
+        Loop(run, task).run()
+        result = make_result(run, begun, attempt)
+        if run.is_main:
+            directory.write_result(result.to_json())
+    return Result.from_json(result.to_json(), task)
+
+
+def settle_process(spec: TrainSpec, local_world_size: int) -> None:
+    """Set what is per process: threads, and how denormal numbers are treated."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(spec.threads or max(1, cores // local_world_size))
+    torch.set_flush_denormal(spec.flush_denormals)
+
+
+@contextlib.contextmanager
+def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, attempt: int = 0) -> Iterator[Run]:
+    """Begin a run on this rank, and end it: orderly, or with what went wrong in its log. Called on all ranks."""
+    log = EventLog(directory.path, world.rank)
+    log.write(_start_record(world, attempt))
+    run: Run | None = None
+    try:
+        if world.is_main:
+            directory.lock()
+        run = Run(world, spec, directory, log, name)
+        yield run
+        log.write(EndRecord(status="complete", step=run.step))
+    except BaseException as error:  # no collective from here on: the others may not be there to answer
+        summary = f"{type(error).__name__}: {error}"
+        log.write(EndRecord(status="failed", step=run.step if run is not None else 0, error=summary))
+        raise
+    finally:
+        if run is not None:
+            run.close()
+        log.close()
+        directory.unlock()
+
+
+def make_result(run: Run, begun: float, attempt: int) -> Result:
+    """Sum a finished run up. Called on all ranks."""
+    return Result(
+        steps=run.step,
+        epochs=run.epochs,
+        loss=run.loss,
+        metrics=run.metrics,
+        world_size=run.world.world_size,
+        restarts=attempt,
+        wall_s=round(time.monotonic() - begun, 3),
+        run_dir=str(run.directory.path),
+        weights_sha256=weights_sha256(run.engine.trained[0].model.state_dict()),
+        status="complete",
+    )
+
+
+def _start_record(world: World, attempt: int) -> StartRecord:
+    place = world.place
+    return StartRecord(
+        rank=place.rank,
+        world_size=place.world_size,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        attempt=attempt,
+        device=place.device,
+        backend=world.backend,
+        launcher=place.launcher,
+        versions={
+            "instep": __version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
+    )

@@ -1,0 +1,156 @@
+"""Find out from the environment who this process is.
+
+Room: reads a mapping that it is given; joins nothing.
+Ranks: each for itself.
+
+The launchers nest: torchrun may be started by srun, mpirun inside a SLURM allocation. The innermost one
+placed this process, so the order of the candidates below is torchrun, OpenMPI, MPICH, SLURM. What is
+contradictory is refused: a rank guessed wrong shows up as a hang an hour later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from instep.core.errors import SpecError
+from instep.core.topology import Launcher, Place
+
+_BY_HAND = ("RANK", "WORLD_SIZE")
+
+
+def detect(environ: Mapping[str, str]) -> Place:
+    """Describe this process from the variables its launcher set; a world of one if there are none."""
+    by_hand = all(name in environ for name in _BY_HAND)
+    if by_hand and "TORCHELASTIC_RUN_ID" in environ:
+        return _from_rank_variables(environ, "torchrun")
+    for launcher, rank, size in _candidates(environ):
+        if by_hand:
+            _refuse_contradiction(environ, launcher, rank, size)
+        return _from_scheduler(environ, launcher)
+    if by_hand:
+        return _from_rank_variables(environ, "env")
+    if "RANK" in environ:  # WORLD_SIZE alone is left behind by many shells and containers; RANK alone is a mistake
+        raise SpecError(
+            f"RANK={environ['RANK']} is set but WORLD_SIZE is not, so the number of processes is unknown. "
+            "Set both (torchrun does), or unset RANK."
+        )
+    return Place()
+
+
+def _candidates(environ: Mapping[str, str]) -> list[tuple[Launcher, str, str]]:
+    """The schedulers whose variables are there, innermost first, each with its rank and size variables."""
+    found: list[tuple[Launcher, str, str]] = []
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        found.append(("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+    if "PMI_RANK" in environ:
+        found.append(("mpich", "PMI_RANK", "PMI_SIZE"))
+    # A batch script has SLURM_PROCID=0 as well; only what srun starts is a step with a number.
+    if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "").isdigit():
+        found.append(("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    return found
+
+
+def _from_rank_variables(environ: Mapping[str, str], launcher: Launcher) -> Place:
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
+    return _checked(
+        environ,
+        Place(
+            rank=rank,
+            local_rank=_number(environ, "LOCAL_RANK", default=rank % local_world_size),
+            node_rank=_number(environ, "GROUP_RANK", default=rank // local_world_size),
+            world_size=world_size,
+            local_world_size=local_world_size,
+            launcher=launcher,
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(environ, "MASTER_PORT", default=29500),
+        ),
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    )
+
+
+def _from_scheduler(environ: Mapping[str, str], launcher: Launcher) -> Place:
+    if launcher == "openmpi":
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        node_rank, host, job = "OMPI_COMM_WORLD_NODE_RANK", "127.0.0.1", environ.get("OMPI_MCA_ess_base_jobid", "0")
+    elif launcher == "mpich":
+        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        node_rank, host, job = "PMI_NODE_RANK", "127.0.0.1", environ.get("PMI_ID", "0")
+    else:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        node_rank, host, job = "SLURM_NODEID", first_host(nodes), environ.get("SLURM_JOB_ID", "0")
+    rank, world_size = _number(environ, names[0]), _number(environ, names[1])
+    node = _number(environ, node_rank, default=0)
+    if launcher == "slurm":
+        local_world_size = _tasks_on_node(environ.get(names[3], str(world_size)), node)
+    else:
+        local_world_size = _number(environ, names[3], default=world_size)
+    return _checked(
+        environ,
+        Place(
+            rank=rank,
+            local_rank=_number(environ, names[2], default=rank % local_world_size),
+            node_rank=0 if launcher == "openmpi" else node,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            launcher=launcher,
+            master_addr=environ.get("MASTER_ADDR", host),
+            master_port=_number(environ, "MASTER_PORT", default=port_of_job(job)),
+        ),
+        names,
+    )
+
+
+def port_of_job(job: str) -> int:
+    """Derive a port from a job's number, so that two jobs on one node do not share it."""
+    digits = re.sub(r"\D", "", job) or "0"
+    return 15000 + int(digits[-9:]) % 15000
+
+
+def first_host(nodelist: str) -> str:
+    """Give the first host of SLURM's compressed list: `a[03-07,9],b1` is a03."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
+    if not match:
+        raise SpecError(f"SLURM's node list {nodelist!r} cannot be read. Set MASTER_ADDR to the first node's name.")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _tasks_on_node(text: str, node: int) -> int:
+    """Read SLURM's `2(x3),1`: two tasks on each of three nodes, then one."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else counts[-1]
+
+
+def _refuse_contradiction(environ: Mapping[str, str], launcher: str, rank: str, size: str) -> None:
+    for ours, theirs in (("RANK", rank), ("WORLD_SIZE", size)):
+        if theirs in environ and environ[ours] != environ[theirs]:
+            raise SpecError(
+                f"{ours}={environ[ours]} contradicts {theirs}={environ[theirs]} ({launcher}): "
+                f"both say who this process is. Unset {ours}, or set it to {theirs}."
+            )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise SpecError(f"{name} is not set although the launcher's other variables are. Set it, or unset those.")
+        return default
+    if not text.strip().isdigit():
+        raise SpecError(f"{name}={text!r} is not a number, so this process does not know who it is.")
+    return int(text)
+
+
+def _checked(environ: Mapping[str, str], place: Place, names: tuple[str, ...]) -> Place:
+    shown = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    if place.world_size < 1 or place.local_world_size < 1:
+        raise SpecError(f"{shown}: a world needs at least one process.")
+    if place.rank >= place.world_size:
+        raise SpecError(f"{shown}: a rank must be below the world size. Are variables of another launch left over?")
+    if place.local_rank >= place.local_world_size or place.local_world_size > place.world_size:
+        raise SpecError(f"{shown}: these contradict each other. Are variables of another launch left over?")
+    return place

@@ -1,0 +1,167 @@
+"""The world of processes: join it, speak in it, leave it.
+
+Room: every collective that instep calls is a method here.
+Ranks: all; each method of World is called on all ranks, in the same order.
+
+A world of one has no process group, and its collectives are free. After a failure no collective is issued:
+`close` only tears down, which needs no answer from the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from instep.core.errors import EnvironmentFailed
+from instep.core.topology import Place
+from instep.world.environment import detect
+
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def place_here() -> Place:
+    """Describe this process: its launcher's variables, and the device that is its own."""
+    place = detect(os.environ)
+    return replace(place, device=_device_of(place))
+
+
+def _device_of(place: Place) -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{place.local_rank % torch.cuda.device_count()}"
+
+
+def backend_for(place: Place) -> str:
+    """Choose nccl when each local rank has a GPU of its own; it refuses two ranks on one GPU."""
+    if place.device == "cpu" or place.local_world_size > torch.cuda.device_count():
+        return "gloo"
+    return "nccl" if dist.is_nccl_available() else "gloo"
+
+
+class World:
+    """The processes that train together, seen from one of them."""
+
+    def __init__(self, place: Place, backend: str) -> None:
+        self.place = place
+        self.backend = backend
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.is_main = place.is_main
+        self.device = torch.device(place.device)
+
+    @classmethod
+    def join(cls, place: Place, timeout: datetime.timedelta = TIMEOUT) -> World:
+        """Enter the process group that this process was launched for; a world of one enters none."""
+        if place.device.startswith("cuda"):
+            torch.cuda.set_device(torch.device(place.device))
+        if place.world_size == 1:
+            return cls(place, "none")
+        backend = backend_for(place)
+        try:
+            dist.init_process_group(
+                backend,
+                init_method=_init_method(place),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+                device_id=torch.device(place.device) if backend == "nccl" else None,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise EnvironmentFailed(
+                f"rank {place.rank} could not meet the other {place.world_size - 1} ranks at "
+                f"{place.master_addr}:{place.master_port} ({backend}): {error}. "
+                "Check that all of them were started and that this address is reachable."
+            ) from error
+        return cls(place, backend)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave: issues no collective, so it is safe after a failure."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return
+        # A gloo thread that still holds tensors takes the GIL while the interpreter shuts down, and aborts
+        # it: what refers to the group goes first, then the group.
+        gc.collect()
+        dist.destroy_process_group()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add the tensor up over all ranks, in place. Called on all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to add up in place; the returned work is waited for. Called on all ranks, in one order."""
+        return dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Collect the ranks' tensors of one shape, by rank. Called on all ranks."""
+        if self.world_size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return parts
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors with rank 0's. Called on all ranks."""
+        if self.world_size == 1:
+            return
+        # In flat pieces by dtype: one call a tensor would cost a round trip each.
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for group in by_dtype.values():
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            dist.broadcast(flat, src=0)
+            for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.detach().copy_(piece.view_as(tensor))
+
+    def tell(self, value: Any) -> Any:
+        """Give every rank rank 0's value. It travels as JSON: nothing is unpickled. Called on all ranks."""
+        if self.world_size == 1:
+            return value
+        text = json.dumps(value).encode() if self.is_main else b""
+        size = torch.tensor([len(text)], device=self.device)
+        dist.broadcast(size, src=0)
+        payload = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
+        if self.is_main:
+            payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(payload, src=0)
+        return json.loads(bytes(payload.tolist()))
+
+    def tell_all(self, value: Any) -> list[Any]:
+        """Give every rank every rank's value, by rank, as JSON. Called on all ranks."""
+        if self.world_size == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        sizes = [int(size.item()) for size in self.gather(torch.tensor([len(text)], device=self.device))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        texts = [bytes(part[:size].tolist()) for part, size in zip(self.gather(padded), sizes, strict=True)]
+        return [json.loads(text) for text in texts]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Called on all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def _init_method(place: Place) -> str:
+    # elastic and torchrun host a store of their own that env:// knows how to use.
+    return "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
