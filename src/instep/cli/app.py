@@ -86,6 +86,16 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, make_spec(LaunchSpec, options))
 
 
+@app.command(help="Say what this machine can do, and what is wrong with it.")
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as one line of JSON")] = False,
+) -> None:
+    """Look at this machine."""
+    from instep.cli.doctor import examine
+
+    sys.exit(examine(as_json))
+
+
 def show_result(result: Any, spec: TrainSpec) -> None:
     """Print how a training ended: for a person, or as the one line of JSON."""
     from instep.cli.conduct import say

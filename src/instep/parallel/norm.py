@@ -28,7 +28,6 @@ class SyncedBatchNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         world: World | None,
-        scope: Scope,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Give the output, and the statistics: mean, variance, count."""
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -48,7 +47,7 @@ class SyncedBatchNorm(torch.autograd.Function):
         inverse = (variance + eps).rsqrt()
         normal = (wide - _by_channel(mean, x)) * _by_channel(inverse, x)
         ctx.save_for_backward(normal, weight, inverse, total)
-        ctx.world, ctx.silent_scope, ctx.dims = world, scope, dims
+        ctx.world, ctx.dims = world, dims
         ctx.mark_non_differentiable(mean, variance, total)
         y = normal if weight is None else normal * _by_channel(weight, x)
         y = y if bias is None else y + _by_channel(bias, x)
@@ -59,8 +58,6 @@ class SyncedBatchNorm(torch.autograd.Function):
         """Send the gradient back through the statistics that all ranks share."""
         normal, weight, inverse, total = ctx.saved_tensors
         grad_wide = grad.to(normal.dtype)
-        if ctx.silent_scope.silent:  # weight 0 may come with a NaN gradient; the others must not see it
-            grad_wide = torch.zeros_like(grad_wide)
         grad_bias = grad_wide.sum(ctx.dims)
         grad_weight = (grad_wide * normal).sum(ctx.dims)
         sums = torch.cat([grad_bias, grad_weight])
@@ -72,7 +69,7 @@ class SyncedBatchNorm(torch.autograd.Function):
             _by_channel(scale, normal)
         )
         has_weight = weight is not None
-        return grad_x.to(grad.dtype), *((grad_weight, grad_bias) if has_weight else (None, None)), None, None, None
+        return grad_x.to(grad.dtype), *((grad_weight, grad_bias) if has_weight else (None, None)), None, None
 
 
 def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -87,14 +84,15 @@ class _Synced:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         module: Any = self
-        if not module.training or not self._scope.num_rows or self._world.world_size == 1:
-            _refuse_one_value(module, x)
+        if not module.training or not self._scope.num_rows:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         module._check_input_dim(x)
-        world = None if self._scope.replicated else self._world
-        y, mean, variance, count = SyncedBatchNorm.apply(x, module.weight, module.bias, module.eps, world, self._scope)
-        if count <= 1:
+        if self._scope.smallest_part * x.shape[2:].numel() == 1:
             _refuse(x)
+        if self._world.world_size == 1:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        world = None if self._scope.replicated else self._world
+        y, mean, variance, count = SyncedBatchNorm.apply(x, module.weight, module.bias, module.eps, world)
         if module.track_running_stats:
             _update_running(module, mean, variance, count)
         return y  # type: ignore[no-any-return]
@@ -108,15 +106,11 @@ def _update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor, cou
     module.running_var.mul_(1 - factor).add_(unbiased.to(module.running_var.dtype), alpha=factor)
 
 
-def _refuse_one_value(module: Any, x: torch.Tensor) -> None:
-    if module.training and x.dim() > 1 and x.numel() == x.shape[1]:
-        _refuse(x)
-
-
 def _refuse(x: torch.Tensor) -> None:
+    """Say before the first update what would fail at the epoch's end."""
     raise TaskError(
-        f"a BatchNorm got one value a channel (input {tuple(x.shape)}), which has no variance: the batch or its last "
-        "part holds a single sample. Use --drop-last, or another --batch-size."
+        f"a BatchNorm gets {tuple(x.shape[1:])} values a sample, and the smallest batch of an epoch (or part of one, with "
+        "--accumulate) is a single sample: one value a channel has no variance. Use --drop-last, or another --batch-size."
     )
 
 

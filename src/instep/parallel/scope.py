@@ -37,10 +37,14 @@ class Scope:
         """Two words of noise key of the step, and the first row's position in the global batch."""
         self.num_rows = 0
         """Rows of this rank in this part; 0 outside of a training step."""
+        self.smallest_part = 0
+        """Rows, over all ranks, of the smallest part that any step of the training has."""
         self.replicated = False
         """Whether every rank computes this whole part, so that nothing is to be exchanged."""
         self.silent = False
-        """Whether this rank's part has weight 0: it takes part in exchanges and contributes nothing."""
+        """Whether this rank's part has weight 0 ([Note: Silent parts])."""
+        self.connected = False
+        """Whether layers exchange something in backward, so that even a silent part must go through it."""
         self.part = 0
         """Counts the parts of the training, so that a layer notices a new one."""
         self.noisy = False

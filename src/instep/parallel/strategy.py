@@ -16,6 +16,7 @@ from torch import nn
 from instep.parallel.dropout import own_dropout
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.scope import Scope
+from instep.parallel.silence import silence_outputs
 from instep.world.world import World
 
 
@@ -37,18 +38,6 @@ class Reducer(ABC):
         """Clip the gradient's global norm; give the norm before."""
         return nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
-    def take(self) -> list[torch.Tensor | None]:
-        """Put the gradients aside, for a part that must not add to them."""
-        kept = [p.grad for p in self.parameters]
-        for p in self.parameters:
-            p.grad = None
-        return kept
-
-    def put_back(self, kept: list[torch.Tensor | None]) -> None:
-        """Bring back what `take` put aside."""
-        for p, grad in zip(self.parameters, kept, strict=True):
-            p.grad = grad
-
 
 class Strategy(ABC):
     """One way to spread a model."""
@@ -62,7 +51,8 @@ class Strategy(ABC):
     def spread(self, model: nn.Module) -> nn.Module:
         """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks."""
         model = own_dropout(model, self.scope)
-        sync_batch_norm(model, self.world, self.scope)
+        if sync_batch_norm(model, self.world, self.scope):
+            silence_outputs(model, self.scope)
         model = model.to(self.world.device)
         # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
         self.world.broadcast([*model.parameters(), *model.buffers()])

@@ -52,15 +52,14 @@ class Engine:
         return self._scalars[key].view_as(like)
 
     def backward_in_silence(self, loss: torch.Tensor) -> None:
-        """Run a backward pass for what its layers exchange, and keep none of its gradients."""
-        kept = [trained.reducer.take() for trained in self.trained]
+        """Go through the backward pass of a part of weight 0, if there is anything in it ([Note: Silent parts])."""
+        if not self.scope.connected:
+            return
         self.scope.silent = True
         try:
             loss.backward(self.scalar(0.0, loss))
         finally:
             self.scope.silent = False
-            for trained, gradients in zip(self.trained, kept, strict=True):
-                trained.reducer.put_back(gradients)
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> Trained:
         """Find what an optimizer trains."""

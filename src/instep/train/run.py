@@ -103,6 +103,7 @@ class Run:
         plan = self._plan(num_samples(dataset, collate))
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
         self.steps_per_epoch = plan.num_batches
+        self.engine.scope.smallest_part = plan.smallest_part
         self._loader = self._load_from(dataset, plan, collate)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)

@@ -5,8 +5,7 @@ The gradient of a step is the mean over the global batch, whatever the split (C4
 over its rows, so it counts with its share of the rows; that share is known on every rank without asking, and
 scales the loss before backward. When the user gives weights (tokens), their total is known only after the
 reduction: losses count as mean times weight, and gradients are divided by the total afterwards. A part of
-weight 0 contributes nothing, even if its mean is 0/0: its backward pass runs, because layers may exchange
-something in it, and its gradients are thrown away.
+weight 0 contributes nothing, even if its mean is 0/0 ([Note: Silent parts]).
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""`instep doctor`: what this machine can do, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from instep.cli import findings
+from instep.cli.findings import Finding, TorchBuild
+from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, SpecError
+from instep.core.version import __version__
+from instep.launch.machine import free_ports, look_at_folder, look_at_machine, scratch_folder
+from instep.launch.probe import Backend, probe
+from instep.world.world import place_here
+
+_PATIENCE_S = 2.0
+_PORTS = 16
+_MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
+
+
+def examine(as_json: bool) -> int:
+    """Look at everything, say each thing as it is found, and give the exit code."""
+    console = Console(stderr=as_json, highlight=False)
+    found = []
+    for finding in _findings(Console(stderr=True, highlight=False)):
+        found.append(finding)
+        _show(console, finding)
+    console.print(_verdict(found), soft_wrap=True)
+    if as_json:
+        print(json.dumps(report(found)), flush=True)
+    return EXIT_ENVIRONMENT if any(finding.level == "red" for finding in found) else EXIT_DONE
+
+
+def report(found: list[Finding]) -> dict[str, Any]:
+    """Give the findings as plain values."""
+    return {
+        "ok": all(finding.level != "red" for finding in found),
+        "instep": __version__,
+        "findings": [asdict(finding) for finding in found],
+    }
+
+
+def _findings(progress: Console) -> Iterator[Finding]:
+    """Look at one thing after the other: what is quick first, then what starts processes."""
+    machine, build = look_at_machine(), _torch_build()
+    yield Finding("instep", "green", __version__)
+    yield Finding(
+        "python", "green", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    yield findings.judge_torch(build, machine)
+    yield findings.judge_cpu(machine)
+    yield findings.judge_memory(machine)
+    yield findings.judge_devices(build)
+    yield _launcher()
+    yield findings.judge_disk(look_at_folder(Path.cwd() / "runs"))
+    yield findings.judge_scratch(scratch_folder())
+    yield findings.judge_shared_memory(machine)
+    yield findings.judge_threads(machine)
+    yield _ports()
+    backends: list[Backend] = ["gloo", "nccl"] if len(build.gpus) > 1 else ["gloo"]
+    for backend in backends:
+        with _patience(progress, f"two processes are being started to add up over {backend}"):
+            outcome = probe(backend)
+        yield findings.judge_probe(outcome)
+
+
+def _torch_build() -> TorchBuild:
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return TorchBuild(
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        gpus=tuple((each.name, each.total_memory) for each in properties),
+    )
+
+
+def _launcher() -> Finding:
+    try:
+        return findings.judge_launcher(place_here())
+    except SpecError as error:
+        return findings.judge_launcher(error)
+
+
+def _ports() -> Finding:
+    try:
+        return findings.judge_ports(free_ports(_PORTS))
+    except OSError as error:
+        return findings.judge_ports(error)
+
+
+def _show(console: Console, finding: Finding) -> None:
+    line = Text.assemble((f"{_MARKS[finding.level]} {finding.name:<10}", finding.level), finding.text)
+    if finding.advice:
+        line.append(f"\n{'':12}{finding.advice}", style="bold" if finding.level == "red" else "")
+    console.print(line, soft_wrap=True)
+
+
+def _verdict(found: list[Finding]) -> Text:
+    red = [finding.name for finding in found if finding.level == "red"]
+    if red:
+        return Text(f"To be mended: {', '.join(red)}.", style="red")
+    return Text("This machine is ready.", style="green")
+
+
+@contextmanager
+def _patience(console: Console, text: str) -> Iterator[None]:
+    """Say what is being waited for, if it takes long."""
+    if console.is_terminal:
+        with console.status(f"{text} …"):
+            yield
+        return
+    timer = threading.Timer(_PATIENCE_S, lambda: console.print(f"{text} …", soft_wrap=True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

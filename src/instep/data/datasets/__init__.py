@@ -1,0 +1,1 @@
+"""The datasets that come with instep, one file each."""

@@ -1,0 +1,44 @@
+"""Next-token samples cut from one long row of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from instep.core.errors import SpecError
+from instep.data.dataset import BatchDataset
+
+
+class Windows(BatchDataset):
+    """Sample i is the tokens from i * length on; y is x moved on by one token.
+
+    A batch is `(x, y)`, both int64 (B, length). Tokens at the end that fill no sample are left out.
+    """
+
+    def __init__(self, tokens: npt.NDArray[Any], length: int) -> None:
+        count = num_windows(len(tokens), length)
+        # A view: each window shares its last token with the next one's first. A memory map stays on disk.
+        self._windows = np.lib.stride_tricks.as_strided(
+            tokens,
+            shape=(count, length + 1),
+            strides=(length * tokens.itemsize, tokens.itemsize),
+            writeable=False,
+        )
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read these windows."""
+        rows = self._windows[indices.numpy()]
+        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+
+
+def num_windows(num_tokens: int, length: int) -> int:
+    """Count the windows: each needs one token more than its length, to be predicted."""
+    if length < 1:
+        raise SpecError(f"length={length} cannot be: a sample needs at least 1 token.")
+    return max(0, (num_tokens - 1) // length)

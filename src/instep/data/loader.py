@@ -1,0 +1,202 @@
+"""The loaders: this rank's part of every global batch, and of an evaluation, on the device.
+
+Ranks: all; none needs to ask another, since every rank can compute what all of them read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from instep.core.errors import DataError, TaskError
+from instep.data.columns import as_columns
+from instep.data.order import Batch, BatchPlan, Indices, PartPlan, SampleOrder
+from instep.data.samples import SampleBySample, default_workers
+from instep.data.source import Collate, Request, Source, WholeBatches, find_gather
+from instep.data.transfer import to_device
+
+# Positions looked up at once: enough that the lookup costs next to nothing a step, few enough that the first
+# step does not wait for it (0.4 ms).
+_LOOKUP_ROWS = 8192
+
+
+# Named tuples rather than dataclasses: as unchangeable, and several times as fast to make. One of each is
+# made in every step.
+class Part(NamedTuple):
+    """This rank's rows of one micro-batch."""
+
+    plan: PartPlan
+    batch: Any
+
+
+class GlobalBatch(NamedTuple):
+    """One optimizer step's batch, of which this rank holds its parts."""
+
+    step: int
+    epoch: int
+    first_position: int
+    size: int
+    parts: tuple[Part, ...]
+
+
+class TrainLoader:
+    """Loads this rank's parts of the global batches."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: BatchPlan,
+        order: SampleOrder,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        collate: Collate | None = None,
+        workers: int | None = None,
+        seed: int,
+        local_world_size: int | None = None,
+    ) -> None:
+        assert num_samples(dataset, collate) == plan.num_samples == order.num_samples
+        workers = default_workers(local_world_size or world_size) if workers is None else workers
+        self._source = open_source(dataset, collate=collate, workers=workers, seed=seed)
+        self._plan, self._order, self._device = plan, order, device
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def notices(self) -> list[str]:
+        """What the person should be told once; may grow with the first batch."""
+        return self._source.notices
+
+    def describe(self) -> str:
+        """Say in a few words how the dataset is read."""
+        return self._source.describe()
+
+    def steps(self, first: int, last: int) -> Iterator[GlobalBatch]:
+        """Load the steps first..last-1, counted over all epochs. One call at a time."""
+        batches = to_device(self._source.read(self._requests(first, last)), self._device)
+        for run in self._runs(first, last):
+            epoch, position, size = run.start
+            for number in range(run.num_steps):
+                parts = tuple([Part(plan, next(batches)) for plan in run.parts])
+                yield GlobalBatch(run.first_step + number, epoch, position + number * size, size, parts)
+
+    def sample_indices(self, step: int) -> Indices:
+        """Say which samples the whole global batch of a step consists of, row by row."""
+        where = self._plan.batch(step)
+        positions = np.arange(where.first_position, where.first_position + where.size)
+        return self._order.indices(where.epoch, positions)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._source.close()
+
+    def _requests(self, first: int, last: int) -> Iterator[Request]:
+        """Ask for this rank's parts of the steps, looking up the samples of a whole run at once."""
+        for run in self._runs(first, last):
+            epoch, position, size = run.start
+            starts = position + size * np.arange(run.num_steps)
+            positions = (starts[:, None] + _rows(run.parts)).reshape(-1)
+            indices = torch.from_numpy(self._order.indices(epoch, positions))
+            for part in indices.split([plan.num_rows for plan in run.parts] * run.num_steps):
+                yield epoch, part
+
+    def _runs(self, first: int, last: int) -> Iterator[_Run]:
+        step = first
+        while step < last:
+            start = self._plan.batch(step)
+            parts = self._plan.parts(start.size, self._world_size, self._rank)
+            alike = (self._plan.num_samples - start.first_position) // start.size
+            count = min(last - step, alike, max(1, _LOOKUP_ROWS // sum(plan.num_rows for plan in parts)))
+            yield _Run(step, count, start, parts)
+            step += count
+
+
+class _Run(NamedTuple):
+    """Steps of one epoch whose batches are equally large, and so are cut into the same parts."""
+
+    first_step: int
+    num_steps: int
+    start: Batch
+    """The first step's batch."""
+    parts: tuple[PartPlan, ...]
+
+
+def _rows(parts: tuple[PartPlan, ...]) -> Indices:
+    """Number the rows of the global batch that this rank reads."""
+    return np.concatenate([np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in parts])
+
+
+def evaluation_chunks(
+    dataset: Any,
+    chunk_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    collate: Collate | None = None,
+    workers: int | None = None,
+    seed: int,
+    local_world_size: int | None = None,
+) -> Iterator[tuple[Any, int]]:
+    """Load this rank's chunks of an evaluation, each with its number of rows.
+
+    Chunk c holds the samples from c * chunk_size on and goes whole to rank c % world_size: what a chunk
+    holds does not depend on the world size, and every sample is in exactly one.
+    """
+    total = num_samples(dataset, collate)
+    starts = range(rank * chunk_size, total, world_size * chunk_size)
+    sizes = [min(chunk_size, total - start) for start in starts]
+    if not sizes:
+        return
+    workers = default_workers(local_world_size or world_size) if workers is None else workers
+    source = open_source(dataset, collate=collate, workers=min(workers, len(sizes)), seed=seed)
+    requests = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+    try:
+        yield from zip(to_device(source.read(requests), device), sizes, strict=True)
+    finally:
+        source.close()
+
+
+def open_source(dataset: Any, *, collate: Collate | None, workers: int, seed: int) -> Source:
+    """Choose how a dataset is read: a batch at once where it can be, else sample by sample."""
+    gather = find_gather(dataset, collate)
+    if gather is not None:
+        return WholeBatches(gather, seed=seed, collated=collate is not None)
+    return SampleBySample(dataset, collate=collate, workers=workers, seed=seed)
+
+
+def num_samples(dataset: Any, collate: Collate | None = None) -> int:
+    """Count a dataset's samples; not `len`, which counts the columns of a tuple of tensors."""
+    columns = as_columns(dataset, samples_wanted=collate is not None)
+    count = len(columns) if columns is not None else _length(dataset)
+    if count < 1:
+        raise DataError(
+            f"The dataset ({type(dataset).__name__}) has no samples. Give one with at least one sample."
+        )
+    return count
+
+
+def _length(dataset: Any) -> int:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise TaskError(
+            f"The dataset ({kind}) can only be read from its beginning to its end. The order of the samples "
+            f"must not depend on the number of processes, so any sample must be readable by its number: give "
+            f"a dataset with __len__ and __getitem__ (or a tensor, an array, or tuples and dicts of them)."
+        )
+    if isinstance(dataset, Mapping):
+        raise TaskError(
+            f"The dataset ({kind}) has the keys {list(dataset)[:5]}, but not all its values are tensors or "
+            f"NumPy arrays, so it has no samples by number. Convert its values, one row a sample."
+        )
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise TaskError(
+            f"The dataset ({kind}) has no length: {error}. An epoch is every sample exactly once, so their "
+            f"number must be known: give the dataset a __len__."
+        ) from None

@@ -1,0 +1,60 @@
+"""Batches of any shape: tensors inside dicts, tuples, lists, named tuples and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from instep.core.errors import TaskError
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Replace every tensor of a nested batch by `fn(tensor)`; containers keep their type.
+
+    What is neither a tensor nor a known container (numbers, strings, objects) is kept as it is.
+    """
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, Mapping):
+        mapped = {key: map_tensors(fn, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
+    if isinstance(tree, (tuple, list)):
+        items = [map_tensors(fn, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        changed = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            # Past the class's own __setattr__ and __init__: it may be frozen, or compute fields from others.
+            object.__setattr__(changed, field.name, map_tensors(fn, getattr(tree, field.name)))
+        return changed
+    return tree
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Walk over the tensors of a nested batch."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors(getattr(tree, field.name))
+
+
+def num_rows(batch: Any) -> int:
+    """Count a batch's rows: the first dimension of its first tensor."""
+    for tensor in tensors(batch):
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    raise TaskError(
+        f"A batch of type {type(batch).__name__} holds no tensor with a first dimension, so its rows cannot "
+        f"be counted. Let the dataset, or collate, return tensors (or dicts, tuples, dataclasses of them)."
+    )

@@ -1,0 +1,54 @@
+"""The global random generators (torch, random, NumPy), seeded from the sample and given back untouched.
+
+Ranks: all, and the worker processes that load samples.
+
+[Note: Randomness of a sample]
+A dataset that augments draws from the global generators. Which process reads a sample, and after which
+others, depends on the world size and the number of workers; so before each sample the generators are
+seeded from (seed, epoch, sample), which depends on neither. Only the CPU's generators are: a dataset that
+draws on a GPU is on its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed the global generators for one sample of one epoch."""
+    digest = hashlib.blake2b(
+        f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample"
+    ).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give the global generators back as they were."""
+    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def fingerprint() -> tuple[bytes, ...]:
+    """Describe the generators' states: another one later means that something was drawn."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        repr(random.getstate()).encode(),
+        repr((numpy_state["state"]["pos"], numpy_state["has_gauss"])).encode()
+        + numpy_state["state"]["key"].tobytes(),
+    )

@@ -1,0 +1,194 @@
+"""What failed, and what failed first. Pure: from exceptions and exit codes to records, order and text.
+
+[Note: The first failure]
+When one rank fails, the others soon fail too, because it is gone. Which one is to blame is decided here:
+a failure that merely notices a lost peer is a *consequence* and ranks below every other; among the rest the
+earliest comes first, by nanoseconds noted in the failing rank itself. A rank that was told to stop because
+another had failed has not failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+
+from instep.core.errors import (
+    EXIT_ENVIRONMENT,
+    EXIT_INTERRUPTED,
+    EXIT_SPEC,
+    EXIT_USER,
+    FailureRecord,
+    InstepError,
+    RanksFailed,
+)
+
+_LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER = re.compile(
+    r"connection (closed by peer|reset|refused|was (likely )?closed)|broken pipe|socket (timeout|closed)"
+    r"|timed out (waiting|after)|wait timeout|failed to (recv|send)|connectFullMesh failed"
+    r"|application timeout caused pair closure|failed to pass monitoredBarrier"
+    r"|nccl.*(remote|abort|timeout)|remote process exited|watchdog caught collective",
+    re.IGNORECASE | re.DOTALL,
+)
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
+
+_SIGNAL_HINTS = {
+    signal.SIGKILL: "out of memory, or someone killed it",
+    signal.SIGTERM: "someone ended it",
+    signal.SIGSEGV: "a crash in native code; its log may hold the Python stack",
+    signal.SIGABRT: "native code gave up; its log says why",
+    signal.SIGBUS: "memory that is not there; /dev/shm may be full",
+}
+
+
+def failure_of_exception(error: BaseException, rank: int, time_ns: int, log: str) -> FailureRecord:
+    """Describe the exception that ended a rank."""
+    exit_code, consequence = _judge(error)
+    return FailureRecord(
+        rank=rank,
+        time_ns=time_ns,
+        summary=_summary(error),
+        traceback=_text(error),
+        exit_code=exit_code,
+        consequence=consequence,
+        log=log,
+    )
+
+
+def failure_of_exit(rank: int, exit_code: int, time_ns: int, log: str) -> FailureRecord:
+    """Describe a rank whose process ended without a word; a negative exit code is a signal's number."""
+    if exit_code < 0:
+        try:
+            number = signal.Signals(-exit_code)
+            name, hint = number.name, _SIGNAL_HINTS.get(number, "")
+        except ValueError:
+            name, hint = f"signal {-exit_code}", ""
+        summary = f"killed ({name})" + (f": {hint}" if hint else "")
+        code = EXIT_ENVIRONMENT
+    else:
+        summary = f"ended with exit code {exit_code} and no exception (os._exit, or native code)"
+        code = EXIT_USER
+    return FailureRecord(rank=rank, time_ns=time_ns, summary=summary, exit_code=code, log=log)
+
+
+def order_failures(failures: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """Sort failures, the first cause first; see [Note: The first failure]."""
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.time_ns, failure.rank))
+
+
+def complete_failures(
+    records: Sequence[FailureRecord], exits: Mapping[int, tuple[int, int]], logs: Mapping[int, str]
+) -> list[FailureRecord]:
+    """Add the ranks that left no record, known by (exit code, whole second) alone, and sort."""
+    recorded = {record.rank for record in records}
+    silent = [
+        # Only the second is known: placed at its end, a rank is never blamed before one that noted its time.
+        failure_of_exit(rank, code, (second + 1) * 10**9 - 1, logs.get(rank, ""))
+        for rank, (code, second) in exits.items()
+        if rank not in recorded and code != 0
+    ]
+    stopped = f"({signal.SIGTERM.name})"
+    blamed = [failure for failure in silent if stopped not in failure.summary]
+    return order_failures([*records, *(blamed if blamed or records else silent)])
+
+
+def describe(failed: RanksFailed) -> str:
+    """Tell a person what happened: the first failure whole, then a line for each other rank."""
+    first = failed.first
+    others = failed.failures[1:]
+    same = [failure for failure in others if failure.summary == first.summary]
+    who = f"rank {first.rank}"
+    if others and len(same) == len(others):
+        who = "ranks " + ", ".join(str(rank) for rank in sorted(f.rank for f in failed.failures))
+        others = ()
+    lines = [f"{who}: {first.summary}"]
+    if first.traceback:
+        lines = [f"{who} failed{' first' if others else ''}:", first.traceback.rstrip()]
+    lines += [f"rank {f.rank}: {f.summary}{' (lost its peer)' if f.consequence else ''}" for f in others]
+    if first.log:
+        lines.append(f"What rank {first.rank} printed: {first.log}")
+    return "\n".join(lines)
+
+
+def _judge(error: BaseException) -> tuple[int, bool]:
+    names = {kind.__name__ for kind in type(error).__mro__}  # by name: this file imports no torch
+    text = str(error)
+    if isinstance(error, InstepError):
+        return error.exit_code, False
+    if isinstance(error, SystemExit):
+        # argparse ends a script with 2 when its command line is wrong, and so does instep.
+        return (EXIT_SPEC if error.code == EXIT_SPEC else EXIT_USER), False
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, False
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
+        return EXIT_ENVIRONMENT, False
+    if isinstance(error, RuntimeError):
+        if _OUT_OF_MEMORY.search(text) or _PORT_TAKEN.search(text):
+            return EXIT_ENVIRONMENT, False
+        if names & _LOST_PEER_TYPES or _LOST_PEER.search(text):
+            return EXIT_ENVIRONMENT, True
+    return EXIT_USER, False
+
+
+def _summary(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"sys.exit({error.code})"
+    only = traceback.format_exception_only(error)
+    text = only[-1] if isinstance(error, SyntaxError) else only[0]
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    # A library's qualified name (torch.distributed.DistBackendError) says no more than its last part.
+    kind = f"{type(error).__module__}."
+    line = line.removeprefix(kind)
+    return line if isinstance(error, InstepError) or len(line) <= 300 else line[:297] + "..."
+
+
+def _text(error: BaseException) -> str:
+    """Return the traceback from the user's first frame on; none where the message says it all."""
+    if isinstance(error, InstepError):
+        message = str(error)
+        return f"{type(error).__name__}: {message}\n" if "\n" in message else ""
+    if isinstance(error, SystemExit):
+        return ""
+    whole = traceback.TracebackException.from_exception(error)
+    _trim(whole)
+    return "".join(whole.format())
+
+
+def _trim(part: traceback.TracebackException) -> None:
+    frames = list(part.stack)
+    start = next((i for i, frame in enumerate(frames) if _is_users(frame.filename)), None)
+    if start is None:  # nothing of the user's: at least leave out what started the process
+        start = next((i for i, frame in enumerate(frames) if not _is_launchers(frame.filename)), len(frames))
+    part.stack = traceback.StackSummary.from_list(frames[start:])
+    for other in (
+        part.__cause__,
+        part.__context__,
+        *(part.exceptions or () if hasattr(part, "exceptions") else ()),
+    ):
+        if other is not None:
+            _trim(other)
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(_HERE)
+_LIBRARIES = tuple(
+    {
+        os.path.realpath(path) + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        if (path := sysconfig.get_path(name))
+    }
+)
+
+
+def _is_users(filename: str) -> bool:
+    path = os.path.realpath(filename)
+    return not filename.startswith("<frozen") and not path.startswith((_PACKAGE + os.sep, *_LIBRARIES))
+
+
+def _is_launchers(filename: str) -> bool:
+    return filename.startswith(("<frozen runpy", _HERE + os.sep)) or filename.endswith("runpy.py")

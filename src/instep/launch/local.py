@@ -1,0 +1,243 @@
+"""Launch the ranks of this machine under torch elastic.
+
+Elastic does the rendezvous and starts a keeper for each rank ([Note: Why a keeper] in keeper.py); what
+failed first, and whether to try again, is decided by failures.py and restart.py.
+
+Room: the only file that talks to elastic. Ranks: none; this is the process that launches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed
+from instep.core.spec import LaunchSpec
+from instep.launch.failures import complete_failures
+from instep.launch.keeper import Job, keep
+from instep.launch.logs import LogPlan
+from instep.launch.preload import start_preload
+from instep.launch.processes import check_process_count
+from instep.launch.relay import Relay
+from instep.launch.rendezvous import RendezvousPlan, plan_rendezvous
+from instep.launch.restart import plan_restart
+from instep.launch.scratch import Scratch, open_scratch
+
+__all__ = ["LogPlan", "check_process_count", "launch"]
+
+_POLL_S = 0.05
+
+
+def launch(
+    entry: Callable[..., Any],
+    args: tuple[Any, ...],
+    spec: LaunchSpec,
+    logs: LogPlan,
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    grace_s: float = 2.0,
+) -> dict[int, Any]:
+    """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank.
+
+    Raises RanksFailed, the first cause first; KeyboardInterrupt and EnvironmentFailed when no worker is left.
+    A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`.
+    """
+    count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    rendezvous = plan_rendezvous(spec)
+    start_preload()
+    logs.directory.mkdir(parents=True, exist_ok=True)
+    logs = dataclasses.replace(logs, directory=logs.directory.absolute())
+    try:
+        with (
+            _signals_restored(),
+            open_scratch(entry, args) as scratch,
+            Relay(scratch, {"stdout": stdout, "stderr": stderr}) as relay,
+            _PROCESS_WIDE,
+        ):
+            job = Job(scratch, logs, dict(os.environ), grace_s, 0, spec.max_restarts)
+            return _Launch(rendezvous, count, job, spec, relay, stderr).run()
+    except SignalException as interruption:
+        if interruption.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        name = signal.Signals(interruption.sigval).name
+        raise EnvironmentFailed(
+            f"ended by {name}: someone, or the scheduler, asked this job to stop."
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    rendezvous: RendezvousPlan
+    count: int
+    job: Job
+    spec: LaunchSpec
+    relay: Relay
+    stderr: TextIO
+
+    def run(self) -> dict[int, Any]:
+        """Try until it is done, or until another try is of no use."""
+        if self.spec.max_nodes > 1:  # only elastic itself can restart several machines together
+            return self._attempt(dataclasses.replace(self.job, attempt=None))
+        attempt = 0
+        previous: tuple[FailureRecord, ...] = ()
+        while True:
+            try:
+                return self._attempt(dataclasses.replace(self.job, attempt=attempt))
+            except RanksFailed as failed:
+                plan = plan_restart(failed.failures, previous, attempt, self.spec.max_restarts)
+                if not plan.restart:
+                    raise RanksFailed(plan.failures) from None
+                attempt, previous = attempt + 1, failed.failures
+                self.stderr.write(f"restart {attempt} of {self.spec.max_restarts} after {failed}\n")
+                self.stderr.flush()
+
+    def _attempt(self, job: Job) -> dict[int, Any]:
+        scratch = job.scratch
+        try:
+            # A rendezvous of its own for every attempt: a restart cannot meet the addresses of the last one.
+            ranks = elastic_launch(self._elastic_config(), keep)(job)
+        except ChildFailedError as failed:
+            exits = {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.failures.items()}
+            raise self._blame(scratch, job, exits) from None
+        except RendezvousTimeoutError as error:
+            raise EnvironmentFailed(
+                f"The machines did not find each other in time at {self.spec.rdzv_endpoint!r} "
+                f"(nnodes={self.spec.nnodes}): {_line(error)}. Start the same command on each of them, "
+                "and see that they reach that address."
+            ) from error
+        except (RendezvousError, RuntimeError, ValueError, OSError, EOFError) as error:
+            raise EnvironmentFailed(
+                f"The ranks could not be started at {self.rendezvous.rdzv_endpoint!r}: {_line(error)}. "
+                "See that the address is this job's alone (another job may hold the port) and can be reached."
+            ) from error
+        attempt = scratch.last_attempt() if job.attempt is None else job.attempt
+        return {rank: scratch.load_result(attempt, rank) for rank in sorted(ranks)}
+
+    def _elastic_config(self) -> LaunchConfig:
+        values: dict[str, Any] = dataclasses.asdict(self.rendezvous)
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        if nohup and "signals_to_handle" in LaunchConfig.__dataclass_fields__:
+            values["signals_to_handle"] = "SIGTERM,SIGINT,SIGQUIT"
+        return LaunchConfig(
+            min_nodes=self.spec.min_nodes,
+            max_nodes=self.spec.max_nodes,
+            nproc_per_node=self.count,
+            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 else 0,
+            monitor_interval=_POLL_S,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=str(self.job.scratch.folder / "elastic")),
+            **values,
+        )
+
+    def _blame(self, scratch: Scratch, job: Job, exits: dict[int, tuple[int, int]]) -> RanksFailed:
+        attempt = scratch.last_attempt() if job.attempt is None else job.attempt
+        logs = {rank: str(job.logs.error_file(rank)) for rank in exits}
+        failures = complete_failures(scratch.load_failures(attempt), exits, logs)
+        for failure in failures:
+            self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
+        return RanksFailed(failures)
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep the workers from importing our `__main__`: an unguarded script would launch again in each."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _elastic_quiet() -> Iterator[None]:
+    """Silence elastic's own account of failures: ours names the first one, its may name another."""
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set what elastic reads from the environment, for as long as it does."""
+    before = {name: os.environ.get(name) for name in (*values, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _ProcessWide:
+    """What launches change for their whole process: the first of several at once does, the last undoes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._launches = 0
+        self._changes = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._launches += 1
+            if self._launches == 1:
+                self._changes.enter_context(_main_hidden())
+                self._changes.enter_context(_elastic_quiet())
+                self._changes.enter_context(_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._launches -= 1
+            if self._launches == 0:
+                self._changes.close()
+
+
+_PROCESS_WIDE = _ProcessWide()
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Give the signals that elastic takes over back to whoever had them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # elastic leaves them alone then
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python, so not ours to set
+                signal.signal(number, handler)
+
+
+def _line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {text[:300]}".rstrip(". ")

@@ -1,0 +1,113 @@
+"""Show what the ranks print, as they print it, each line with its rank before it.
+
+Room: one thread of the launching process; it reads the ranks' log files and writes to the given streams.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, TextIO
+
+from instep.launch.logs import LogStart, Stream
+from instep.launch.scratch import Scratch
+
+_POLL_S = 0.05
+_PROGRESS_EVERY_S = 5.0
+"""How often a line that is redrawn in place (a progress bar) is shown."""
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class _Tail:
+    start: LogStart
+    file: BinaryIO
+    rest: bytes = b""
+    shown_s: float = 0.0
+
+
+class Relay:
+    """Relays log files as ranks announce them, from entering the block until every last line is out."""
+
+    def __init__(self, scratch: Scratch, streams: Mapping[Stream, TextIO]) -> None:
+        self._scratch = scratch
+        self._streams = dict(streams)
+        self._tails: dict[str, _Tail] = {}
+        self._announced: set[str] = set()
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="instep-relay", daemon=True)
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        self._thread.join()
+
+    def write_unseen(self, path: Path, text: str) -> None:
+        """Append to a log file what the person is shown in another way (a traceback, say)."""
+        with self._lock:
+            self._relay_new()
+            data = text.encode(errors="backslashreplace")
+            with path.open("ab") as file:
+                file.write(data)
+            if tail := self._tails.get(str(path)):
+                tail.file.seek(len(data), os.SEEK_CUR)
+
+    def _run(self) -> None:
+        while not self._ending.wait(_POLL_S):
+            with self._lock:
+                self._relay_new()
+        with self._lock:
+            self._relay_new()
+            for tail in self._tails.values():
+                if tail.rest:
+                    self._show(tail, [tail.rest])
+                tail.file.close()
+
+    def _relay_new(self) -> None:
+        for name, starts in self._scratch.announced_logs(self._announced).items():
+            self._announced.add(name)
+            for start in starts:
+                self._tails[start.path] = tail = _Tail(start, open(start.path, "rb", buffering=0))  # noqa: SIM115
+                tail.file.seek(start.offset)
+        for tail in self._tails.values():
+            self._follow(tail)
+
+    def _follow(self, tail: _Tail) -> None:
+        while data := tail.file.read(_CHUNK_BYTES):
+            *lines, tail.rest = (tail.rest + data).split(b"\n")
+            if len(tail.rest) > _CHUNK_BYTES:
+                lines, tail.rest = [*lines, tail.rest], b""
+            self._show(tail, lines)
+        if b"\r" in tail.rest.rstrip(b"\r"):  # a bar: of all that it has been, only the last is of interest
+            tail.rest = _newest(tail.rest)
+            if time.monotonic() - tail.shown_s > _PROGRESS_EVERY_S:
+                self._show(tail, [tail.rest])
+                tail.rest = b"\r"  # shown: a mere line end after it adds nothing
+
+    def _show(self, tail: _Tail, lines: list[bytes]) -> None:
+        texts = [_newest(line).decode(errors="replace") for line in lines if not line or line.strip(b"\r")]
+        stream = self._streams.get(tail.start.stream)
+        if not texts or stream is None:
+            return
+        tail.shown_s = time.monotonic()
+        try:
+            stream.write("".join(f"[rank{tail.start.rank}] {text}\n" for text in texts))
+            stream.flush()
+        except (OSError, ValueError):  # the reader has gone (| head): the log files still have everything
+            del self._streams[tail.start.stream]
+
+
+def _newest(line: bytes) -> bytes:
+    """Return what a terminal would show of a line that was redrawn after carriage returns."""
+    return next((part for part in reversed(line.split(b"\r")) if part), b"")

@@ -1,0 +1,65 @@
+"""How the processes of a launch find each other. Pure: from a LaunchSpec to values for elastic."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from instep.core.errors import SpecError
+from instep.core.spec import LaunchSpec
+
+
+@dataclass(frozen=True)
+class RendezvousPlan:
+    """Values for elastic, in its own spelling."""
+
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_configs: dict[str, Any]
+    run_id: str
+    local_addr: str | None
+
+
+def plan_rendezvous(spec: LaunchSpec) -> RendezvousPlan:
+    """Decide where the machines meet; one machine alone meets itself on a free port of its loopback."""
+    settings = _parse_settings(spec.rdzv_conf)
+    run_id = spec.rdzv_id or f"instep-{uuid.uuid4().hex[:12]}"
+    if spec.max_nodes == 1 and not spec.rdzv_endpoint:
+        return RendezvousPlan("c10d", "127.0.0.1:0", {**settings, "is_host": True}, run_id, "127.0.0.1")
+    if not spec.rdzv_endpoint:
+        raise SpecError(
+            f"nnodes={spec.nnodes} machines cannot find each other without a place to meet. "
+            "Give every one of them the same --rdzv-endpoint HOST:PORT."
+        )
+    if spec.max_nodes > 1 and not spec.rdzv_id:
+        run_id = "instep"  # the same on every machine: they share nothing yet but their command line
+    if spec.rdzv_backend == "static":
+        _check_static(spec)
+        settings["rank"] = spec.node_rank
+    return RendezvousPlan(spec.rdzv_backend, spec.rdzv_endpoint, settings, run_id, spec.local_addr or None)
+
+
+def _check_static(spec: LaunchSpec) -> None:
+    if spec.min_nodes != spec.max_nodes:
+        raise SpecError(
+            f"nnodes={spec.nnodes} is elastic, but rdzv_backend=static knows every machine beforehand. "
+            "Use --rdzv-backend c10d, or a fixed --nnodes."
+        )
+    if not 0 <= spec.node_rank < spec.max_nodes:
+        raise SpecError(
+            f"node_rank={spec.node_rank} is none of the {spec.max_nodes} machines. "
+            f"Number them from 0 to {spec.max_nodes - 1}."
+        )
+    if not spec.rdzv_endpoint.rpartition(":")[2].isdigit():
+        raise SpecError(f"rdzv_endpoint={spec.rdzv_endpoint!r} has no port. Write it as HOST:PORT.")
+
+
+def _parse_settings(text: str) -> dict[str, Any]:
+    settings = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or not name or not value:
+            raise SpecError(f"rdzv_conf={text!r} holds {part!r}. Write it as KEY=VALUE,KEY=VALUE.")
+        settings[name] = value
+    return settings

@@ -1,0 +1,50 @@
+"""Whether a failed attempt is tried again. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from instep.core.errors import EXIT_SPEC, EXIT_USER, FailureRecord, NumericsError
+
+_REPEATS = "not restarted again: it failed the same way twice in a row"
+
+
+@dataclass(frozen=True)
+class RestartPlan:
+    """Whether to start again, and the failures to report if not."""
+
+    restart: bool
+    failures: tuple[FailureRecord, ...]
+
+
+def plan_restart(
+    failures: Sequence[FailureRecord], previous: Sequence[FailureRecord], attempt: int, max_restarts: int
+) -> RestartPlan:
+    """Decide what follows the failed attempt number `attempt` (from 0); `previous` failed before it."""
+    first = failures[0]
+    if attempt >= max_restarts or _is_certain(first):
+        return RestartPlan(False, tuple(failures))
+    if _repeats(first, previous):
+        noted = dataclasses.replace(
+            first,
+            summary=f"{first.summary} ({_REPEATS})",
+            traceback=f"{first.traceback.rstrip()}\n({_REPEATS})\n" if first.traceback else "",
+        )
+        return RestartPlan(False, (noted, *failures[1:]))
+    return RestartPlan(True, tuple(failures))
+
+
+def _is_certain(failure: FailureRecord) -> bool:
+    """Say whether another try can only end the same way: a wrong spec, or a loss that is not a number."""
+    return failure.exit_code == EXIT_SPEC or failure.summary.startswith(f"{NumericsError.__name__}:")
+
+
+def _repeats(failure: FailureRecord, previous: Sequence[FailureRecord]) -> bool:
+    # Only for the user's own code: two kills, or two lost links, look alike and say nothing about a third.
+    return (
+        failure.exit_code == EXIT_USER
+        and bool(previous)
+        and (failure.rank, failure.summary) == (previous[0].rank, previous[0].summary)
+    )

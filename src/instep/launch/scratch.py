@@ -1,0 +1,122 @@
+"""The folder through which the launching process, the keepers and the workers tell each other things.
+
+    job.pickle                 what to run: (entry, args)
+    lifeline                   a FIFO whose only writer is the launching process: its end is everybody's end
+    logs/rank-1.json           where rank 1's output goes, and from which byte on it is this launch's
+    attempt-0/rank-1.json      how rank 1 failed, a FailureRecord
+    attempt-0/rank-1.result    what rank 1's entry returned
+
+Room: no torch. Every file is written under another name and renamed, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from instep.core.errors import FailureRecord
+from instep.launch.logs import LogStart
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A launch's scratch folder; lives as long as the launch."""
+
+    folder: Path
+
+    @property
+    def lifeline(self) -> Path:
+        """The FIFO that ends when the launching process does."""
+        return self.folder / "lifeline"
+
+    def load_job(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the entry and its arguments."""
+        data = (self.folder / "job.pickle").read_bytes()
+        entry, args = pickle.loads(data)  # noqa: S301 - written by our own parent
+        return entry, args
+
+    def announce_logs(self, rank: int, starts: Sequence[LogStart]) -> None:
+        """Say where a rank's output begins; the first attempt's word counts, later ones append to it."""
+        path = self.folder / "logs" / f"rank-{rank}.json"
+        if not path.exists():
+            _write(path, json.dumps([dataclasses.asdict(start) for start in starts]).encode())
+
+    def announced_logs(self, known: Collection[str]) -> dict[str, list[LogStart]]:
+        """Return where the ranks' output begins, by the announcement's name, without those already known."""
+        return {
+            path.name: [LogStart(**start) for start in json.loads(path.read_bytes())]
+            for path in sorted((self.folder / "logs").glob("*.json"))
+            if path.name not in known
+        }
+
+    def save_failure(self, attempt: int, record: FailureRecord) -> None:
+        """Note how a rank failed."""
+        _write(self._of(attempt, record.rank, "json"), json.dumps(dataclasses.asdict(record)).encode())
+
+    def load_failure(self, attempt: int, rank: int) -> FailureRecord | None:
+        """Return how a rank failed, if it noted that."""
+        path = self._of(attempt, rank, "json")
+        return FailureRecord(**json.loads(path.read_bytes())) if path.exists() else None
+
+    def drop_failure(self, attempt: int, rank: int) -> None:
+        """Take a rank's note back."""
+        self._of(attempt, rank, "json").unlink(missing_ok=True)
+
+    def load_failures(self, attempt: int) -> list[FailureRecord]:
+        """Return all failures noted in an attempt, in no particular order."""
+        paths = sorted((self.folder / f"attempt-{attempt}").glob("*.json"))
+        return [FailureRecord(**json.loads(path.read_bytes())) for path in paths]
+
+    def last_attempt(self) -> int:
+        """Return the number of the newest attempt that got as far as starting a rank."""
+        return max((int(path.name.split("-")[1]) for path in self.folder.glob("attempt-*")), default=0)
+
+    def start_attempt(self, attempt: int) -> None:
+        """Make room for an attempt's notes."""
+        (self.folder / f"attempt-{attempt}").mkdir(exist_ok=True)
+
+    def save_result(self, attempt: int, rank: int, result: Any) -> None:
+        """Keep what a rank's entry returned, by value where it is of a notebook or `__main__`."""
+        _write(self._of(attempt, rank, "result"), cloudpickle.dumps(result))
+
+    def load_result(self, attempt: int, rank: int) -> Any:
+        """Return what a rank's entry returned; None if it left without returning."""
+        path = self._of(attempt, rank, "result")
+        return pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301 - written by our own worker
+
+    def _of(self, attempt: int, rank: int, kind: str) -> Path:
+        return self.folder / f"attempt-{attempt}" / f"rank-{rank}.{kind}"
+
+
+@contextlib.contextmanager
+def open_scratch(entry: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[Scratch]:
+    """Make the folder for one launch and hold its lifeline; at the end, cut that and remove the folder."""
+    scratch = Scratch(Path(tempfile.mkdtemp(prefix="instep-")))
+    try:
+        (scratch.folder / "logs").mkdir()
+        _write(scratch.folder / "job.pickle", cloudpickle.dumps((entry, args)))
+        os.mkfifo(scratch.lifeline, 0o600)
+        lifeline = os.open(scratch.lifeline, os.O_RDWR)  # not write-only: that would wait for a reader
+        try:
+            yield scratch
+        finally:
+            os.close(lifeline)
+    finally:
+        shutil.rmtree(scratch.folder, ignore_errors=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.rename(path)

@@ -1,0 +1,51 @@
+"""Run any script or module as `__main__`, as if Python had been started on it.
+
+Ranks: all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import runpy
+import sys
+
+from instep.core.errors import SpecError
+
+
+def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> None:  # noqa: ARG001
+    """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does."""
+    # The launcher left its own traces in multiprocessing: a script may choose its start method once, and may
+    # ask whether it is the main process.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process().name = "MainProcess"
+    sys.argv[:] = [target, *argv]
+    if as_module:
+        _run_module(target)
+    else:
+        _run_file(target)
+
+
+def _run_file(target: str) -> None:
+    path = os.path.abspath(target)
+    if not os.path.exists(path):
+        raise SpecError(f"There is no script {target!r} in {os.getcwd()}. Give the path of a Python file.")
+    if os.path.isfile(path):
+        sys.path.insert(0, os.path.dirname(path))
+    # By its absolute path: a spawned child finds the script again through __main__.__file__.
+    runpy.run_path(path, run_name="__main__")
+
+
+def _run_module(name: str) -> None:
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        spec = None
+    if spec is None:
+        raise SpecError(
+            f"There is no module {name!r} on the path or in {os.getcwd()}. Write it as for "
+            "python -m: with dots, and no .py."
+        )
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -1,0 +1,95 @@
+"""The process of one rank: it runs the entry, and notes how that ended if it did not end well.
+
+Ranks: all. After a failure it issues no collectives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import NoReturn
+
+from instep.core.errors import EXIT_DONE, EXIT_USER
+from instep.launch.failures import failure_of_exception
+from instep.launch.scratch import Scratch
+
+FAILURE_GRACE_S = 2
+"""How long processes may take to end once a rank has failed."""
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+def work(scratch: Scratch, rank: int, attempt: int, log: str, blocked: Iterable[signal.Signals]) -> NoReturn:
+    """Run the job as this rank and end the process; called in the freshly forked worker."""
+    code = EXIT_USER
+    try:
+        _settle_in(rank, blocked)
+        code = _run(scratch, rank, attempt, log)
+        _close_down()
+    finally:
+        # Not by way of the interpreter's shutdown: there, a thread of gloo may take the GIL and abort.
+        os._exit(code)
+
+
+def name_process(title: str) -> None:
+    """Give this process a name that ps and top show; 15 bytes at most."""
+    _prctl(_PR_SET_NAME, title.encode()[:15])
+
+
+def _run(scratch: Scratch, rank: int, attempt: int, log: str) -> int:
+    try:
+        entry, args = scratch.load_job()
+        _set_threads()
+        scratch.save_result(attempt, rank, entry(attempt, *args))
+    except BaseException as error:  # noqa: BLE001 - the launching process raises it
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return EXIT_DONE
+        scratch.save_failure(attempt, failure_of_exception(error, rank, time.time_ns(), log))
+        # Whatever is left to run here (threads, atexit) may wait for peers that will never answer.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(FAILURE_GRACE_S)
+        return EXIT_USER
+    return EXIT_DONE
+
+
+def _settle_in(rank: int, blocked: Iterable[signal.Signals]) -> None:
+    # A group of its own, so that everything the worker starts can be ended with it.
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    name_process(f"instep:r{rank}")
+    for number in blocked:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+
+
+def _set_threads() -> None:
+    """Set torch's threads: 1 where several processes share the machine, unless OMP_NUM_THREADS says more."""
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+    wanted = os.environ.get("OMP_NUM_THREADS", "1" if several else "").split(",")[0].strip()
+    if not wanted.isdigit() or int(wanted) < 1:
+        return
+    import torch  # loaded long before, in the forkserver; so its threads heed this call and not the variable
+
+    os.environ.setdefault("OMP_NUM_THREADS", wanted)  # for the worker's own children
+    torch.set_num_threads(int(wanted))
+
+
+def _close_down() -> None:
+    """Do what the interpreter does at its end: join threads, run atexit handlers, flush."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream: nobody left to tell
+            stream.flush()
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,8 @@
+"""What every test needs: one thread a process, as the ranks have."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
+torch.set_flush_denormal(True)

@@ -1,0 +1,40 @@
+"""Launch an entry from a test, with what it printed."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from instep.core.errors import RanksFailed
+from instep.core.spec import LaunchSpec
+from instep.launch.local import LogPlan, launch
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def is_alive(pid):
+    """Say whether a process runs; a zombie, which nobody here may be able to reap, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return `run(entry, *args, **spec)`, which gives results, failures, out, err and the log directory."""
+
+    def start(entry, *args, split=False, **spec):
+        out, err = io.StringIO(), io.StringIO()
+        logs = LogPlan(tmp_path / "logs", split)
+        outcome = SimpleNamespace(results={}, failed=None, logs=logs.directory)
+        spec.setdefault("processes", 2)
+        try:
+            outcome.results = launch(entry, args, LaunchSpec(**spec), logs, stdout=out, stderr=err)
+        except RanksFailed as failed:
+            outcome.failed = failed
+        outcome.out, outcome.err = out.getvalue(), err.getvalue()
+        return outcome
+
+    return start

@@ -1,0 +1,25 @@
+"""A person's launching script, without a guard around its body."""
+
+import sys
+from pathlib import Path
+
+from instep.core.errors import EnvironmentFailed
+from instep.core.spec import LaunchSpec
+from instep.launch.local import LogPlan, launch
+from instep.launch.script import run_script
+
+print("launching", flush=True)
+try:
+    launch(
+        run_script,
+        (sys.argv[2], sys.argv[3:], False),
+        LaunchSpec(processes=2),
+        LogPlan(Path(sys.argv[1])),
+        stdout=sys.stdout,
+        stderr=sys.stderr,
+    )
+except KeyboardInterrupt:
+    sys.exit(130)
+except EnvironmentFailed as error:
+    print(error)
+    sys.exit(3)

@@ -1,0 +1,23 @@
+"""One of two machines of a job."""
+
+import sys
+from pathlib import Path
+
+import launch_entries
+
+from instep.core.spec import LaunchSpec
+from instep.launch.local import LogPlan, launch
+
+backend, endpoint, node_rank, logs = sys.argv[1:]
+spec = LaunchSpec(
+    processes=1,
+    nnodes="2",
+    node_rank=int(node_rank),
+    rdzv_backend=backend,
+    rdzv_endpoint=endpoint,
+    local_addr="127.0.0.1",
+    max_restarts=1,
+)
+print(
+    launch(launch_entries.fails_until, (1,), spec, LogPlan(Path(logs)), stdout=sys.stdout, stderr=sys.stderr)
+)

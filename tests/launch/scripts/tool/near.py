@@ -1,0 +1,1 @@
+WORD = "found in the package"

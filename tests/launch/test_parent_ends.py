@@ -1,0 +1,61 @@
+"""However the launching process ends, nothing that it started is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SCRIPTS
+
+
+def session_members(session: int) -> list[str]:
+    """Return the processes of a session; zombies, which nobody here can reap, left out."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        fields = rest.split()
+        if int(fields[3]) == session and fields[0] != "Z":
+            members.append(f"{path.parent.name} {name}")
+    return members
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "within_s"),
+    [(signal.SIGKILL, -9, 2), (signal.SIGINT, 130, 5), (signal.SIGTERM, 3, 5)],
+)
+def test_no_process_outlives_the_launcher(tmp_path, number, code, within_s):
+    command = [sys.executable, SCRIPTS / "launcher.py", tmp_path / "logs", SCRIPTS / "long.py"]
+    launcher = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        seen = []
+        while sum("working" in line for line in seen) < 2:
+            seen.append(launcher.stdout.readline())
+            assert seen[-1], seen
+        assert sum("launching" in line for line in seen) == 1  # no worker ran the launcher's script
+        assert any("instep:r1" in member for member in session_members(launcher.pid))
+        launcher.send_signal(number)
+        sent = time.monotonic()
+        assert launcher.wait(10) == code
+        while (left := session_members(launcher.pid)) and time.monotonic() - sent < within_s:
+            time.sleep(0.02)
+        assert left == []
+        said = launcher.stdout.read()
+        assert "Traceback" not in said
+        assert ("ended by SIGTERM" in said) == (number == signal.SIGTERM)
+        assert list(tmp_path.glob("instep-*")) == []
+    finally:
+        launcher.kill()
+        launcher.stdout.close()

@@ -1,0 +1,186 @@
+"""The trainings whose answer must not depend on the world size, and what is recorded of them."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import instep
+from instep.checkpoint.rundir import RunDirectory
+from instep.core.spec import TrainSpec
+from instep.events.read import read_events
+from instep.train.task import Task
+from instep.train.worker import worker_main
+from instep.world.world import World
+
+STEPS = 30
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+        )
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(4 * 16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.body(x.view(-1, 1, 6, 6)).relu().flatten(1)))
+
+
+class Transformer(nn.Module):
+    """Two blocks with dropout modules; one of them is used twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 16)
+        self.qkv = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.norm = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.drop(self.embed(x.view(-1, 6, 6)))
+        for qkv, out, norm in zip(self.qkv, self.out, self.norm, strict=True):
+            q, k, v = qkv(norm(h)).chunk(3, dim=-1)
+            h = h + self.drop(out(F.scaled_dot_product_attention(q, k, v)))
+        return self.head(h.mean(1))
+
+
+MODELS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(36, 24), nn.Tanh(), nn.Linear(24, 5)),
+    "conv": Conv,
+    "transformer": Transformer,
+}
+
+
+@dataclass(kw_only=True)
+class Recipe(Task):
+    model_name: str
+    optimizer_name: str
+    dtype: torch.dtype
+    num_samples: int = 50
+    weighted: bool = False
+    seen: list[list[int]] = field(default_factory=list)
+
+    def model(self) -> nn.Module:
+        return MODELS[self.model_name]().to(self.dtype)
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(params, lr=2e-3)
+
+    def scheduler(self, optimizer: Any, num_steps: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=num_steps + 1)
+
+    def train_data(self) -> Any:
+        return made_up(self.num_samples, self.dtype, seed=1)
+
+    def eval_data(self) -> Any:
+        return made_up(37, self.dtype, seed=2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.seen.append(batch["index"].tolist())
+        each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        if not self.weighted:
+            return each.mean()
+        mask = (batch["index"] % 3 != 0).to(self.dtype)  # some parts have weight 0, and a mean of 0/0
+        return (each * mask).sum() / mask.sum(), mask.sum()
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        return {"accuracy": out.argmax(1) == batch["y"], "confidence": (out.softmax(1).amax(1), batch["index"] % 4)}
+
+
+def made_up(count: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(count, 36, generator=generator).to(dtype),
+        "y": torch.randint(0, 5, (count,), generator=generator),
+        "index": torch.arange(count),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; `batch_size` and `num_samples` never divide."""
+
+    model: str
+    optimizer: str
+    dtype: str = "float64"
+    num_samples: int = 50
+    batch_size: int = 8
+    accumulate: int = 1
+    weighted: bool = False
+    clip_norm: float | None = None
+
+    def __str__(self) -> str:
+        extra = ["weighted"] * self.weighted + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
+        extra += ["clip"] * (self.clip_norm is not None)
+        return "-".join([self.model, self.optimizer, self.dtype, *extra])
+
+
+CASES = [
+    *(Case(m, o, d) for m, o, d in itertools.product(MODELS, ("sgd", "adamw"), ("float64", "float32"))),
+    # 47 samples in batches of 9: the last one has 2, fewer than the ranks of 3 and 4, in parts of 1.
+    Case("mlp", "sgd", num_samples=47, batch_size=13, accumulate=3),
+    Case("transformer", "adamw", num_samples=47, batch_size=13, accumulate=3),
+    Case("conv", "adamw", num_samples=47, batch_size=13, accumulate=2, clip_norm=0.5),
+    Case("mlp", "adamw", weighted=True, clip_norm=0.7),
+    Case("conv", "sgd", weighted=True),
+    Case("transformer", "sgd", num_samples=47, batch_size=13, accumulate=3, weighted=True),
+]
+
+
+def train_case(world: World, case: Case) -> dict[str, Any]:
+    """Train one case as a rank, and give all that is compared."""
+    task = Recipe(
+        model_name=case.model,
+        optimizer_name=case.optimizer,
+        dtype=getattr(torch, case.dtype),
+        num_samples=case.num_samples,
+        weighted=case.weighted,
+    )
+    spec = TrainSpec(
+        steps=STEPS,
+        batch_size=case.batch_size,
+        accumulate=case.accumulate,
+        clip_norm=case.clip_norm,
+        eval_every="never",
+        save_every="never",
+        seed=5,
+        threads=1,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(world.tell(scratch))
+        result = worker_main(world, task, spec, RunDirectory(run_dir))
+        world.barrier()
+        steps = [e for e in read_events(run_dir) if e["event"] == "step"]
+        world.barrier()
+    return {
+        "losses": [e["loss"] for e in steps],
+        "lrs": [e["lr"] for e in steps],
+        "grad_norms": [e.get("grad_norm") for e in steps],
+        "seen": task.seen,
+        "metrics": result.metrics,
+        "sha256": result.weights_sha256,
+    }
+
+
+def train_cases(world: World, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    """Train several, one after the other: one launch for all of them."""
+    return {case: train_case(world, case) for case in cases}
+
+
+__all__ = ["CASES", "STEPS", "Case", "instep", "train_case", "train_cases"]

@@ -1,0 +1,93 @@
+"""Run a function on N real gloo processes, quickly: forked from one server that has imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from instep.core.topology import Place
+
+_PRELOAD = ["torch", "torch._dynamo", "numpy", "instep.train.worker", "instep.train.start", "instep.data"]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOAD)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50) -> list[Any]:
+    """Call fn(world, *args) on each rank of a new world; give the results by rank, raise the first error."""
+    port = free_port()
+    pipes, processes = [], []
+    with _main_hidden():
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+    deadline = time.monotonic() + timeout_s
+    try:
+        answers = [_receive(pipe, deadline, rank) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.join(max(0.1, min(5, deadline - time.monotonic())))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+    errors = [answer for answer in answers if isinstance(answer, str)]
+    # A lost connection is what the others notice; the error that caused it is another.
+    errors.sort(key=lambda text: "onnection" in text)
+    assert not errors, errors[0]
+    return [answer[0] for answer in answers]
+
+
+def _receive(pipe: Any, deadline: float, rank: int) -> Any:
+    if not pipe.poll(max(0, deadline - time.monotonic())):
+        return f"rank {rank} did not answer in time"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return f"rank {rank} died without a word"
+
+
+def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, args: Any) -> None:
+    import torch
+
+    from instep.world.world import World
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    place = Place(
+        rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, launcher="env", master_port=port
+    )
+    try:
+        with World.join(place) as world:
+            answer: Any = (fn(world, *args),)
+    except BaseException as error:
+        answer = f"rank {rank}: " + "".join(traceback.format_exception(error))
+    pipe.send(answer)
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    # Children import the parent's __main__ by path; pytest's is of no use to them and slow.
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
