@@ -1,8 +1,8 @@
 """Handwritten digits, 8x8: the smallest whole example.
 
-    python examples/digits.py                                      one process
-    instep train examples/digits.py -n 4 lr=3e-4 --epochs 5        four processes, the same answer
-    torchrun --nproc-per-node 4 examples/digits.py                 the same, under torchrun
+python examples/digits.py                                      one process
+instep train examples/digits.py -n 4 lr=3e-4 --epochs 5        four processes, the same answer
+torchrun --nproc-per-node 4 examples/digits.py                 the same, under torchrun
 """
 
 from dataclasses import dataclass

@@ -65,7 +65,12 @@ def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, po
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     place = Place(
-        rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, launcher="env", master_port=port
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        launcher="env",
+        master_port=port,
     )
     try:
         with World.join(place) as world:

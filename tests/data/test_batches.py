@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instep.core.errors import DataError, SpecError
@@ -28,6 +28,7 @@ def counted_positions(plan: BatchPlan, world_size: int, step: int) -> list[int]:
     ]
 
 
+@settings(deadline=None)  # others may be using the machine
 @given(plans, worlds)
 def test_every_sample_is_counted_exactly_once_an_epoch(plan: BatchPlan, world_size: int) -> None:
     epoch = range(3 * plan.num_batches, 4 * plan.num_batches)
@@ -36,13 +37,13 @@ def test_every_sample_is_counted_exactly_once_an_epoch(plan: BatchPlan, world_si
     assert {plan.batch(step).epoch for step in epoch} == {3}
 
 
+@settings(deadline=None)  # others may be using the machine
 @given(plans, worlds, st.integers(0, 10**6))
-def test_a_step_counts_the_same_samples_at_any_world_size(
-    plan: BatchPlan, world_size: int, step: int
-) -> None:
+def test_a_step_counts_the_same_samples_at_any_world_size(plan: BatchPlan, world_size: int, step: int) -> None:
     assert sorted(counted_positions(plan, world_size, step)) == counted_positions(plan, 1, step)
 
 
+@settings(deadline=None)  # others may be using the machine
 @given(plans, worlds, st.data())
 def test_shares_are_even_and_nobody_is_idle(plan: BatchPlan, world_size: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, plan.batch_size))

@@ -127,9 +127,7 @@ def test_wrong_idx_files_are_refused(tmp_path: Path, images: bytes, labels: byte
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "not gzip"])
 def test_damaged_gzip_files_are_refused(tmp_path: Path, damage: str) -> None:
-    packed = bytearray(
-        gzip.compress(np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes())
-    )
+    packed = bytearray(gzip.compress(np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()))
     packed = bytearray(gzip.compress(idx((5000,), data=bytes(packed[:5000]))))
     if damage == "cut":
         packed = packed[: len(packed) // 2]
@@ -144,9 +142,7 @@ def test_damaged_gzip_files_are_refused(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_folder_without_mnist_says_what_belongs_there(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"neither train-images-idx3-ubyte nor .*gz\. Put MNIST's four files there"
-    ):
+    with pytest.raises(DataError, match=r"neither train-images-idx3-ubyte nor .*gz\. Put MNIST's four files there"):
         instep.data.mnist("train", root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -188,17 +184,13 @@ def test_missing_files_are_downloaded_and_verified(tmp_path: Path, monkeypatch: 
     assert names == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
 
 
-def test_without_a_network_it_says_where_to_put_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_it_says_where_to_put_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def urlopen(*_: Any, **__: Any) -> Reply:
         raise OSError("no network")
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    with pytest.raises(
-        DataError, match=r"\.cache/instep/mnist and could not be downloaded .*no network.*Put its four"
-    ):
+    with pytest.raises(DataError, match=r"\.cache/instep/mnist and could not be downloaded .*no network.*Put its four"):
         instep.data.mnist("train")
 
 

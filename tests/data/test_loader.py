@@ -41,9 +41,7 @@ def load(
     rank: int = 0,
     **more: Any,
 ) -> list[GlobalBatch]:
-    loader = make(
-        dataset, batch_size=batch_size, accumulate=accumulate, world_size=world_size, rank=rank, **more
-    )
+    loader = make(dataset, batch_size=batch_size, accumulate=accumulate, world_size=world_size, rank=rank, **more)
     try:
         return list(loader.steps(first, last))
     finally:
@@ -143,9 +141,7 @@ def test_every_kind_of_dataset_is_read(dataset: Any, expected: Any) -> None:
     assert loader.notices == []
 
 
-@pytest.mark.parametrize(
-    "base", [Squares(), SamplesAtOnce(), i, Gathered(), (i, i)], ids=lambda b: type(b).__name__
-)
+@pytest.mark.parametrize("base", [Squares(), SamplesAtOnce(), i, Gathered(), (i, i)], ids=lambda b: type(b).__name__)
 def test_a_subset_is_read_as_its_base_is(base: Any) -> None:
     chosen = [3, 1, 20, 7, 9]
     rows = list(load(Subset(base, chosen), 0, 1)[0].parts[0].batch)
@@ -185,14 +181,12 @@ def test_how_a_dataset_is_read_is_said() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 5), st.integers(1, 7), st.integers(0, 30))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_ranks_together_load_what_one_process_loads(
     total: int, batch_size: int, accumulate: int, world_size: int, first: int
 ) -> None:
     data, cut = torch.arange(total), {"batch_size": batch_size, "accumulate": accumulate}
-    by_rank = [
-        load(data, first, first + 4, world_size=world_size, rank=rank, **cut) for rank in range(world_size)
-    ]
+    by_rank = [load(data, first, first + 4, world_size=world_size, rank=rank, **cut) for rank in range(world_size)]
     for alone, *shared in zip(load(data, first, first + 4, batch_size=batch_size), *by_rank, strict=True):
         found: list[list[int]] = [[] for _ in shared[0].parts]
         for batch in shared:
@@ -224,16 +218,12 @@ def test_an_epoch_has_every_sample_once_also_beyond_one_lookup() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 15), st.integers(1, 5))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_an_evaluation_has_every_sample_once_in_chunks_that_stay_the_same(
     total: int, chunk: int, world_size: int
 ) -> None:
     by_rank = [
-        list(
-            evaluation_chunks(
-                torch.arange(total), chunk, rank=rank, world_size=world_size, device=CPU, seed=0
-            )
-        )
+        list(evaluation_chunks(torch.arange(total), chunk, rank=rank, world_size=world_size, device=CPU, seed=0))
         for rank in range(world_size)
     ]
     chunks = [by_rank[c % world_size][c // world_size] for c in range(-(-total // chunk))]
@@ -432,9 +422,7 @@ def test_workers_end_soon_after_a_killed_parent() -> None:
         print(*{int(next(steps).parts[0].batch[0]) for _ in range(4)}, flush=True)
         time.sleep(60)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.send_signal(signal.SIGKILL)

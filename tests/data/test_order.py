@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instep.data.order import SampleOrder
@@ -31,6 +31,7 @@ def excess(counts: np.ndarray, expected: float, freedom: int) -> float:
     return (chi_square - freedom) / math.sqrt(2 * freedom)
 
 
+@settings(deadline=None)  # others may be using the machine
 @given(seeds, sizes, epochs)
 def test_every_epoch_is_a_permutation(seed: int, num_samples: int, epoch: int) -> None:
     order = whole(seed, num_samples, epoch)
@@ -38,13 +39,10 @@ def test_every_epoch_is_a_permutation(seed: int, num_samples: int, epoch: int) -
     assert np.array_equal(np.sort(order), np.arange(num_samples))
 
 
+@settings(deadline=None)  # others may be using the machine
 @given(seeds, st.integers(1, 2**62), epochs, st.data())
-def test_any_position_can_be_asked_alone(
-    seed: int, num_samples: int, epoch: int, data: st.DataObject
-) -> None:
-    positions = np.array(
-        data.draw(st.lists(st.integers(0, num_samples - 1), min_size=1, max_size=20, unique=True))
-    )
+def test_any_position_can_be_asked_alone(seed: int, num_samples: int, epoch: int, data: st.DataObject) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, num_samples - 1), min_size=1, max_size=20, unique=True)))
     order = SampleOrder(seed, num_samples)
     together = order.indices(epoch, positions)
     assert together.min() >= 0
@@ -74,6 +72,7 @@ def test_the_order_stays_what_it_was() -> None:
     ]
 
 
+@settings(deadline=None)  # others may be using the machine
 @given(seeds, st.integers(100, 5000), epochs)
 def test_other_epochs_and_seeds_give_other_orders(seed: int, num_samples: int, epoch: int) -> None:
     order = whole(seed, num_samples, epoch)

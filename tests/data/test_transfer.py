@@ -28,26 +28,32 @@ def test_other_devices_get_every_tensor_of_a_batch() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_batches_arrive_whole_however_busy_the_gpu_is() -> None:
+@pytest.mark.parametrize("used", ["at once", "late"])
+def test_batches_arrive_whole_however_busy_the_gpu_is(used: str) -> None:
+    """At once: before an unawaited copy would be there. Late: after its memory would have been reused."""
     device = torch.device("cuda")
-    busy = torch.randn(4096, 4096, device=device)
+    busy = torch.randn(8192, 8192, device=device)
+    prepared = [torch.full((1 << 23,), number).pin_memory() for number in range(12)]
+    labels = torch.arange(12, device=device).split(1)
     read: list[int] = []
 
     def batches() -> Iterator[Any]:
-        for number in range(40):
+        for number, x in enumerate(prepared):
             read.append(number)
-            yield {"x": torch.full((1 << 20,), number), "y": (torch.tensor([number]).to(device), "kept")}
+            yield {"x": x, "y": (labels[number], "kept")}
 
+    torch.cuda.synchronize()
     sums = []
     for number, batch in enumerate(to_device(batches(), device)):
-        assert read[-1] == min(number + 1, 39)
+        assert read[-1] == min(number + 1, 11)
         assert batch["x"].device.type == "cuda"
         assert batch["y"][1] == "kept"
-        busy = (busy @ busy).tanh()  # the sums below run long after the batch's last reference is gone
-        sums.append((batch["x"].sum() + 0 * busy.sum().long(), batch["y"][0]))
+        if used == "late":
+            busy = (busy @ busy).tanh()
+        sums.append((batch["x"].sum(), batch["y"][0]))
         del batch
-    assert [int(total) for total, _ in sums] == [number << 20 for number in range(40)]
-    assert [int(label) for _, label in sums] == list(range(40))
+    assert [int(total) for total, _ in sums] == [number << 23 for number in range(12)]
+    assert [int(label) for _, label in sums] == list(range(12))
 
 
 @pytest.mark.gpu

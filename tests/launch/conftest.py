@@ -1,7 +1,6 @@
 """Launch an entry from a test, with what it printed."""
 
 import io
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,16 +8,6 @@ import pytest
 from instep.core.errors import RanksFailed
 from instep.core.spec import LaunchSpec
 from instep.launch.local import LogPlan, launch
-
-SCRIPTS = Path(__file__).parent / "scripts"
-
-
-def is_alive(pid):
-    """Say whether a process runs; a zombie, which nobody here may be able to reap, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import launch_entries as entries
 import pytest
-from conftest import is_alive
+from launch_support import is_alive
 
 from instep.core.errors import EnvironmentFailed
 from instep.launch.failures import describe
@@ -16,9 +16,7 @@ from instep.launch.failures import describe
 
 def test_results_come_back_and_every_line_is_relayed_with_its_rank(run):
     outcome = run(entries.greet, "hello")
-    assert outcome.results == {
-        rank: {"rank": rank, "threads": 1, "cwd": os.getcwd(), "attempt": 0} for rank in (0, 1)
-    }
+    assert outcome.results == {rank: {"rank": rank, "threads": 1, "cwd": os.getcwd(), "attempt": 0} for rank in (0, 1)}
     lines = outcome.out.splitlines()
     for rank in (0, 1):
         mine = [line for line in lines if line.startswith(f"[rank{rank}] ")]

@@ -42,9 +42,7 @@ def test_the_first_is_the_earliest_that_is_no_consequence(records):
     assert ordered[0] in causes
 
 
-@given(
-    some_failures, st.dictionaries(st.integers(0, 7), st.tuples(st.sampled_from([-9, -15, 1, 0]), st.just(0)))
-)
+@given(some_failures, st.dictionaries(st.integers(0, 7), st.tuples(st.sampled_from([-9, -15, 1, 0]), st.just(0))))
 def test_every_rank_is_reported_once_and_a_silent_death_above_consequences(records, exits):
     ordered = complete_failures(records, exits, {})
     assert len({failure.rank for failure in ordered}) == len(ordered)
@@ -54,9 +52,7 @@ def test_every_rank_is_reported_once_and_a_silent_death_above_consequences(recor
     assert killed <= {failure.rank for failure in ordered}
     if killed:
         assert not ordered[0].consequence
-    assert (
-        not {rank for rank, (code, _) in exits.items() if code == -15} & {f.rank for f in ordered} - recorded
-    )
+    assert not {rank for rank, (code, _) in exits.items() if code == -15} & {f.rank for f in ordered} - recorded
 
 
 def test_sigterm_from_outside_is_a_failure_when_there_is_no_other():
@@ -135,9 +131,7 @@ def test_where_machines_meet():
     alone = plan_rendezvous(LaunchSpec())
     assert (alone.rdzv_endpoint, alone.local_addr) == ("127.0.0.1:0", "127.0.0.1")
     assert alone.run_id != plan_rendezvous(LaunchSpec()).run_id
-    two = LaunchSpec(
-        nnodes="2", rdzv_endpoint="host:1", rdzv_backend="static", node_rank=1, rdzv_conf="timeout=5"
-    )
+    two = LaunchSpec(nnodes="2", rdzv_endpoint="host:1", rdzv_backend="static", node_rank=1, rdzv_conf="timeout=5")
     assert plan_rendezvous(two).rdzv_configs == {"timeout": "5", "rank": 1}
     for wrong in (
         LaunchSpec(nnodes="2"),

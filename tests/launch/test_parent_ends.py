@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS
+from launch_support import SCRIPTS
 
 
 def session_members(session: int) -> list[str]:

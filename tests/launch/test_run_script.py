@@ -1,7 +1,7 @@
 """Any script runs unchanged, and its end is told apart."""
 
 import pytest
-from conftest import SCRIPTS
+from launch_support import SCRIPTS
 
 from instep.launch.script import run_script
 
@@ -14,9 +14,7 @@ def test_multiprocessing_argparse_and_imports_beside(run):
     outcome = script(run, "helpers.py", "--n", "5")
     assert outcome.failed is None
     for rank in (0, 1):
-        mine = [
-            line.removeprefix(f"[rank{rank}] ") for line in outcome.out.splitlines() if f"rank{rank}" in line
-        ]
+        mine = [line.removeprefix(f"[rank{rank}] ") for line in outcome.out.splitlines() if f"rank{rank}" in line]
         assert mine == [
             "fork [25, 9]",
             "spawn [25, 9]",

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS
+from launch_support import SCRIPTS
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_two_machines_restart_together(tmp_path, backend):
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -25,7 +25,7 @@ def test_two_machines_restart_together(tmp_path, backend):
         for node_rank in (0, 1)
     ]
     try:
-        said = [node.communicate(timeout=40)[0] for node in nodes]
+        said = [node.communicate(timeout=50)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -27,7 +27,12 @@ class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+            nn.Conv2d(1, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Dropout2d(0.2),
+            nn.Conv2d(6, 4, 3),
+            nn.BatchNorm2d(4),
         )
         self.drop = nn.Dropout(0.3)
         self.head = nn.Linear(4 * 16, 5)
@@ -100,7 +105,10 @@ class Recipe(Task):
 
     def metrics(self, model: Any, batch: Any) -> Any:
         out = model(batch["x"])
-        return {"accuracy": out.argmax(1) == batch["y"], "confidence": (out.softmax(1).amax(1), batch["index"] % 4)}
+        return {
+            "accuracy": out.argmax(1) == batch["y"],
+            "confidence": (out.softmax(1).amax(1), batch["index"] % 4),
+        }
 
 
 def made_up(count: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:

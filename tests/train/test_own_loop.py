@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from tasks import Small
 from torch import nn
 
 import instep
@@ -19,8 +17,17 @@ from instep.core.topology import Place
 from instep.train.run import Run
 from instep.train.worker import make_result, open_run, worker_main
 from instep.world.world import World
+from ranks import run_ranks
+from tasks import Small
 
-OPTIONS: dict[str, Any] = {"batch_size": 8, "epochs": 2, "seed": 4, "accumulate": 1, "save_every": "3", "threads": 1}
+OPTIONS: dict[str, Any] = {
+    "batch_size": 8,
+    "epochs": 2,
+    "seed": 4,
+    "accumulate": 1,
+    "save_every": "3",
+    "threads": 1,
+}
 
 
 def own_loop(world: World, run_dir: str, stop_after: int | None = None) -> str:

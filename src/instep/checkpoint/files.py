@@ -94,7 +94,9 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{self.path}/{name} cannot be read: {error}.") from error
         if len(data) != entry.num_bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise CheckpointError(f"{self.path}/{name} is damaged: its {len(data)} bytes are not those that were written.")
+            raise CheckpointError(
+                f"{self.path}/{name} is damaged: its {len(data)} bytes are not those that were written."
+            )
         return data
 
 

@@ -38,8 +38,8 @@ def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
                 return {key: walk(item, f"{path}.{key}" if path else key) for key, item in node.items()}
             return {"$dict": [[walk(k, path), walk(v, f"{path}.{k}" if path else str(k))] for k, v in node.items()]}
         raise CheckpointError(
-            f"{where}: {path or 'it'} is a {type(node).__name__}, which a checkpoint cannot hold: only tensors, numbers, "
-            "strings, lists, tuples and dicts can be loaded without running code. Keep it in one of those."
+            f"{where}: {path or 'it'} is a {type(node).__name__}, which a checkpoint cannot hold: only tensors, "
+            "numbers, strings, lists, tuples and dicts can be loaded without running code. Keep it in one of those."
         )
 
     return walk(tree, ""), tensors
@@ -64,9 +64,7 @@ def put_together(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return {key: put_together(value, tensors) for key, value in skeleton.items()}
 
 
-def _store(
-    tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], names: dict[tuple[Any, ...], str]
-) -> str:
+def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], names: dict[tuple[Any, ...], str]) -> str:
     """Remember a tensor under its path; a tied one is stored once."""
     identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
     if tensor.numel() and identity in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import inspect
 import json
 import os
@@ -11,13 +11,42 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from instep.cli.options import make_spec, with_options
 from instep.core.errors import EXIT_INTERRUPTED, InstepError, RanksFailed
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.version import __version__
+
+
+def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn errors into sentences and exit codes; only an error in the user's code shows a traceback."""
+
+    @functools.wraps(command)
+    def guard(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            leave(EXIT_INTERRUPTED)
+        except RanksFailed as error:
+            from instep.launch.failures import describe
+
+            print(describe(error), file=sys.stderr)
+            leave(error.first.exit_code)
+        except InstepError as error:
+            print(f"instep: {error}", file=sys.stderr)
+            leave(error.exit_code)
+
+    return guard
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End a process that failed: at once, because threads of a broken process group may not let it end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
 
 app = typer.Typer(
     name="instep",
@@ -38,7 +67,9 @@ TASK = _positional("task", str, "TASK.py[:Class]", "the file that defines the Ta
 VALUES = _positional("values", list[str] | None, "[NAME=VALUE]...", "values for the Task's fields", show_default=False)
 VALUES = VALUES.replace(default=None)
 SCRIPT = _positional("script", str, "SCRIPT", "a Python file, or with -m a module")
-ARGUMENTS = _positional("arguments", list[str] | None, "[ARGUMENTS]...", "passed on to the script").replace(default=None)
+ARGUMENTS = _positional("arguments", list[str] | None, "[ARGUMENTS]...", "passed on to the script").replace(
+    default=None
+)
 AS_MODULE = inspect.Parameter(
     "module",
     inspect.Parameter.KEYWORD_ONLY,
@@ -54,7 +85,9 @@ LOG_DIR = inspect.Parameter(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
     if version:
         print(__version__)
         raise typer.Exit
@@ -62,6 +95,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="print the ver
 
 @app.command(help="Train the Task that a file defines.")
 @with_options(TrainSpec, TASK, VALUES)
+@guarded
 def train(task: str, values: list[str] | None, **options: Any) -> None:
     """Load the Task, then conduct its training."""
     spec = make_spec(TrainSpec, options)
@@ -79,6 +113,7 @@ def train(task: str, values: list[str] | None, **options: Any) -> None:
     context_settings={"allow_interspersed_args": False},
 )
 @with_options(LaunchSpec, SCRIPT, ARGUMENTS, AS_MODULE, LOG_DIR)
+@guarded
 def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | None, **options: Any) -> None:
     """Launch a script that knows nothing of instep."""
     from instep.cli.scripts import run_scripts
@@ -87,6 +122,7 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
 
 
 @app.command(help="Say what this machine can do, and what is wrong with it.")
+@guarded
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as one line of JSON")] = False,
 ) -> None:
@@ -116,6 +152,7 @@ def main(task: type, argv: list[str] | None = None) -> None:
 
     @one.command(help=_task_help(task))
     @with_options(TrainSpec, VALUES)
+    @guarded
     def train_one(values: list[str] | None, **options: Any) -> None:
         spec = make_spec(TrainSpec, options)
         from instep.cli.conduct import conduct
@@ -124,7 +161,7 @@ def main(task: type, argv: list[str] | None = None) -> None:
         file = Path(inspect.getfile(task)) if task.__module__ == "__main__" else None
         show_result(conduct(make_task(task, values or []), spec, file), spec)
 
-    guarded(lambda: one(args=argv, standalone_mode=False))
+    one(args=argv)
 
 
 def _task_help(task: type) -> str:
@@ -134,38 +171,3 @@ def _task_help(task: type) -> str:
     fields = [f for f in dataclasses.fields(task) if f.init] if dataclasses.is_dataclass(task) else []
     shown = ", ".join(f"{f.name}={f.default!r}" for f in fields if f.default is not dataclasses.MISSING)
     return text + (f"\n\nFields of {task.__name__}: {shown}" if shown else "")
-
-
-def run_app() -> NoReturn:
-    """Run the command line and end the process."""
-    guarded(lambda: app(standalone_mode=False))
-    sys.exit(0)
-
-
-def guarded(command: Callable[[], Any]) -> None:
-    """Turn errors into sentences and exit codes; only an error in the user's code shows a traceback."""
-    try:
-        command()
-    except click.ClickException as error:
-        error.show()
-        leave(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        print("interrupted", file=sys.stderr)
-        leave(EXIT_INTERRUPTED)
-    except RanksFailed as error:
-        from instep.launch.failures import describe
-
-        print(describe(error), file=sys.stderr)
-        leave(error.first.exit_code)
-    except InstepError as error:
-        print(f"instep: {error}", file=sys.stderr)
-        leave(error.exit_code)
-    else:
-        gc.collect()
-
-
-def leave(exit_code: int) -> NoReturn:
-    """End a process that failed: at once, because threads of a broken process group may not let it end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

@@ -59,7 +59,9 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     with TerminalDisplay(directory.path, spec.quiet) as display:
         output = display.stream(sys.stderr if spec.json else sys.stdout)
         logs = LogPlan(directory.path / "logs", split=False)
-        results = launch(launched_main, (source, spec, str(directory.path)), spec, logs, stdout=output, stderr=sys.stderr)
+        results = launch(
+            launched_main, (source, spec, str(directory.path)), spec, logs, stdout=output, stderr=sys.stderr
+        )
     return Result.from_json(results[min(results)], task)
 
 

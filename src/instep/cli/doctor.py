@@ -54,9 +54,7 @@ def _findings(progress: Console) -> Iterator[Finding]:
     """Look at one thing after the other: what is quick first, then what starts processes."""
     machine, build = look_at_machine(), _torch_build()
     yield Finding("instep", "green", __version__)
-    yield Finding(
-        "python", "green", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    )
+    yield Finding("python", "green", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield findings.judge_torch(build, machine)
     yield findings.judge_cpu(machine)
     yield findings.judge_memory(machine)

@@ -17,9 +17,9 @@ def main() -> None:
         from instep.launch.preload import start_preload
 
         start_preload()
-    from instep.cli.app import run_app
+    from instep.cli.app import app
 
-    run_app()
+    app()
 
 
 if __name__ == "__main__":

@@ -45,9 +45,7 @@ class TorchBuild:
 
 def judge_torch(build: TorchBuild, machine: Machine) -> Finding:
     """Judge version and build."""
-    kind = (
-        f"CUDA {build.cuda} build" if build.cuda else f"ROCm {build.hip} build" if build.hip else "CPU build"
-    )
+    kind = f"CUDA {build.cuda} build" if build.cuda else f"ROCm {build.hip} build" if build.hip else "CPU build"
     text = f"{build.version}, {kind}"
     version = tuple(int(part) for part in re.findall(r"\d+", build.version)[:2])
     if not _TORCH_FROM <= version < _TORCH_BELOW:
@@ -86,9 +84,7 @@ def judge_memory(machine: Machine) -> Finding:
     available = min(machine.available_bytes, machine.memory_bytes)
     text += f", {size(available)} available"
     if available < GIB:
-        return Finding(
-            "memory", "yellow", text, "A process with torch takes some 300 MiB: start few, or free some."
-        )
+        return Finding("memory", "yellow", text, "A process with torch takes some 300 MiB: start few, or free some.")
     return Finding("memory", "green", text)
 
 
@@ -150,14 +146,10 @@ def judge_disk(runs: Folder) -> Finding:
     """Judge the place where runs are kept."""
     if runs.error:
         text = f"{runs.path} cannot be written: {runs.error}"
-        return Finding(
-            "disk", "red", text, "Change to a folder of your own, or give --run-dir on another disk."
-        )
+        return Finding("disk", "red", text, "Change to a folder of your own, or give --run-dir on another disk.")
     text = f"{size(runs.free_bytes)} free for {runs.path}"
     advice = "Free some room, or give --run-dir on another disk: checkpoints go there."
-    level: Level = (
-        "red" if runs.free_bytes < 100 * MIB else "yellow" if runs.free_bytes < 2 * GIB else "green"
-    )
+    level: Level = "red" if runs.free_bytes < 100 * MIB else "yellow" if runs.free_bytes < 2 * GIB else "green"
     return Finding("disk", level, text, "" if level == "green" else advice)
 
 
@@ -181,9 +173,7 @@ def judge_shared_memory(machine: Machine) -> Finding:
         return Finding(name, "yellow", "not there", advice)
     text = f"{size(machine.shared_memory_bytes)} free"
     if machine.shared_memory_bytes < 256 * MIB:
-        advice = (
-            "Worker processes pass samples through it. In Docker: --shm-size=2g. Or use --data-workers 0."
-        )
+        advice = "Worker processes pass samples through it. In Docker: --shm-size=2g. Or use --data-workers 0."
         return Finding(name, "yellow", text, advice)
     return Finding(name, "green", text)
 
@@ -192,9 +182,7 @@ def judge_threads(machine: Machine) -> Finding:
     """Judge what the environment says about threads."""
     wanted = machine.omp_num_threads
     if wanted is None:
-        text = (
-            "OMP_NUM_THREADS is not set: train shares the cores out, run gives each of several processes one"
-        )
+        text = "OMP_NUM_THREADS is not set: train shares the cores out, run gives each of several processes one"
         return Finding("threads", "green", text)
     first = wanted.split(",")[0].strip()
     if not first.isdigit() or int(first) < 1:
@@ -203,9 +191,7 @@ def judge_threads(machine: Machine) -> Finding:
         )
     text = f"OMP_NUM_THREADS={wanted}: run heeds it, train goes by --threads"
     if int(first) > machine.cores:
-        advice = (
-            f"There are {machine.cores} cores: more threads than that wait for each other. Set at most that."
-        )
+        advice = f"There are {machine.cores} cores: more threads than that wait for each other. Set at most that."
         return Finding("threads", "yellow", text, advice)
     return Finding("threads", "green", text)
 

@@ -53,7 +53,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def _is_mixed(hint: Any) -> bool:
-    """Tell whether a field takes numbers and words (`-n 4`, `-n auto`): the command line reads text, the spec decides."""
+    """Tell whether a field takes numbers and words (`-n 4`, `-n auto`): then the spec decides, not the parser."""
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return False
     return len([argument for argument in typing.get_args(hint) if argument is not type(None)]) > 1

@@ -33,7 +33,11 @@ class LaunchSpec:
     """How many processes, where, and how they find each other; spelled as torchrun spells it."""
 
     processes: int | str = option(
-        1, "processes on this machine; auto: one a GPU, or one a core", "-n", "--processes", "--nproc-per-node"
+        1,
+        "processes on this machine; auto: one a GPU, or one a core",
+        "-n",
+        "--processes",
+        "--nproc-per-node",
     )
     nnodes: str = option("1", "machines, or MIN:MAX for an elastic number", "--nnodes")
     node_rank: int = option(0, "this machine's number, for --rdzv-backend static", "--node-rank")
@@ -76,9 +80,7 @@ class TrainSpec(LaunchSpec):
     strategy: Literal["auto", "single", "ddp"] = option(
         "auto", "how the model is spread; auto: ddp when there are several processes", "--strategy"
     )
-    clip_norm: float | None = option(
-        None, "clip the gradient's global norm to this", "--clip-norm", recipe=True
-    )
+    clip_norm: float | None = option(None, "clip the gradient's global norm to this", "--clip-norm", recipe=True)
     eval_every: str = option(
         "1epoch", "evaluate every N steps, every Nepoch, or never (then only at the end)", "--eval-every"
     )
@@ -93,13 +95,19 @@ class TrainSpec(LaunchSpec):
         True, "treat denormal numbers as zero on CPU", "--flush-denormals/--no-flush-denormals", recipe=True
     )
     init_from: str | None = option(
-        None, "start from these weights: a run directory, a checkpoint or a .safetensors file", "--init-from", recipe=True
+        None,
+        "start from these weights: a run directory, a checkpoint or a .safetensors file",
+        "--init-from",
+        recipe=True,
     )
     on_nan: Literal["stop", "skip"] = option(
         "stop", "when the loss is NaN or infinite: stop, or skip that update", "--on-nan", recipe=True
     )
     drop_last: bool = option(
-        False, "leave out an epoch's last batch when it is not full", "--drop-last/--no-drop-last", recipe=True
+        False,
+        "leave out an epoch's last batch when it is not full",
+        "--drop-last/--no-drop-last",
+        recipe=True,
     )
     data_workers: int | None = option(
         None, "processes that load samples, for data that cannot be indexed by the batch", "--data-workers"

@@ -174,9 +174,7 @@ def num_samples(dataset: Any, collate: Collate | None = None) -> int:
     columns = as_columns(dataset, samples_wanted=collate is not None)
     count = len(columns) if columns is not None else _length(dataset)
     if count < 1:
-        raise DataError(
-            f"The dataset ({type(dataset).__name__}) has no samples. Give one with at least one sample."
-        )
+        raise DataError(f"The dataset ({type(dataset).__name__}) has no samples. Give one with at least one sample.")
     return count
 
 

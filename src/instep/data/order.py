@@ -51,9 +51,7 @@ class SampleOrder:
     def indices(self, epoch: int, positions: npt.ArrayLike) -> Indices:
         """Say which samples stand at these positions of an epoch, in memory proportional to them alone."""
         cells = np.array(positions, dtype=np.int64)
-        assert cells.size == 0 or (cells.min() >= 0 and cells.max() < self.num_samples), (
-            "position not in the epoch"
-        )
+        assert cells.size == 0 or (cells.min() >= 0 and cells.max() < self.num_samples), "position not in the epoch"
         flat = cells.reshape(-1).view(np.uint64)
         keys = _round_keys(self.seed, epoch, _ROUNDS if self.num_samples >= _FEW else _ROUNDS_IF_FEW)
         for start in range(0, flat.size, _BLOCK):
@@ -158,9 +156,7 @@ class BatchPlan:
     @cached_property
     def num_batches(self) -> int:
         """Global batches, that is optimizer steps, in one epoch."""
-        return (
-            self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
-        )
+        return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
     def batch(self, step: int) -> Batch:
         """Find the batch of a step, counted from 0 over all epochs."""
@@ -180,9 +176,7 @@ class BatchPlan:
         assert 0 <= rank < world_size
         count = min(self.accumulate, size)
         bounds = [size * i // count for i in range(count + 1)]
-        return tuple(
-            _share(first, last - first, world_size, rank) for first, last in itertools.pairwise(bounds)
-        )
+        return tuple(_share(first, last - first, world_size, rank) for first, last in itertools.pairwise(bounds))
 
 
 def _share(first_row: int, micro_rows: int, world_size: int, rank: int) -> PartPlan:
@@ -194,10 +188,6 @@ def _share(first_row: int, micro_rows: int, world_size: int, rank: int) -> PartP
 
 def _check_num_samples(num_samples: int) -> None:
     if num_samples < 1:
-        raise DataError(
-            f"The dataset has {num_samples} samples: there is nothing to train on. Give at least one."
-        )
+        raise DataError(f"The dataset has {num_samples} samples: there is nothing to train on. Give at least one.")
     if num_samples > _MOST_SAMPLES:
-        raise DataError(
-            f"The dataset says that it has {num_samples} samples; more than 2^62 cannot be numbered."
-        )
+        raise DataError(f"The dataset says that it has {num_samples} samples; more than 2^62 cannot be numbered.")

@@ -22,9 +22,7 @@ import torch
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the global generators for one sample of one epoch."""
-    digest = hashlib.blake2b(
-        f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample"
-    ).digest()
+    digest = hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample").digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[8:12], "little"))
@@ -49,6 +47,5 @@ def fingerprint() -> tuple[bytes, ...]:
     return (
         torch.get_rng_state().numpy().tobytes(),
         repr(random.getstate()).encode(),
-        repr((numpy_state["state"]["pos"], numpy_state["has_gauss"])).encode()
-        + numpy_state["state"]["key"].tobytes(),
+        repr((numpy_state["state"]["pos"], numpy_state["has_gauss"])).encode() + numpy_state["state"]["key"].tobytes(),
     )

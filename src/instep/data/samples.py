@@ -182,8 +182,4 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _shortened(indices: list[int]) -> str:
-    return (
-        str(indices)
-        if len(indices) <= 8
-        else f"[{', '.join(map(str, indices[:8]))}, … {len(indices)} in all]"
-    )
+    return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, … {len(indices)} in all]"

@@ -48,9 +48,7 @@ class WholeBatches(Source):
         self._gather = gather
         self._collated = collated  # a Task's own collate may make of the rows what it likes
         self._seed = seed
-        self._draws: bool | None = (
-            None  # whether gathering draws random numbers; unknown before the first batch
-        )
+        self._draws: bool | None = None  # whether gathering draws random numbers; unknown before the first batch
 
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Read batches, each when it is asked for."""

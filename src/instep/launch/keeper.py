@@ -148,7 +148,7 @@ class _Keeper:
     def _sweep(self) -> None:
         """End the worker and everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            pass
+            os.killpg(self.worker_pid, signal.SIGKILL)
 
     def _forgive(self, stopped_ns: int) -> None:
         """Don't count as a failure how a worker ended that had been told to end."""
@@ -174,9 +174,7 @@ class _Keeper:
 def _adopt_environment(job: Job) -> None:
     """Take the launcher's variables as they are now, not as they were when the forkserver started."""
     own = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _TORCHRUN_NAMES or name.startswith("TORCHELASTIC_")
+        name: value for name, value in os.environ.items() if name in _TORCHRUN_NAMES or name.startswith("TORCHELASTIC_")
     }
     if job.attempt is not None:
         own["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)

@@ -76,9 +76,7 @@ def launch(
         if interruption.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         name = signal.Signals(interruption.sigval).name
-        raise EnvironmentFailed(
-            f"ended by {name}: someone, or the scheduler, asked this job to stop."
-        ) from None
+        raise EnvironmentFailed(f"ended by {name}: someone, or the scheduler, asked this job to stop.") from None
 
 
 @dataclasses.dataclass(frozen=True)

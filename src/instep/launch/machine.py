@@ -87,9 +87,7 @@ def scratch_folder() -> Folder:
 def free_ports(count: int) -> tuple[int, ...]:
     """Take free ports of the loopback, all at once, and let them go again; an OSError says why not."""
     with ExitStack() as held:
-        sockets = [
-            held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)
-        ]
+        sockets = [held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
             each.listen()

@@ -72,7 +72,5 @@ def add_up(attempt: int, backend: Backend) -> float:
             seconds.append(time.monotonic() - begun)
             expected = world.world_size * (world.world_size + 1) / 2
             if found != (expected, expected):
-                raise EnvironmentFailed(
-                    f"the sum came out as {found[0]:g}..{found[1]:g} instead of {expected:g}."
-                )
+                raise EnvironmentFailed(f"the sum came out as {found[0]:g}..{found[1]:g} instead of {expected:g}.")
         return min(seconds)

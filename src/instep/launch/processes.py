@@ -8,9 +8,7 @@ from instep.core.errors import SpecError
 def check_process_count(processes: int | str, cores: int, gpus: int) -> int:
     """Resolve auto, gpu, cpu or a number to how many processes to start here."""
     if processes == "gpu" and gpus == 0:
-        raise SpecError(
-            "processes=gpu asks for one process a GPU, but torch sees no GPU. Use cpu, auto or a number."
-        )
+        raise SpecError("processes=gpu asks for one process a GPU, but torch sees no GPU. Use cpu, auto or a number.")
     named = {"auto": gpus or cores, "gpu": gpus, "cpu": cores}
     try:
         count = named[processes] if isinstance(processes, str) and processes in named else int(processes)

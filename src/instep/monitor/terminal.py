@@ -6,12 +6,11 @@ A thread follows the events of rank 0, a few times a second; the training does n
 from __future__ import annotations
 
 import io
-import sys
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -43,7 +42,11 @@ class TerminalDisplay:
         if self._quiet:
             return self
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[line]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[line]}"),
+            )
             self._bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=5)
             self._bar.start()
         self._thread.start()
@@ -63,7 +66,7 @@ class TerminalDisplay:
         """Give a stream for the workers' output that does not tear the bar apart."""
         if self._bar is None or not target.isatty():
             return target
-        return _AboveBar(self._console)
+        return cast(TextIO, _AboveBar(self._console))
 
     def _follow(self) -> None:
         while not self._done.wait(POLL_S):

@@ -36,8 +36,9 @@ class _Bucket:
     def fill(self) -> list[bool]:
         """Copy the gradients in and tell which were there; a missing one counts as zero."""
         grads = [p.grad for p in self.parameters]
-        if all(grad is not None and not grad.is_sparse for grad in grads):
-            torch._foreach_copy_(self.views, grads)
+        dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
+        if len(dense) == len(grads):
+            torch._foreach_copy_(self.views, dense)
             return [True] * len(grads)
         for view, grad in zip(self.views, grads, strict=True):
             if grad is None:

@@ -74,10 +74,10 @@ class RowDropout(nn.Module):
         salt = self._next_salt()
         rows, first = shape[self.row_dim], self._scope.noise[2]
         local_rows = self._scope.num_rows
-        if local_rows and rows % local_rows == 0:
-            first = first * (rows // local_rows)  # rows that are flattened, tokens say: as many a row for all
-        else:
-            first = first * 0  # not a batch of rows (position embeddings, say): one mask, the same on all ranks
+        # Rows may be flattened (tokens, say): as many a row for all. What is not a batch of rows (position
+        # embeddings) gets one mask, the same on all ranks.
+        is_batch = local_rows and rows % local_rows == 0
+        first = first * (rows // local_rows if is_batch else 0)
         others = shape.numel() // max(rows, 1)
         row_keys = (torch.arange(rows, device=device, dtype=torch.int32) + first) * _ODD_3
         columns = torch.arange((others + 1) // 2, device=device, dtype=torch.int32) * _ODD_3

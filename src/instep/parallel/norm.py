@@ -21,7 +21,7 @@ class SyncedBatchNorm(torch.autograd.Function):
     """Normalise by the statistics of all ranks' rows, differentiably."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -54,7 +54,7 @@ class SyncedBatchNorm(torch.autograd.Function):
         return y.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """Send the gradient back through the statistics that all ranks share."""
         normal, weight, inverse, total = ctx.saved_tensors
         grad_wide = grad.to(normal.dtype)
@@ -109,8 +109,9 @@ def _update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor, cou
 def _refuse(x: torch.Tensor) -> None:
     """Say before the first update what would fail at the epoch's end."""
     raise TaskError(
-        f"a BatchNorm gets {tuple(x.shape[1:])} values a sample, and the smallest batch of an epoch (or part of one, with "
-        "--accumulate) is a single sample: one value a channel has no variance. Use --drop-last, or another --batch-size."
+        f"a BatchNorm gets {tuple(x.shape[1:])} values a sample, and the smallest batch of an epoch (or part of one, "
+        "with --accumulate) is a single sample: one value a channel has no variance. "
+        "Use --drop-last, or another --batch-size."
     )
 
 
@@ -130,6 +131,7 @@ def sync_batch_norm(model: nn.Module, world: World, scope: Scope) -> int:
             if kind not in _synced_classes:
                 _synced_classes[kind] = type(f"Synced{kind.__name__}", (_Synced, kind), {})
             module.__class__ = _synced_classes[kind]
-            module._scope, module._world = scope, world
+            synced: Any = module
+            synced._scope, synced._world = scope, world
             num_synced += 1
     return num_synced

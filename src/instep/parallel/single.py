@@ -22,5 +22,5 @@ class Single(Strategy):
 
     name = "single"
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
+    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
         return LocalReducer(parameters)

@@ -13,14 +13,13 @@ from typing import Any
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import CheckpointError
 from instep.core.spec import TrainSpec
-from instep.train.task import Task, depends_on_num_steps
+from instep.train.task import Task, depends_on_num_steps, field_names
 from instep.world.world import World
 
 
 def describe_task(task: Task) -> dict[str, Any]:
     """Give a Task's name and its fields as plain values."""
-    fields = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
-    values = {f.name: getattr(task, f.name) for f in fields if f.init}
+    values = {name: getattr(task, name) for name in field_names(type(task))}
     plain = {k: v if isinstance(v, bool | int | float | str | None) else repr(v) for k, v in values.items()}
     return {"name": type(task).__name__, "fields": plain}
 

@@ -28,7 +28,7 @@ class Engine:
         self.trained: list[Trained] = []
         self.scope = Scope(world.device, derive(spec.seed, "noise"))
         self.strategy = _choose_strategy(spec, world, self.scope)
-        self.on_nan: Callable[[int, float], None] = lambda step, loss: None
+        self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._generators = [torch.default_generator]
@@ -74,9 +74,14 @@ class Engine:
             trained.clear_gradients()
 
 
+def _ignore(step: int, loss: float) -> None:
+    del step, loss
+
+
 def _choose_strategy(spec: TrainSpec, world: World, scope: Scope) -> Strategy:
     if spec.strategy == "single" and world.world_size > 1:
         raise SpecError(
-            f"strategy=single trains on one process, and there are {world.world_size}. Use strategy=ddp, or one process."
+            f"strategy=single trains on one process, and there are {world.world_size}. "
+            "Use strategy=ddp, or one process."
         )
     return Single(world, scope) if world.world_size == 1 else Ddp(world, scope)

@@ -31,8 +31,8 @@ class _Mean:
         if weights is None:
             if array.size != num_rows:
                 raise TaskError(
-                    f"metric {name!r} gave {array.size} values for a batch of {num_rows} samples; one a sample is needed, "
-                    "or (values, weights)."
+                    f"metric {name!r} gave {array.size} values for a batch of {num_rows} samples; "
+                    "one a sample is needed, or (values, weights)."
                 )
             self._values.add(array)
             self._weights.add(numpy.ones(array.size))

@@ -43,7 +43,8 @@ class Loop:
                     step.backward(*_with_weight(task.loss(model, batch)))
             record = step.finish()
             if watch is not None:
-                watch = self._report(watch)
+                self._report(watch)
+                watch = None
             if self._follow(step, record):
                 self._run.notice(f"stopped early at step {record.step}, as the Task's stop() asked")
                 break
@@ -105,7 +106,11 @@ class _Once:
 
     def __call__(self, *arguments: Any) -> Any:
         known = self._arguments
-        if known is None or len(known) != len(arguments) or any(a is not b for a, b in zip(known, arguments, strict=True)):
+        if (
+            known is None
+            or len(known) != len(arguments)
+            or any(a is not b for a, b in zip(known, arguments, strict=True))
+        ):
             self._arguments, self._output = arguments, self._model(*arguments)
         return self._output
 

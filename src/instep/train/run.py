@@ -187,7 +187,7 @@ class Run:
 
     def _settle(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
         """Complete the spec with what a loop of one's own says, and check it against an earlier run."""
-        given = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
+        given: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
         given = {name: value for name, value in given.items() if value is not None}
         if "epochs" in given or "steps" in given:
             given = {"epochs": None, "steps": None, **given}

@@ -88,7 +88,11 @@ class Saver:
     def newest(self) -> str:
         """Name the newest checkpoint, for a message."""
         names = self._directory.names()
-        return f"The last checkpoint: {self._directory.checkpoints / names[0]}." if names else "There is no checkpoint yet."
+        return (
+            f"The last checkpoint: {self._directory.checkpoints / names[0]}."
+            if names
+            else "There is no checkpoint yet."
+        )
 
     def _state(self, trained: list[Trained], progress: Mapping[str, Any]) -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state(legacy=True)
@@ -115,4 +119,6 @@ class Saver:
         try:
             return Checkpoint(self._directory.checkpoints / name)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} Rank 0 can read it: is the run directory on a disk that all nodes share?") from error
+            raise CheckpointError(
+                f"{error} Rank 0 can read it: is the run directory on a disk that all nodes share?"
+            ) from error

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 
 from instep.core.errors import SpecError
-from instep.train.task import Task
+from instep.train.task import Task, field_names, fields_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TaskSource:
     @classmethod
     def of_file(cls, path: Path, task: Task) -> TaskSource:
         """Describe a Task whose class a file defines."""
-        values = {f.name: getattr(task, f.name) for f in dataclasses.fields(typing.cast(Any, task)) if f.init}
+        values = {name: getattr(task, name) for name in field_names(type(task))}
         return cls(path=str(path.resolve()), class_name=type(task).__name__, values=values)
 
     @classmethod
@@ -95,7 +95,7 @@ def task_class(module: types.ModuleType, path: Path, name: str = "") -> type[Tas
 
 
 def _checked(cls: type[Task], where: Path | str) -> type[Task]:
-    bare = [name for name in vars(cls).get("__annotations__", {}) if name not in _field_names(cls)]
+    bare = [name for name in vars(cls).get("__annotations__", {}) if name not in field_names(cls)]
     if not dataclasses.is_dataclass(cls) and bare:
         raise SpecError(
             f"{where}: {cls.__name__} annotates {', '.join(bare)} but is no dataclass, so they cannot be set. "
@@ -107,29 +107,23 @@ def _checked(cls: type[Task], where: Path | str) -> type[Task]:
     return cls
 
 
-def _field_names(cls: type[Task]) -> list[str]:
-    return [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
-
-
 def make_task(cls: type[Task], assignments: Sequence[str]) -> Task:
     """Make a Task with fields set from `name=value` texts."""
     cls = _checked(cls, cls.__module__)
-    names = _field_names(cls)
+    names = field_names(cls)
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for text in assignments:
         name, equals, value = text.partition("=")
         if not equals:
-            raise SpecError(f"{text!r} is neither an option nor name=value. Fields of {cls.__name__}: {_listed(names)}.")
+            raise SpecError(
+                f"{text!r} is neither an option nor name=value. Fields of {cls.__name__}: {_listed(names)}."
+            )
         if name not in names:
             raise SpecError(f"{cls.__name__} has no field {name!r}. Its fields: {_listed(names)}.")
         values[name] = parse_value(name, value, hints[name])
-    required = [
-        f.name
-        for f in (dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ())
-        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    missing = [name for name in required if name not in values]
+    unset = [f.name for f in fields_of(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in unset if name not in values]
     if missing:
         raise SpecError(f"{cls.__name__} needs values for {', '.join(missing)}: give {missing[0]}=VALUE.")
     return cls(**values)

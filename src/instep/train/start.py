@@ -42,4 +42,3 @@ def start(**options: Any) -> Iterator[Run]:
                 result = make_result(run, begun, attempt=0)
                 if run.is_main:
                     directory.write_result(result.to_json())
-

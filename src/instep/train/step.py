@@ -64,7 +64,9 @@ class Step:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TaskError(_not_a_scalar(loss))
         if self._weighted is not None and self._weighted != (weight is not None):
-            raise TaskError("some parts of this step came with a weight and some without. Give all of them one, or none.")
+            raise TaskError(
+                "some parts of this step came with a weight and some without. Give all of them one, or none."
+            )
         self._weighted = weight is not None
         if not part.plan.counted:
             scale = 0.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -57,6 +58,19 @@ class Task:
         """End the training early; asked on rank 0 after each step, and all ranks follow."""
         del record
         return False
+
+
+def fields_of(cls: type[Task]) -> list[dataclasses.Field[Any]]:
+    """The fields of a Task's class that can be set; none if it is no dataclass."""
+    fields: tuple[dataclasses.Field[Any], ...] = (
+        dataclasses.fields(cast(Any, cls)) if dataclasses.is_dataclass(cls) else ()
+    )
+    return [field for field in fields if field.init]
+
+
+def field_names(cls: type[Task]) -> list[str]:
+    """Their names."""
+    return [field.name for field in fields_of(cls)]
 
 
 def overrides(task: Task, method: str) -> bool:

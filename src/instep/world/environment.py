@@ -72,8 +72,17 @@ def _from_rank_variables(environ: Mapping[str, str], launcher: Launcher) -> Plac
 
 def _from_scheduler(environ: Mapping[str, str], launcher: Launcher) -> Place:
     if launcher == "openmpi":
-        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        node_rank, host, job = "OMPI_COMM_WORLD_NODE_RANK", "127.0.0.1", environ.get("OMPI_MCA_ess_base_jobid", "0")
+        names = (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        )
+        node_rank, host, job = (
+            "OMPI_COMM_WORLD_NODE_RANK",
+            "127.0.0.1",
+            environ.get("OMPI_MCA_ess_base_jobid", "0"),
+        )
     elif launcher == "mpich":
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         node_rank, host, job = "PMI_NODE_RANK", "127.0.0.1", environ.get("PMI_ID", "0")

@@ -27,9 +27,7 @@ if __name__ == "__main__":
     for method in ("fork", "spawn"):
         with multiprocessing.get_context(method).Pool(1) as pool:
             print(method, pool.map(square, [n, 3]))
-    data = DataLoader(
-        TensorDataset(torch.arange(8)), batch_size=4, num_workers=1, multiprocessing_context="fork"
-    )
+    data = DataLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=1, multiprocessing_context="fork")
     total = torch.stack([x.sum() for (x,) in data]).sum()
     dist.all_reduce(total)
     print("total", total.item(), beside.WORD, os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"])

@@ -18,6 +18,4 @@ spec = LaunchSpec(
     local_addr="127.0.0.1",
     max_restarts=1,
 )
-print(
-    launch(launch_entries.fails_until, (1,), spec, LogPlan(Path(logs)), stdout=sys.stdout, stderr=sys.stderr)
-)
+print(launch(launch_entries.fails_until, (1,), spec, LogPlan(Path(logs)), stdout=sys.stdout, stderr=sys.stderr))

@@ -55,9 +55,7 @@ class Mnist(BatchDataset):
     def __init__(self, images_file: Path, labels_file: Path) -> None:
         images, labels = read_idx(images_file, 3), read_idx(labels_file, 1)
         if images.shape[1:] != (28, 28):
-            raise DataError(
-                f"{images_file} holds images of {images.shape[1]}×{images.shape[2]}, not 28×28, pixels."
-            )
+            raise DataError(f"{images_file} holds images of {images.shape[1]}×{images.shape[2]}, not 28×28, pixels.")
         if len(images) != len(labels):
             raise DataError(
                 f"{images_file} holds {len(images)} images and {labels_file} {len(labels)} labels: they do "

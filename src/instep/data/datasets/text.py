@@ -46,7 +46,5 @@ def _characters(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not a text file in UTF-8: byte {error.start} ({error.reason})."
-        ) from error
+        raise DataError(f"{path} is not a text file in UTF-8: byte {error.start} ({error.reason}).") from error
     return np.frombuffer(content.encode("utf-32-le"), dtype="<u4")
