@@ -5,4 +5,3 @@ from __future__ import annotations
 import torch
 
 torch.set_num_threads(1)
-torch.set_flush_denormal(True)

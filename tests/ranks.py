@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 import socket
 import sys
 import time
@@ -52,7 +53,7 @@ def _receive(pipe: Any, deadline: float, rank: int) -> Any:
     if not pipe.poll(max(0, deadline - time.monotonic())):
         return f"rank {rank} did not answer in time"
     try:
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return f"rank {rank} died without a word"
 
@@ -63,7 +64,6 @@ def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, po
     from instep.world.world import World
 
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
     place = Place(
         rank=rank,
         local_rank=rank,
@@ -77,7 +77,7 @@ def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, po
             answer: Any = (fn(world, *args),)
     except BaseException as error:
         answer = f"rank {rank}: " + "".join(traceback.format_exception(error))
-    pipe.send(answer)
+    pipe.send_bytes(pickle.dumps(answer))  # plain pickle: torch's way through shared files needs us alive
 
 
 def free_port() -> int:

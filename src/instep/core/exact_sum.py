@@ -28,7 +28,8 @@ class ExactSum:
         flat = numpy.asarray(values, dtype=numpy.float64).reshape(-1)
         finite = numpy.isfinite(flat)
         if not finite.all():
-            self._odd += float(flat[~finite].sum())
+            with numpy.errstate(invalid="ignore"):  # inf - inf is NaN, and that is the answer
+                self._odd += float(flat[~finite].sum())
             flat = flat[finite]
         for start in range(0, len(flat), 1 << 20):  # so that the halves below add up exactly as doubles
             self._add_finite(flat[start : start + (1 << 20)])

@@ -103,18 +103,19 @@ _ELEMENTWISE: tuple[type[nn.Module], ...] = (nn.Dropout,)
 _BY_CHANNEL: tuple[type[nn.Module], ...] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
+def _is_time_first(module: nn.Module) -> bool:
+    if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return False
+    return not module.self_attn.batch_first
+
+
 def own_dropout(model: nn.Module, scope: Scope) -> nn.Module:
     """Replace the dropout modules of a model by ones whose masks do not depend on the split.
 
-    Modules are numbered in the order of `named_modules`. Below a module that says `batch_first=False`, the
-    rows of the batch are dimension 1.
+    Modules are numbered in the order of `modules`. A batch's rows are dimension 0 of what passes through; in
+    torch's own transformer layers with `batch_first=False` they are dimension 1.
     """
-    second = {
-        id(child)
-        for module in model.modules()
-        if getattr(module, "batch_first", True) is False
-        for child in module.modules()
-    }
+    second = {id(child) for module in model.modules() if _is_time_first(module) for child in module.modules()}
     made: dict[int, RowDropout] = {}
     for layer, module in enumerate(model.modules()):
         if type(module) in _ELEMENTWISE + _BY_CHANNEL:

@@ -1,0 +1,124 @@
+"""One launched test a command, and every example as its first lines say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from commands import ROOT, result_of, run, steps_in
+from nbclient import NotebookClient
+
+EXAMPLES = ROOT / "examples"
+MNIST = ROOT.parent / "shared" / "data" / "mnist"
+SHORT = ("--epochs", "1", "--seed", "3", "--threads", "1", "--json")
+
+
+def test_one_file_under_every_local_launcher(tmp_path: Path) -> None:
+    digits = str(EXAMPLES / "digits.py")
+    ways = {
+        "python": ("python", digits),
+        "python -n 2": ("python", digits, "-n", "2"),
+        "instep train": ("instep", "train", digits, "-n", "2"),
+        "torchrun": ("torchrun", "--nproc-per-node", "2", "--master-port", "29673", digits),
+    }
+    found = {}
+    for name, words in ways.items():
+        found[name] = result_of(run(*words, *SHORT, "--run-dir", str(tmp_path / name)))
+    assert {name: result["world_size"] for name, result in found.items()} == {
+        "python": 1,
+        "python -n 2": 2,
+        "instep train": 2,
+        "torchrun": 2,
+    }
+    assert len({found[name]["weights_sha256"] for name in ways if name != "python"}) == 1
+    assert found["python"]["loss"] == pytest.approx(found["torchrun"]["loss"], rel=1e-5)
+    assert len({result["metrics"]["accuracy"] for result in found.values()}) == 1
+
+
+def test_own_loop_under_run_and_python(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "own_loop.py")
+    for name, words in {"one": ("python", script), "two": ("instep", "run", "-n", "2", script)}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        done = run(*words, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    one, two = (steps_in(next((tmp_path / name).rglob("events")).parent) for name in ("one", "two"))
+    assert [e["loss"] for e in two] == pytest.approx([e["loss"] for e in one], rel=1e-3)
+
+
+def test_plain_ddp_knows_nothing_of_instep() -> None:
+    script = EXAMPLES / "plain_ddp.py"
+    assert "import instep" not in script.read_text()
+    done = run("instep", "run", "--nproc-per-node", "2", str(script), "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    assert "[rank0]" in done.stdout
+
+
+def test_charlm_trains_token_weighted(tmp_path: Path) -> None:
+    words = ("instep", "train", str(EXAMPLES / "charlm.py"), "-n", "2", "--steps", "12", "--json", "--run-dir", str(tmp_path))
+    found = result_of(run(*words))
+    losses = [e["loss"] for e in steps_in(tmp_path)]
+    assert len(losses) == found["steps"] == 12
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.skipif(not MNIST.is_dir(), reason="MNIST's files are not here")
+def test_mnist_reaches_its_accuracy_on_any_number_of_processes(tmp_path: Path) -> None:
+    accuracy = {}
+    for processes in (2, 1, 4):
+        words = ("instep", "train", str(EXAMPLES / "mnist.py"), f"root={MNIST}", "-n", str(processes))
+        options = ("--epochs", "3", "--batch-size", "128", "--json", "--eval-every", "never")
+        done = run(*words, *options, "--run-dir", str(tmp_path / str(processes)))
+        accuracy[processes] = result_of(done)["metrics"]["accuracy"]
+    assert accuracy[2] >= 0.975
+    assert accuracy[1] == pytest.approx(accuracy[2], abs=0.001)
+    assert accuracy[4] == pytest.approx(accuracy[2], abs=0.001)
+
+
+CELLS = [
+    """
+from dataclasses import dataclass
+import torch, torch.nn.functional as F
+from torch import nn
+import instep
+
+class Net(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    def forward(self, x):
+        return self.layers(x)
+
+@dataclass(kw_only=True)
+class Cell(instep.Task):
+    hidden: int = 32
+    def model(self): return Net(self.hidden)
+    def optimizer(self, params): return torch.optim.Adam(params, lr=1e-2)
+    def train_data(self): return instep.data.digits("train")
+    def eval_data(self): return instep.data.digits("test")
+    def loss(self, model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+    def metrics(self, model, batch):
+        x, y = batch
+        return {"accuracy": model(x).argmax(1) == y}
+""",
+    "one, two = (instep.train(Cell(hidden=48), epochs=2, processes=n, run_dir=f'{folder}/{n}') for n in (1, 2))",
+    """
+model = two.load_model()
+x, y = instep.data.digits("test")[0:360] if False else next(iter([instep.data.digits("test").gather(torch.arange(360))]))
+accuracy = float((model(x).argmax(1) == y).double().mean())
+print(two.world_size, accuracy == two.metrics["accuracy"], abs(one.loss - two.loss) < 1e-4, one.metrics["accuracy"] == two.metrics["accuracy"])
+""",
+]
+
+
+def test_a_task_of_a_notebook_cell_trains_on_two_processes(tmp_path: Path) -> None:
+    cells: list[Any] = [nbformat.v4.new_code_cell(f"folder = {str(tmp_path)!r}\n")]
+    cells += [nbformat.v4.new_code_cell(text) for text in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=50, kernel_name="python3").execute()
+    printed = "".join(o.get("text", "") for o in notebook.cells[-1].outputs if o.get("name") == "stdout")
+    assert printed.split() == ["2", "True", "True", "True"]

@@ -1,0 +1,78 @@
+"""The spec, and values read from a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from instep.core.errors import SpecError
+from instep.core.spec import Cadence, TrainSpec
+from instep.train.source import parse_value
+
+
+class Colour(enum.Enum):
+    red = 1
+    green = 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("3", int, 3),
+        ("3e-4", float, 3e-4),
+        ("no", bool, False),
+        ("True", bool, True),
+        ("a=b", str, "a=b"),
+        ("none", int | None, None),
+        ("7", int | None, 7),
+        ("0.5", int | float, 0.5),
+        ("relu", Literal["relu", "gelu"], "relu"),
+        ("2", Literal[1, 2], 2),
+        ("1,2,3", tuple[int, ...], (1, 2, 3)),
+        ("[0.1, 0.2]", list[float], [0.1, 0.2]),
+        ("green", Colour, Colour.green),
+        ("a/b", Path, Path("a/b")),
+    ],
+)
+def test_values(text: str, kind: Any, value: Any) -> None:
+    assert parse_value("x", text, kind) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("3.5", int), ("x", float), ("maybe", bool), ("tanh", Literal["relu"]), ("blue", Colour), ("x", set)]
+)
+def test_values_that_do_not_fit(text: str, kind: Any) -> None:
+    with pytest.raises(SpecError, match="x"):
+        parse_value("x", text, kind)
+
+
+def test_intervals() -> None:
+    assert Cadence.parse("save_every", "100") == Cadence(steps=100)
+    assert Cadence.parse("save_every", "1.5m") == Cadence(seconds=90)
+    assert Cadence.parse("eval_every", "2epochs") == Cadence(epochs=2)
+    assert Cadence.parse("eval_every", "epoch") == Cadence(epochs=1)
+    assert Cadence.parse("eval_every", "never") == Cadence()
+
+
+def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
+    assert set(TrainSpec().recipe()) == {
+        "accumulate",
+        "batch_size",
+        "clip_norm",
+        "drop_last",
+        "flush_denormals",
+        "init_from",
+        "on_nan",
+        "seed",
+        "threads",
+    }
+
+
+def test_every_option_has_a_help_text_and_a_flag() -> None:
+    for field in dataclasses.fields(TrainSpec):
+        assert field.metadata["help"]
+        assert any(f"--{field.name.replace('_', '-')}" in flag for flag in field.metadata["flags"])

@@ -1,0 +1,104 @@
+"""Dropout by row: any split gives the same masks, and they are good ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from instep.parallel.dropout import RowDropout, own_dropout
+from instep.parallel.scope import Scope
+
+CPU = torch.device("cpu")
+
+
+def mask(shape: tuple[int, ...], first: int, local: int, step: int = 1, p: float = 0.3, layer: int = 0, row_dim: int = 0) -> torch.Tensor:
+    scope = Scope(CPU, seed=7)
+    layer_ = RowDropout(p, scope, layer, row_dim=row_dim)
+    scope.begin_step(step)
+    scope.begin_part(first, local, replicated=False)
+    return layer_(torch.ones(shape)) != 0
+
+
+@given(rows=st.integers(2, 30), cut=st.data(), columns=st.integers(1, 9), tokens=st.integers(1, 3))
+def test_a_split_gives_the_rows_of_the_whole(rows: int, cut: st.DataObject, columns: int, tokens: int) -> None:
+    at = cut.draw(st.integers(1, rows - 1))
+    whole = mask((rows * tokens, columns), 0, rows)
+    assert torch.equal(mask((at * tokens, columns), 0, at), whole[: at * tokens])
+    assert torch.equal(mask(((rows - at) * tokens, columns), at, rows - at), whole[at * tokens :])
+
+
+def test_rows_in_the_second_dimension() -> None:
+    whole = mask((5, 8, 3), 0, 8, row_dim=1)
+    assert torch.equal(mask((5, 6, 3), 2, 6, row_dim=1), whole[:, 2:])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_keep_rate_over_many_steps(p: float) -> None:
+    """The rates of 300 steps scatter as coin throws do: neither too far nor too close."""
+    n = 64 * 256
+    rates = [float(mask((64, 256), 0, 64, step, p).double().mean()) for step in range(300)]
+    scores = [(rate - (1 - p)) / math.sqrt(p * (1 - p) / n) for rate in rates]
+    mean, spread = sum(scores) / 300, math.sqrt(sum(s * s for s in scores) / 300)
+    assert abs(mean) < 0.25
+    assert 0.85 < spread < 1.15
+
+
+def test_rows_columns_steps_layers_and_uses_are_independent() -> None:
+    size = (512, 256)
+    first = mask(size, 0, 512).double()
+    bound = 6 / math.sqrt(512)
+    columns = torch.corrcoef(first.T) - torch.eye(256)
+    rows = torch.corrcoef(first) - torch.eye(512)
+    assert columns.abs().max() < bound
+    assert rows.abs().max() < 6 / math.sqrt(256)
+    scope = Scope(CPU, seed=7)
+    layer = RowDropout(0.3, scope, 0)
+    scope.begin_step(1)
+    scope.begin_part(0, 512, replicated=False)
+    uses = [(layer(torch.ones(size)) != 0).double() for _ in range(2)]
+    assert torch.equal(uses[0], first)
+    for other in (uses[1], mask(size, 0, 512, step=2).double(), mask(size, 0, 512, layer=1).double()):
+        pair = torch.corrcoef(torch.stack([first.flatten(), other.flatten()]))
+        assert abs(float(pair[0, 1])) < 6 / math.sqrt(first.numel())
+
+
+def test_the_expectation_is_exact() -> None:
+    scope = Scope(CPU, seed=1)
+    layer = RowDropout(0.1, scope, 0)
+    total = 0.0
+    for step in range(200):
+        scope.begin_step(step)
+        scope.begin_part(0, 64, replicated=False)
+        total += float(layer(torch.ones(64, 128)).mean())
+    assert total / 200 == pytest.approx(1, abs=4 * math.sqrt(0.11 / (200 * 64 * 128)))
+
+
+def test_every_dropout_of_a_model_is_replaced() -> None:
+    scope = Scope(CPU, seed=1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout2d(0.2)), nn.TransformerEncoderLayer(4, 2))
+    owned = own_dropout(model, scope)
+    kinds = [type(m) for m in owned.modules()]
+    assert nn.Dropout not in kinds
+    assert nn.Dropout2d not in kinds
+    assert kinds.count(RowDropout) == 5
+    assert all(m.row_dim == 1 for m in owned[3].modules() if isinstance(m, RowDropout))
+    assert owned[2][0].channels
+    x = torch.randn(4, 3, 5, 5)
+    scope.begin_part(0, 4, replicated=False)
+    y = owned[2](x)
+    dropped = (y == 0).flatten(2).all(2)
+    assert torch.equal(y, torch.where(dropped[..., None, None], 0.0, x * 65536 / owned[2][0]._levels))
+
+
+def test_evaluation_and_the_extremes() -> None:
+    scope = Scope(CPU, seed=1)
+    x = torch.randn(4, 3)
+    assert RowDropout(0.5, scope, 0).eval()(x) is x
+    assert RowDropout(0.0, scope, 0)(x) is x
+    assert torch.equal(RowDropout(1.0, scope, 0)(x), torch.zeros(4, 3))
+    assert isinstance(own_dropout(nn.Dropout(0.1), scope), RowDropout)

@@ -1,0 +1,68 @@
+"""Every collective, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from instep.core.topology import Place
+from instep.world.world import World
+from ranks import run_ranks
+
+
+def speak(world: World) -> dict[str, Any]:
+    rank = world.rank
+    tensors = [torch.full((3,), rank), torch.full((2, 2), float(rank)), torch.full((), rank, dtype=torch.bool)]
+    world.broadcast(tensors)
+    total = world.sum(torch.tensor([1.0, rank]))
+    work = world.start_sum(started := torch.tensor([rank + 1.0]))
+    if work is not None:
+        work.wait()
+    world.barrier()
+    return {
+        "broadcast": [tensor.tolist() for tensor in tensors],
+        "sum": total.tolist(),
+        "started": started.tolist(),
+        "gather": [part.tolist() for part in world.gather(torch.tensor([rank]))],
+        "tell": world.tell({"rank": rank, "text": "größer"} if world.is_main else None),
+        "tell_all": world.tell_all("x" * (rank + 1)),
+        "backend": world.backend,
+    }
+
+
+def test_collectives_of_three_ranks() -> None:
+    answers = run_ranks(speak, 3)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == {
+        "broadcast": [[0, 0, 0], [[0.0, 0.0], [0.0, 0.0]], False],
+        "sum": [3.0, 3.0],
+        "started": [6.0],
+        "gather": [[0], [1], [2]],
+        "tell": {"rank": 0, "text": "größer"},
+        "tell_all": ["x", "xx", "xxx"],
+        "backend": "gloo",
+    }
+
+
+def test_a_world_of_one_has_no_process_group() -> None:
+    with World.join(Place()) as world:
+        assert not torch.distributed.is_initialized()
+        answer = speak(world)
+    assert answer["sum"] == [1.0, 0.0]
+    assert answer["tell_all"] == ["x"]
+    assert answer["backend"] == "none"
+
+
+def fail_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise KeyError("sample 17")
+    world.sum(torch.ones(1))
+
+
+def test_a_failing_rank_ends_the_others() -> None:
+    try:
+        run_ranks(fail_on_one, 2, timeout_s=20)
+    except AssertionError as error:
+        assert "sample 17" in str(error)
+    else:
+        raise AssertionError("the failure was swallowed")
