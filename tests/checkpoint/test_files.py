@@ -58,7 +58,9 @@ def test_trees_come_back_as_they_were(tree: Any) -> None:
     assert same(put_together(json.loads(json.dumps(skeleton)), tensors), tree)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+)
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = (torch.randn(4, 3) * 3).to(dtype)
     state = {"model": {"a": tensor.t(), "b": tensor[0], "scalar": tensor[0, 0], "empty": tensor[:0]}}
@@ -80,7 +82,9 @@ def test_what_would_need_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def example(tmp_path: Path, step: int = 5) -> Path:
-    return write_checkpoint(tmp_path / "checkpoints", step, {"model": {"w": torch.arange(1000.0)}, "progress": {"step": step}})[0]
+    return write_checkpoint(
+        tmp_path / "checkpoints", step, {"model": {"w": torch.arange(1000.0)}, "progress": {"step": step}}
+    )[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
@@ -145,7 +149,9 @@ while True:
 def test_killed_while_writing_there_are_only_whole_ones(tmp_path: Path) -> None:
     for round_ in range(6):
         folder = tmp_path / str(round_)
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdout is not None
             process.stdout.readline()
             time.sleep(0.013 * (round_ + 1))

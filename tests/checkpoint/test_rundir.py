@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tasks import Small
 
 import instep
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import CheckpointError
+from tasks import Small
 
 
 def train(run_dir: Path, task: Any = None, **options: Any) -> instep.Result:

@@ -43,7 +43,8 @@ def test_values(text: str, kind: Any, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("3.5", int), ("x", float), ("maybe", bool), ("tanh", Literal["relu"]), ("blue", Colour), ("x", set)]
+    ("text", "kind"),
+    [("3.5", int), ("x", float), ("maybe", bool), ("tanh", Literal["relu"]), ("blue", Colour), ("x", set)],
 )
 def test_values_that_do_not_fit(text: str, kind: Any) -> None:
     with pytest.raises(SpecError, match="x"):

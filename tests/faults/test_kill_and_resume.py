@@ -146,13 +146,15 @@ def test_two_trainings_at_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    job = start("instep", "train", TASK, *OPTIONS, "-n", "2", "--run-dir", str(tmp_path))
+    words = ("instep", "train", TASK, *OPTIONS, "-n", "2", "pause_s=0.2", "--run-dir", str(tmp_path))
+    job = start(*words)
     wait_for(lambda: len(steps_in(tmp_path)) >= 2, timeout_s=30)
-    second = run("instep", "train", TASK, *OPTIONS, "-n", "2", "--run-dir", str(tmp_path))
+    second = run(*words)
     assert second.returncode == 2
-    assert "is being trained in by process" in second.stderr
+    assert f"is being trained in by process {job.pid}" in second.stderr
     _, err = job.communicate(timeout=40)
     assert job.returncode == 0, err
+    assert [e["event"] for e in read_events(tmp_path)].count("start") == 1
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 3)], ids=["Ctrl-C", "SIGTERM"])

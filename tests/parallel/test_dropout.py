@@ -16,7 +16,9 @@ from instep.parallel.scope import Scope
 CPU = torch.device("cpu")
 
 
-def mask(shape: tuple[int, ...], first: int, local: int, step: int = 1, p: float = 0.3, layer: int = 0, row_dim: int = 0) -> torch.Tensor:
+def mask(
+    shape: tuple[int, ...], first: int, local: int, step: int = 1, p: float = 0.3, layer: int = 0, row_dim: int = 0
+) -> torch.Tensor:
     scope = Scope(CPU, seed=7)
     layer_ = RowDropout(p, scope, layer, row_dim=row_dim)
     scope.begin_step(step)
@@ -80,7 +82,9 @@ def test_the_expectation_is_exact() -> None:
 
 def test_every_dropout_of_a_model_is_replaced() -> None:
     scope = Scope(CPU, seed=1)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout2d(0.2)), nn.TransformerEncoderLayer(4, 2))
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout2d(0.2)), nn.TransformerEncoderLayer(4, 2)
+    )
     owned = own_dropout(model, scope)
     kinds = [type(m) for m in owned.modules()]
     assert nn.Dropout not in kinds

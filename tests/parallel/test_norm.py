@@ -6,18 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.scope import Scope
 from instep.world.world import World
 from ranks import run_ranks
-from torch import nn
 
 ROWS = 7
 
 
 def made(kind: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    shapes = {"1d": (ROWS, 5), "1d-long": (ROWS, 5, 3), "2d": (ROWS, 5, 2, 3), "plain": (ROWS, 5), "cumulative": (ROWS, 5)}
+    shapes = {
+        "1d": (ROWS, 5),
+        "1d-long": (ROWS, 5, 3),
+        "2d": (ROWS, 5, 2, 3),
+        "plain": (ROWS, 5),
+        "cumulative": (ROWS, 5),
+    }
     options = {"plain": {"affine": False, "track_running_stats": False}, "cumulative": {"momentum": None}}.get(kind, {})
     module = (nn.BatchNorm2d if kind == "2d" else nn.BatchNorm1d)(5, **options).double()
     if module.affine:

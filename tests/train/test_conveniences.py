@@ -281,3 +281,10 @@ def test_a_batch_smaller_than_the_world_is_refused(tmp_path: Path) -> None:
         on_ranks(Small(), tmp_path, 4, batch_size=2)
     with pytest.raises(SpecError, match="some would be empty"):
         instep.TrainSpec(batch_size=2, accumulate=3)
+
+
+def test_a_notebook_keeps_its_threads_and_its_denormals(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    train(Small(), tmp_path, threads=threads + 1)
+    assert torch.get_num_threads() == threads
+    assert float(torch.tensor(1e-40) * 1) > 0

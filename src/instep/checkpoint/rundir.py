@@ -71,7 +71,7 @@ class RunDirectory:
         nothing to worry about.
         """
         path = self.path / SPEC
-        if path.exists():
+        if path.exists() and (self.names() or self.result() is not None):  # without either there is nothing to continue
             earlier = self.description()
             differences = _differences(earlier, description, may_extend)
             if differences:
@@ -106,6 +106,8 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Keep a second training out of this directory for as long as this process lives."""
+        if self._lock is not None:
+            return
         file = (self.path / ".lock").open("a+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

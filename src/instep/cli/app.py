@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,35 +14,40 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from instep.cli.options import make_spec, with_options
-from instep.core.errors import EXIT_INTERRUPTED, InstepError, RanksFailed
+from instep.core.errors import EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.version import __version__
+from instep.launch.failures import describe
+from instep.world.environment import is_launched
 
 
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn errors into sentences and exit codes; only an error in the user's code shows a traceback."""
+    """Turn errors into sentences and exit codes."""
 
     @functools.wraps(command)
     def guard(*arguments: Any, **options: Any) -> None:
         try:
             command(*arguments, **options)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            leave(EXIT_INTERRUPTED)
+            leave("interrupted", EXIT_INTERRUPTED)
         except RanksFailed as error:
-            from instep.launch.failures import describe
-
-            print(describe(error), file=sys.stderr)
-            leave(error.first.exit_code)
+            leave(describe(error), error.first.exit_code)
         except InstepError as error:
-            print(f"instep: {error}", file=sys.stderr)
-            leave(error.exit_code)
+            leave(f"instep: {error}", error.exit_code)
+        except Exception as error:
+            if not is_launched():
+                raise
+            # Left to itself, a process with a broken group may abort, and its exit code would say so.
+            leave("".join(traceback.format_exception(error)), EXIT_USER)
 
     return guard
 
 
-def leave(exit_code: int) -> NoReturn:
-    """End a process that failed: at once, because threads of a broken process group may not let it end."""
+def leave(text: str, exit_code: int) -> NoReturn:
+    """End with a last word; a rank of a world at once, because its broken group may not let it end."""
+    print(text, file=sys.stderr)
+    if not is_launched():
+        sys.exit(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
@@ -64,12 +69,10 @@ def _positional(name: str, kind: Any, metavar: str, help: str, **more: Any) -> i
 
 
 TASK = _positional("task", str, "TASK.py[:Class]", "the file that defines the Task")
-VALUES = _positional("values", list[str] | None, "[NAME=VALUE]...", "values for the Task's fields", show_default=False)
+VALUES = _positional("values", list[str] | None, "NAME=VALUE", "values for the Task's fields", show_default=False)
 VALUES = VALUES.replace(default=None)
 SCRIPT = _positional("script", str, "SCRIPT", "a Python file, or with -m a module")
-ARGUMENTS = _positional("arguments", list[str] | None, "[ARGUMENTS]...", "passed on to the script").replace(
-    default=None
-)
+ARGUMENTS = _positional("arguments", list[str] | None, "ARGUMENTS", "passed on to the script").replace(default=None)
 AS_MODULE = inspect.Parameter(
     "module",
     inspect.Parameter.KEYWORD_ONLY,
@@ -105,11 +108,11 @@ def train(task: str, values: list[str] | None, **options: Any) -> None:
     file, _, name = task.partition(":")
     path = Path(file)
     made = make_task(task_class(load_file(path), path, name), values or [])
-    show_result(conduct(made, spec, path, supervised=True), spec)
+    conduct(made, spec, path, supervised=True)
 
 
 @app.command(
-    help="Launch any script on several processes, as torchrun would, and explain failures.",
+    help="Launch any script, as torchrun would, and explain failures.",
     context_settings={"allow_interspersed_args": False},
 )
 @with_options(LaunchSpec, SCRIPT, ARGUMENTS, AS_MODULE, LOG_DIR)
@@ -132,20 +135,6 @@ def doctor(
     sys.exit(examine(as_json))
 
 
-def show_result(result: Any, spec: TrainSpec) -> None:
-    """Print how a training ended: for a person, or as the one line of JSON."""
-    from instep.cli.conduct import say
-    from instep.monitor.progress import duration, metrics_text
-
-    if not spec.quiet:
-        say(
-            f"{result.status}: {result.steps} steps, loss {result.loss:.4g}  {metrics_text(result.metrics)}  "
-            f"({duration(result.wall_s)})\n{result.run_dir}"
-        )
-    if spec.json:
-        print(json.dumps(result.to_json()), flush=True)
-
-
 def main(task: type, argv: list[str] | None = None) -> None:
     """Be the command line of one Task: `instep.main`."""
     one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -159,7 +148,7 @@ def main(task: type, argv: list[str] | None = None) -> None:
         from instep.train.source import make_task
 
         file = Path(inspect.getfile(task)) if task.__module__ == "__main__" else None
-        show_result(conduct(make_task(task, values or []), spec, file), spec)
+        conduct(make_task(task, values or []), spec, file)
 
     one(args=argv)
 

@@ -5,11 +5,11 @@ The command `instep train`, a Task's own `instep.main` and `instep.train` in a p
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -19,14 +19,14 @@ from instep.core.errors import SpecError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.launch.local import LogPlan, launch
-from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
+from instep.monitor.progress import duration, metrics_text
 from instep.monitor.terminal import TerminalDisplay
 from instep.train.directory import agree_on_directory, settle_directory
 from instep.train.result import Result
 from instep.train.source import TaskSource
 from instep.train.task import Task
-from instep.train.worker import launched_main, settle_process, worker_main
+from instep.train.worker import launched_main, process_settings, worker_main
 from instep.world.world import World, place_here
 
 
@@ -47,35 +47,44 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
     if place.launched:
         _refuse_other_size(spec, processes, place)
-        return _be_one_of_many(task, spec, place)
+        return _be_a_rank(task, spec, place)
     if processes == 1 and spec.max_nodes == 1 and not supervised:
-        return _be_one_of_many(task, spec, place)
-    start_preload()
+        return _be_a_rank(task, spec, place)
+    spec.check_world(processes * spec.min_nodes)
+    return _launch_ranks(task, spec, TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task))
+
+
+def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
+    """Train on new processes, and watch them from this one."""
     directory = settle_directory(task, spec)
-    done = _complete(directory, task, spec)
-    if done is not None:
-        return done
-    source = TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
-    with TerminalDisplay(directory.path, spec.quiet) as display:
-        output = display.stream(sys.stderr if spec.json else sys.stdout)
-        logs = LogPlan(directory.path / "logs", split=False)
-        results = launch(
-            launched_main, (source, spec, str(directory.path)), spec, logs, stdout=output, stderr=sys.stderr
-        )
-    return Result.from_json(results[min(results)], task)
-
-
-def _be_one_of_many(task: Task, spec: TrainSpec, place: Place) -> Result:
-    """Train as a rank of the world there is, be it of one."""
-    settle_process(spec, place.local_world_size)
-    with World.join(place) as world:
-        directory = agree_on_directory(world, lambda: settle_directory(task, spec))
-        done = _complete(directory, task, spec, world.is_main)
+    try:
+        done = _complete(directory, task, spec)
         if done is not None:
             return done
-        watching = TerminalDisplay(directory.path, spec.quiet) if world.is_main else contextlib.nullcontext()
-        with watching:
-            return worker_main(world, task, spec, directory)
+        with TerminalDisplay(directory.path, spec.quiet) as display:
+            output = display.stream(sys.stderr if spec.json else sys.stdout)
+            logs = LogPlan(directory.path / "logs", split=False)
+            args = (source, spec, str(directory.path))
+            results = launch(launched_main, args, spec, logs, stdout=output, stderr=sys.stderr)
+    finally:
+        directory.unlock()
+    return _show(Result.from_json(results[min(results)], task), spec)
+
+
+def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
+    """Train as a rank of the world there is, be it of one."""
+    with process_settings(spec, place.local_world_size), World.join(place) as world:
+        directory = agree_on_directory(world, lambda: settle_directory(task, spec))
+        try:
+            done = _complete(directory, task, spec, world.is_main)
+            if done is not None:
+                return done
+            quiet = spec.quiet or not world.is_main
+            with TerminalDisplay(directory.path, quiet):
+                result = worker_main(world, task, spec, directory)
+        finally:
+            directory.unlock()
+    return _show(result, spec) if place.is_main else result
 
 
 def _complete(directory: RunDirectory, task: Task, spec: TrainSpec, is_main: bool = True) -> Result | None:
@@ -83,9 +92,22 @@ def _complete(directory: RunDirectory, task: Task, spec: TrainSpec, is_main: boo
     found = directory.result()
     if found is None:
         return None
-    if is_main and not spec.quiet:
+    result = Result.from_json(found, task)
+    if not is_main:
+        return result
+    if not spec.quiet:
         say(f"{directory.path} is complete: nothing is left to do. --fresh starts over, more --epochs go on.")
-    return Result.from_json(found, task)
+    return _show(result, spec)
+
+
+def _show(result: Result, spec: TrainSpec) -> Result:
+    """Print how a training ended: for a person, and as the one line of JSON if asked for."""
+    if not spec.quiet:
+        words = [f"{result.status}: {result.steps} steps", f"loss {result.loss:.4g}", metrics_text(result.metrics)]
+        say("  ".join(filter(None, words)) + f"  ({duration(result.wall_s)})\n{result.run_dir}")
+    if spec.json:
+        print(json.dumps(result.to_json()), flush=True)
+    return result
 
 
 def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
@@ -96,6 +118,6 @@ def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
         )
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def say(text: str) -> None:
     """Write a line for the person, to standard error."""
-    print(text, file=stream or sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ imported anything of weight itself.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 LAUNCHING = ("train", "run", "doctor")
@@ -16,7 +17,8 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in LAUNCHING and not {"--help", "-h"} & set(sys.argv):
         from instep.launch.preload import start_preload
 
-        start_preload()
+        with contextlib.suppress(OSError):  # launching tries again, where the person can be told
+            start_preload()
     from instep.cli.app import app
 
     app()

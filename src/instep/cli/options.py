@@ -22,7 +22,10 @@ def with_options(spec: type[LaunchSpec], *before: inspect.Parameter) -> Callable
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(spec)
-        parameters = [*before, *(_parameter(f, hints[f.name]) for f in dataclasses.fields(spec))]
+        # A spec's own options are what people look for; how machines find each other comes last.
+        own = vars(spec).get("__annotations__", {})
+        fields = sorted(dataclasses.fields(spec), key=lambda f: f.name != "processes" and f.name not in own)
+        parameters = [*before, *(_parameter(f, hints[f.name]) for f in fields)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command

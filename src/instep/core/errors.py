@@ -75,6 +75,8 @@ class FailureRecord:
     """What the whole command exits with if this is the first failure."""
     consequence: bool = False
     """Whether it merely noticed that another rank was gone (a closed connection, say)."""
+    final: bool = False
+    """Whether another try could only end the same way: a wrong spec, a loss that is not a number."""
     log: str = ""
 
 

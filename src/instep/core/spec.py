@@ -142,6 +142,18 @@ class TrainSpec(LaunchSpec):
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
 
+    def check_world(self, world_size: int) -> None:
+        """Refuse a world in which a rank would never have a sample."""
+        rows = self.batch_size // self.accumulate
+        if rows >= world_size:
+            return
+        ranks = f"ranks {rows}..{world_size - 1}" if rows < world_size - 1 else f"rank {rows}"
+        parts = f" in {self.accumulate} parts" if self.accumulate > 1 else ""
+        raise SpecError(
+            f"batch_size={self.batch_size}{parts} leaves {ranks} of {world_size} without a sample in every step. "
+            f"Use batch_size >= {world_size * self.accumulate}, or fewer processes."
+        )
+
     def recipe(self) -> dict[str, Any]:
         """The fields the trajectory depends on; a run is continued only with the same ones."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["recipe"]}

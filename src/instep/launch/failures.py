@@ -56,6 +56,7 @@ def failure_of_exception(error: BaseException, rank: int, time_ns: int, log: str
         traceback=_text(error),
         exit_code=exit_code,
         consequence=consequence,
+        final=exit_code == EXIT_SPEC or (isinstance(error, InstepError) and exit_code == EXIT_USER),
         log=log,
     )
 
@@ -100,12 +101,11 @@ def complete_failures(
 def describe(failed: RanksFailed) -> str:
     """Tell a person what happened: the first failure whole, then a line for each other rank."""
     first = failed.first
-    others = failed.failures[1:]
-    same = [failure for failure in others if failure.summary == first.summary]
-    who = f"rank {first.rank}"
-    if others and len(same) == len(others):
-        who = "ranks " + ", ".join(str(rank) for rank in sorted(f.rank for f in failed.failures))
-        others = ()
+    others = [f for f in failed.failures[1:] if f.summary != first.summary]
+    if not first.traceback and first.exit_code == EXIT_SPEC:  # a sentence that is not about a rank
+        return f"instep: {first.summary}"
+    alike = sorted(f.rank for f in failed.failures if f.summary == first.summary)
+    who = f"rank {first.rank}" if len(alike) == 1 else "ranks " + ", ".join(map(str, alike))
     lines = [f"{who}: {first.summary}"]
     if first.traceback:
         lines = [f"{who} failed{' first' if others else ''}:", first.traceback.rstrip()]
@@ -136,6 +136,8 @@ def _judge(error: BaseException) -> tuple[int, bool]:
 
 
 def _summary(error: BaseException) -> str:
+    if isinstance(error, InstepError):
+        return str(error)  # a sentence for the person; the class's name would add nothing
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return f"sys.exit({error.code})"
     only = traceback.format_exception_only(error)
@@ -144,15 +146,12 @@ def _summary(error: BaseException) -> str:
     # A library's qualified name (torch.distributed.DistBackendError) says no more than its last part.
     kind = f"{type(error).__module__}."
     line = line.removeprefix(kind)
-    return line if isinstance(error, InstepError) or len(line) <= 300 else line[:297] + "..."
+    return line if len(line) <= 300 else line[:297] + "..."
 
 
 def _text(error: BaseException) -> str:
     """Return the traceback from the user's first frame on; none where the message says it all."""
-    if isinstance(error, InstepError):
-        message = str(error)
-        return f"{type(error).__name__}: {message}\n" if "\n" in message else ""
-    if isinstance(error, SystemExit):
+    if isinstance(error, InstepError | SystemExit):
         return ""
     whole = traceback.TracebackException.from_exception(error)
     _trim(whole)

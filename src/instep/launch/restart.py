@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from instep.core.errors import EXIT_SPEC, EXIT_USER, FailureRecord, NumericsError
+from instep.core.errors import EXIT_USER, FailureRecord
 
 _REPEATS = "not restarted again: it failed the same way twice in a row"
 
@@ -24,7 +24,7 @@ def plan_restart(
 ) -> RestartPlan:
     """Decide what follows the failed attempt number `attempt` (from 0); `previous` failed before it."""
     first = failures[0]
-    if attempt >= max_restarts or _is_certain(first):
+    if attempt >= max_restarts or first.final:
         return RestartPlan(False, tuple(failures))
     if _repeats(first, previous):
         noted = dataclasses.replace(
@@ -36,15 +36,10 @@ def plan_restart(
     return RestartPlan(True, tuple(failures))
 
 
-def _is_certain(failure: FailureRecord) -> bool:
-    """Say whether another try can only end the same way: a wrong spec, or a loss that is not a number."""
-    return failure.exit_code == EXIT_SPEC or failure.summary.startswith(f"{NumericsError.__name__}:")
-
-
 def _repeats(failure: FailureRecord, previous: Sequence[FailureRecord]) -> bool:
     # Only for the user's own code: two kills, or two lost links, look alike and say nothing about a third.
     return (
         failure.exit_code == EXIT_USER
         and bool(previous)
-        and (failure.rank, failure.summary) == (previous[0].rank, previous[0].summary)
+        and failure.summary == previous[0].summary  # the ranks may have come to it in another order
     )

@@ -93,6 +93,8 @@ def metrics_text(metrics: dict[str, float]) -> str:
 def duration(seconds: float) -> str:
     """Write a time span for a person."""
     total = round(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f}s"
     if total < 60:
         return f"{total}s"
     if total < 3600:

@@ -77,7 +77,9 @@ class TerminalDisplay:
         for event in self._tail.poll():
             line = self._state.take(event)
             if line is not None:
-                self._console.print(line, markup=False, style="dim" if self._console.is_terminal else "")
+                self._console.print(
+                    line, markup=False, soft_wrap=True, style="dim" if self._console.is_terminal else ""
+                )
         if not self._state.num_steps:
             return
         if self._bar is not None:

@@ -42,21 +42,28 @@ def open_directory(name: str, spec: TrainSpec) -> RunDirectory:
 
 
 def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
-    """Open or make the run's directory and write down, or check, what the run is."""
+    """Open or make the run's directory, keep others out, and write down, or check, what the run is."""
     directory = open_directory(type(task).__name__.lower(), spec)
-    directory.settle(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+    directory.lock()
+    try:
+        directory.settle(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+    except CheckpointError:
+        directory.unlock()
+        raise
     return directory
 
 
 def agree_on_directory(world: World, decide: Callable[[], RunDirectory]) -> RunDirectory:
     """Decide on rank 0 and tell the others, also when it cannot be. Called on all ranks."""
     told: dict[str, str] = {}
+    decided: RunDirectory | None = None
     if world.is_main:
         try:
-            told["path"] = str(decide().path)
+            decided = decide()
+            told["path"] = str(decided.path)
         except CheckpointError as error:
             told["error"] = str(error)
     told = world.tell(told)
     if "error" in told:
         raise CheckpointError(told["error"])
-    return RunDirectory(Path(told["path"]))
+    return decided if decided is not None else RunDirectory(Path(told["path"]))

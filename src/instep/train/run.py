@@ -16,7 +16,7 @@ from torch import nn
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights
-from instep.core.errors import CheckpointError, NumericsError, SpecError, TaskError
+from instep.core.errors import CheckpointError, NumericsError, TaskError
 from instep.core.spec import TrainSpec
 from instep.data.loader import TrainLoader, evaluation_chunks, num_samples
 from instep.data.order import BatchPlan, SampleOrder
@@ -204,19 +204,11 @@ class Run:
             self.settled = True
 
     def _plan(self, count: int) -> BatchPlan:
-        batch_size, accumulate, world_size = self.spec.batch_size, self.spec.accumulate, self.world.world_size
-        if batch_size // accumulate < world_size:
-            part = f"batch_size={batch_size}" + (f" in {accumulate} parts" if accumulate > 1 else "")
-            idle = batch_size // accumulate
-            ranks = f"ranks {idle}..{world_size - 1}" if idle < world_size - 1 else f"rank {idle}"
-            raise SpecError(
-                f"{part} leaves {ranks} of {world_size} without a sample in every step. "
-                f"Use batch_size >= {world_size * accumulate}, or fewer processes."
-            )
+        self.spec.check_world(self.world.world_size)
         return BatchPlan(
             num_samples=count,
-            batch_size=batch_size,
-            accumulate=accumulate,
+            batch_size=self.spec.batch_size,
+            accumulate=self.spec.accumulate,
             drop_last=self.spec.drop_last,
         )
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import SpecError
 from instep.core.spec import TrainSpec
 from instep.train.directory import agree_on_directory, open_directory
 from instep.train.run import Run
-from instep.train.worker import make_result, open_run, settle_process
+from instep.train.worker import make_result, open_run, process_settings
 from instep.world.world import World, place_here
 
 
@@ -30,15 +31,23 @@ def start(**options: Any) -> Iterator[Run]:
         raise SpecError(f"instep.start: {error}. Its options are those of `instep train --help`.") from None
     begun = time.monotonic()
     place = place_here()
-    settle_process(spec, place.local_world_size)
-    with World.join(place) as world:
+    with process_settings(spec, place.local_world_size), World.join(place) as world:
         name = Path(sys.argv[0]).stem or "loop"
-        directory = agree_on_directory(world, lambda: open_directory(name, spec))
-        with open_run(world, spec, directory, name) as run:
-            run.settled = False
-            yield run
-            if run.engine.trained:
-                run.save()
-                result = make_result(run, begun, attempt=0)
-                if run.is_main:
-                    directory.write_result(result.to_json())
+        directory = agree_on_directory(world, lambda: _open_alone(name, spec))
+        try:
+            with open_run(world, spec, directory, name) as run:
+                run.settled = False
+                yield run
+                if run.engine.trained:
+                    run.save()
+                    result = make_result(run, begun, attempt=0)
+                    if run.is_main:
+                        directory.write_result(result.to_json())
+        finally:
+            directory.unlock()
+
+
+def _open_alone(name: str, spec: TrainSpec) -> RunDirectory:
+    directory = open_directory(name, spec)
+    directory.lock()
+    return directory

@@ -34,9 +34,8 @@ from instep.world.world import World, place_here
 def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str) -> dict[str, Any]:
     """Be a rank that instep launched; the result travels back to the launcher."""
     place = place_here()
-    settle_process(spec, place.local_world_size)
     task = source.load()
-    with World.join(place) as world:
+    with process_settings(spec, place.local_world_size), World.join(place) as world:
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt).to_json()
 
 
@@ -51,11 +50,18 @@ def worker_main(world: World, task: Task, spec: TrainSpec, directory: RunDirecto
     return Result.from_json(result.to_json(), task)
 
 
-def settle_process(spec: TrainSpec, local_world_size: int) -> None:
-    """Set what is per process: threads, and how denormal numbers are treated."""
+@contextlib.contextmanager
+def process_settings(spec: TrainSpec, local_world_size: int) -> Iterator[None]:
+    """Set what is per process, threads and how denormals are treated; a notebook gets its own back."""
+    threads, flushes = torch.get_num_threads(), not bool(torch.tensor(1e-40) * 1)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(spec.threads or max(1, cores // local_world_size))
     torch.set_flush_denormal(spec.flush_denormals)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(flushes)
 
 
 @contextlib.contextmanager
@@ -65,8 +71,6 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
     log.write(_start_record(world, attempt))
     run: Run | None = None
     try:
-        if world.is_main:
-            directory.lock()
         run = Run(world, spec, directory, log, name)
         yield run
         log.write(EndRecord(status="complete", step=run.step))
@@ -78,7 +82,6 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
         if run is not None:
             run.close()
         log.close()
-        directory.unlock()
 
 
 def make_result(run: Run, begun: float, attempt: int) -> Result:

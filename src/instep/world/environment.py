@@ -1,6 +1,6 @@
 """Find out from the environment who this process is.
 
-Room: reads a mapping that it is given; joins nothing.
+Room: reads the environment; joins nothing.
 Ranks: each for itself.
 
 The launchers nest: torchrun may be started by srun, mpirun inside a SLURM allocation. The innermost one
@@ -10,6 +10,7 @@ contradictory is refused: a rank guessed wrong shows up as a hang an hour later.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -36,6 +37,14 @@ def detect(environ: Mapping[str, str]) -> Place:
             "Set both (torchrun does), or unset RANK."
         )
     return Place()
+
+
+def is_launched() -> bool:
+    """Tell whether a launcher started this process as one of a world; contradictions count as no."""
+    try:
+        return detect(os.environ).launched
+    except SpecError:
+        return False
 
 
 def _candidates(environ: Mapping[str, str]) -> list[tuple[Launcher, str, str]]:
