@@ -17,14 +17,10 @@ def speak(world: World) -> dict[str, Any]:
     tensors = [torch.full((3,), rank), torch.full((2, 2), float(rank)), torch.full((), rank, dtype=torch.bool)]
     world.broadcast(tensors)
     total = world.sum(torch.tensor([1.0, rank]))
-    work = world.start_sum(started := torch.tensor([rank + 1.0]))
-    if work is not None:
-        work.wait()
     world.barrier()
     return {
         "broadcast": [tensor.tolist() for tensor in tensors],
         "sum": total.tolist(),
-        "started": started.tolist(),
         "gather": [part.tolist() for part in world.gather(torch.tensor([rank]))],
         "tell": world.tell({"rank": rank, "text": "größer"} if world.is_main else None),
         "tell_all": world.tell_all("x" * (rank + 1)),
@@ -38,12 +34,29 @@ def test_collectives_of_three_ranks() -> None:
     assert answers[0] == {
         "broadcast": [[0, 0, 0], [[0.0, 0.0], [0.0, 0.0]], False],
         "sum": [3.0, 3.0],
-        "started": [6.0],
         "gather": [[0], [1], [2]],
         "tell": {"rank": 0, "text": "größer"},
         "tell_all": ["x", "xx", "xxx"],
         "backend": "gloo",
     }
+
+
+def sums(world: World) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(world.rank)
+    sizes = [(1,), (7, 3), (4 * 2**20 + 5,), (0,)]
+    parts = [torch.randn(size, generator=generator) for size in sizes]
+    parts += [torch.randn(50, generator=generator).to(dtype) for dtype in (torch.float64, torch.bfloat16)]
+    parts.append(torch.arange(9) * (world.rank + 1))
+    return [world.sum(part) for part in parts]
+
+
+def test_two_ranks_hold_the_same_bits_of_the_sum() -> None:
+    one, two = run_ranks(sums, 2)
+    ranks = [World.join(Place(rank=rank)) for rank in range(2)]
+    expected = [a + b for a, b in zip(*map(sums, ranks), strict=True)]
+    for ours, theirs, right in zip(one, two, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, right)
 
 
 def test_a_world_of_one_has_no_process_group() -> None:

@@ -76,12 +76,10 @@ class DdpReducer(Reducer):
         behind = self._behind if self._behind is not None else torch.empty(len(sums) + len(flags), device=sums.device)
         behind[: self._num_sums].copy_(sums)
         behind[self._num_sums :].copy_(flags)
-        works = [self._world.start_sum(bucket.flat) for bucket in self._buckets]
+        for bucket in self._buckets:
+            self._world.sum(bucket.flat)
         if alone:
-            works.append(self._world.start_sum(behind))
-        for work in works:
-            if work is not None:
-                work.wait()
+            self._world.sum(behind)
         # Reading the counts costs a wait for the GPU; a rank that used everything knows them without.
         counts = None if all(used) else behind[self._num_sums :].tolist()
         first = 0

@@ -25,6 +25,7 @@ from instep.core.errors import EnvironmentFailed
 from instep.core.topology import Place
 from instep.world.environment import detect
 
+_EXCHANGE_ELEMENTS = 4 * 2**20
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -57,6 +58,7 @@ class World:
         self.world_size = place.world_size
         self.is_main = place.is_main
         self.device = torch.device(place.device)
+        self._spare = torch.empty(0)
 
     @classmethod
     def join(cls, place: Place, timeout: datetime.timedelta = TIMEOUT) -> World:
@@ -101,14 +103,27 @@ class World:
         dist.destroy_process_group()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add the tensor up over all ranks, in place. Called on all ranks."""
-        if self.world_size > 1:
+        """Add the tensor up over all ranks, in place; it must be contiguous. Called on all ranks."""
+        if self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
+            self._exchange(tensor)
+        elif self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to add up in place; the returned work is waited for. Called on all ranks, in one order."""
-        return dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+    def _exchange(self, tensor: torch.Tensor) -> None:
+        """Add two ranks' tensors: each sends its own whole, once around instead of gloo's twice.
+
+        On two cores it takes 0.7 of the time of all_reduce (docs/log.md). Both ranks add the same two
+        numbers, so both hold the same bits.
+        """
+        for piece in tensor.view(-1).split(_EXCHANGE_ELEMENTS):
+            if self._spare.dtype != piece.dtype or self._spare.numel() < piece.numel():
+                self._spare = torch.empty_like(piece)
+            theirs = self._spare[: piece.numel()]
+            for work in (dist.isend(piece, 1 - self.rank), dist.irecv(theirs, 1 - self.rank)):
+                assert work is not None
+                work.wait()
+            piece.add_(theirs)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Collect the ranks' tensors of one shape, by rank. Called on all ranks."""
