@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import os
@@ -14,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from instep.cli.options import make_spec, with_options
-from instep.core.errors import EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed
+from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.version import __version__
 from instep.launch.failures import describe
@@ -29,25 +30,31 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             command(*arguments, **options)
         except KeyboardInterrupt:
-            leave("interrupted", EXIT_INTERRUPTED)
+            leave(EXIT_INTERRUPTED, "interrupted")
         except RanksFailed as error:
-            leave(describe(error), error.first.exit_code)
+            leave(error.first.exit_code, describe(error))
         except InstepError as error:
-            leave(f"instep: {error}", error.exit_code)
+            leave(error.exit_code, f"instep: {error}")
         except Exception as error:
             if not is_launched():
                 raise
-            # Left to itself, a process with a broken group may abort, and its exit code would say so.
-            leave("".join(traceback.format_exception(error)), EXIT_USER)
+            leave(EXIT_USER, "".join(traceback.format_exception(error)))
+        leave(EXIT_DONE)
 
     return guard
 
 
-def leave(text: str, exit_code: int) -> NoReturn:
-    """End with a last word; a rank of a world at once, because its broken group may not let it end."""
-    print(text, file=sys.stderr)
+def leave(exit_code: int, text: str = "") -> NoReturn:
+    """End with a last word; a rank of a world without the interpreter's slow way out.
+
+    A thread of gloo that is still there when the interpreter shuts down may abort it, and a rank whose
+    group is broken may not end at all: the exit code of neither would be the true one.
+    """
+    if text:
+        print(text, file=sys.stderr)
     if not is_launched():
         sys.exit(exit_code)
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
