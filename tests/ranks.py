@@ -20,14 +20,16 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50, device: str = "cpu"
+) -> list[Any]:
     """Call fn(world, *args) on each rank of a new world; give the results by rank, raise the first error."""
     port = free_port()
     pipes, processes = [], []
     with _main_hidden():
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, args))
+            process = _context.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, device, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -58,7 +60,9 @@ def _receive(pipe: Any, deadline: float, rank: int) -> Any:
         return f"rank {rank} died without a word"
 
 
-def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, args: Any) -> None:
+def _rank_main(
+    pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, device: str, args: Any
+) -> None:
     import torch
 
     from instep.world.world import World
@@ -71,6 +75,7 @@ def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, po
         local_world_size=world_size,
         launcher="env",
         master_port=port,
+        device=device,
     )
     try:
         with World.join(place) as world:

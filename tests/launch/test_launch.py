@@ -8,10 +8,10 @@ from pathlib import Path
 
 import launch_entries as entries
 import pytest
-from launch_support import is_alive
 
 from instep.core.errors import EnvironmentFailed
 from instep.launch.failures import describe
+from launch_support import is_alive
 
 
 def test_results_come_back_and_every_line_is_relayed_with_its_rank(run):

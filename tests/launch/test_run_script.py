@@ -1,9 +1,9 @@
 """Any script runs unchanged, and its end is told apart."""
 
 import pytest
-from launch_support import SCRIPTS
 
 from instep.launch.script import run_script
+from launch_support import SCRIPTS
 
 
 def script(run, name, *argv, **spec):

@@ -6,11 +6,11 @@ import functools
 from typing import Any
 
 import pytest
-from recipes import CASES, STEPS, Case, train_cases
 
 from instep.core.topology import Place
 from instep.world.world import World
 from ranks import run_ranks
+from recipes import CASES, STEPS, Case, train_cases
 
 WORLDS = (2, 3, 4)
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}

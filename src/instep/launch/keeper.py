@@ -42,6 +42,8 @@ _TORCHRUN_NAMES = (
 class Job:
     """What a keeper is told."""
 
+    payload: bytes
+    """What to run, (entry, args) by value; it came through a pipe of our own parent's, not from a file."""
     scratch: Scratch
     logs: LogPlan
     environ: dict[str, str]
@@ -72,7 +74,7 @@ def keep(job: Job) -> None:
     if worker_pid == 0:
         for fd in (inbox, outbox, lifeline):
             os.close(fd)
-        work(job.scratch, rank, attempt, str(job.logs.error_file(rank)), _HANDLED)
+        work(job.payload, job.scratch, rank, attempt, str(job.logs.error_file(rank)), _HANDLED)
     with contextlib.suppress(OSError):  # the worker does it too; whoever comes first
         os.setpgid(worker_pid, worker_pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)

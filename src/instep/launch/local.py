@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+import cloudpickle
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,7 +54,7 @@ def launch(
     stderr: TextIO,
     grace_s: float = 2.0,
 ) -> dict[int, Any]:
-    """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank.
+    """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank: plain values.
 
     Raises RanksFailed, the first cause first; KeyboardInterrupt and EnvironmentFailed when no worker is left.
     A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`.
@@ -66,11 +67,12 @@ def launch(
     try:
         with (
             _signals_restored(),
-            open_scratch(entry, args) as scratch,
+            open_scratch() as scratch,
             Relay(scratch, {"stdout": stdout, "stderr": stderr}) as relay,
             _PROCESS_WIDE,
         ):
-            job = Job(scratch, logs, dict(os.environ), grace_s, 0, spec.max_restarts)
+            payload = cloudpickle.dumps((entry, args))
+            job = Job(payload, scratch, logs, dict(os.environ), grace_s, 0, spec.max_restarts)
             return _Launch(rendezvous, count, job, spec, relay, stderr).run()
     except SignalException as interruption:
         if interruption.sigval == signal.SIGINT:

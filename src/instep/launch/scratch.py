@@ -1,12 +1,12 @@
 """The folder through which the launching process, the keepers and the workers tell each other things.
 
-    job.pickle                 what to run: (entry, args)
     lifeline                   a FIFO whose only writer is the launching process: its end is everybody's end
     logs/rank-1.json           where rank 1's output goes, and from which byte on it is this launch's
     attempt-0/rank-1.json      how rank 1 failed, a FailureRecord
-    attempt-0/rank-1.result    what rank 1's entry returned
+    attempt-0/rank-1.result    what rank 1's entry returned, as JSON
 
-Room: no torch. Every file is written under another name and renamed, so a reader never sees half of one.
+Room: no torch, and no pickle: what to run travels in memory. Every file is written under another name and
+renamed, so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import cloudpickle
 
 from instep.core.errors import FailureRecord
 from instep.launch.logs import LogStart
@@ -39,12 +36,6 @@ class Scratch:
     def lifeline(self) -> Path:
         """The FIFO that ends when the launching process does."""
         return self.folder / "lifeline"
-
-    def load_job(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the entry and its arguments."""
-        data = (self.folder / "job.pickle").read_bytes()
-        entry, args = pickle.loads(data)  # noqa: S301 - written by our own parent
-        return entry, args
 
     def announce_logs(self, rank: int, starts: Sequence[LogStart]) -> None:
         """Say where a rank's output begins; the first attempt's word counts, later ones append to it."""
@@ -87,25 +78,24 @@ class Scratch:
         (self.folder / f"attempt-{attempt}").mkdir(exist_ok=True)
 
     def save_result(self, attempt: int, rank: int, result: Any) -> None:
-        """Keep what a rank's entry returned, by value where it is of a notebook or `__main__`."""
-        _write(self._of(attempt, rank, "result"), cloudpickle.dumps(result))
+        """Keep what a rank's entry returned: plain values."""
+        _write(self._of(attempt, rank, "result"), json.dumps(result).encode())
 
     def load_result(self, attempt: int, rank: int) -> Any:
         """Return what a rank's entry returned; None if it left without returning."""
         path = self._of(attempt, rank, "result")
-        return pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301 - written by our own worker
+        return json.loads(path.read_bytes()) if path.exists() else None
 
     def _of(self, attempt: int, rank: int, kind: str) -> Path:
         return self.folder / f"attempt-{attempt}" / f"rank-{rank}.{kind}"
 
 
 @contextlib.contextmanager
-def open_scratch(entry: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[Scratch]:
+def open_scratch() -> Iterator[Scratch]:
     """Make the folder for one launch and hold its lifeline; at the end, cut that and remove the folder."""
     scratch = Scratch(Path(tempfile.mkdtemp(prefix="instep-")))
     try:
         (scratch.folder / "logs").mkdir()
-        _write(scratch.folder / "job.pickle", cloudpickle.dumps((entry, args)))
         os.mkfifo(scratch.lifeline, 0o600)
         lifeline = os.open(scratch.lifeline, os.O_RDWR)  # not write-only: that would wait for a reader
         try:

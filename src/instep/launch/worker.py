@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -26,12 +27,14 @@ FAILURE_GRACE_S = 2
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def work(scratch: Scratch, rank: int, attempt: int, log: str, blocked: Iterable[signal.Signals]) -> NoReturn:
+def work(
+    payload: bytes, scratch: Scratch, rank: int, attempt: int, log: str, blocked: Iterable[signal.Signals]
+) -> NoReturn:
     """Run the job as this rank and end the process; called in the freshly forked worker."""
     code = EXIT_USER
     try:
         _settle_in(rank, blocked)
-        code = _run(scratch, rank, attempt, log)
+        code = _run(payload, scratch, rank, attempt, log)
         _close_down()
     finally:
         # Not by way of the interpreter's shutdown: there, a thread of gloo may take the GIL and abort.
@@ -43,9 +46,9 @@ def name_process(title: str) -> None:
     _prctl(_PR_SET_NAME, title.encode()[:15])
 
 
-def _run(scratch: Scratch, rank: int, attempt: int, log: str) -> int:
+def _run(payload: bytes, scratch: Scratch, rank: int, attempt: int, log: str) -> int:
     try:
-        entry, args = scratch.load_job()
+        entry, args = pickle.loads(payload)  # noqa: S301 - from the memory of our own parent
         _set_threads()
         scratch.save_result(attempt, rank, entry(attempt, *args))
     except BaseException as error:  # noqa: BLE001 - the launching process raises it

@@ -50,10 +50,9 @@ class RowDropout(nn.Module):
         self.row_dim = row_dim
         self._scope = scope
         self._salt = mix64(layer + 1)
-        self._seen_part = -1
-        self._uses = 0
+        self.uses = 0
         self._levels = min(_LEVELS - 1, round((1 - p) * _LEVELS))
-        scope.noisy = True
+        scope.noisy.append(self)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, by row"
@@ -93,10 +92,8 @@ class RowDropout(nn.Module):
 
     def _next_salt(self) -> int:
         """Tell this use of the layer from its earlier ones in the same pass."""
-        if self._seen_part != self._scope.part:
-            self._seen_part, self._uses = self._scope.part, 0
-        self._uses += 1
-        return self._salt if self._uses == 1 else mix64(self._salt + self._uses)
+        self.uses += 1
+        return self._salt if self.uses == 1 else mix64(self._salt + self.uses)
 
 
 _ELEMENTWISE: tuple[type[nn.Module], ...] = (nn.Dropout,)

@@ -9,6 +9,8 @@ to step live in a tensor, so that a compiled model is not compiled anew for each
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 _MASK32 = 0xFFFFFFFF
@@ -28,6 +30,13 @@ def signed32(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
+class Noisy(Protocol):
+    """A layer that draws noise."""
+
+    uses: int
+    """How often the layer was used since the part began: each use draws its own."""
+
+
 class Scope:
     """The part of the global batch that the next forward pass works on."""
 
@@ -45,10 +54,8 @@ class Scope:
         """Whether this rank's part has weight 0 ([Note: Silent parts])."""
         self.connected = False
         """Whether layers exchange something in backward, so that even a silent part must go through it."""
-        self.part = 0
-        """Counts the parts of the training, so that a layer notices a new one."""
-        self.noisy = False
-        """Whether a layer reads `noise`; otherwise it need not be kept up to date."""
+        self.noisy: list[Noisy] = []
+        """The layers that read `noise`."""
         self.step_key = 0
         """64 bits that stand for (seed, step)."""
 
@@ -60,8 +67,9 @@ class Scope:
         """Announce the rows of the coming forward pass."""
         self.num_rows = num_rows
         self.replicated = replicated
-        self.part += 1
         if self.noisy:
+            for layer in self.noisy:
+                layer.uses = 0
             words = (signed32(self.step_key), signed32(self.step_key >> 32), first_row)
             self.noise.copy_(torch.tensor(words, dtype=torch.int32))
 

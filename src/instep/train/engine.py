@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
@@ -67,6 +68,10 @@ class Engine:
             if trained.optimizer is optimizer:
                 return trained
         raise TaskError("step.update(optimizer): this optimizer did not come from run.prepare().")
+
+    def has_batch_norm(self) -> bool:
+        """Tell whether a model's answer depends on how a batch is cut into parts."""
+        return any(isinstance(m, _BatchNorm) for trained in self.trained for m in trained.model.modules())
 
     def clear_gradients(self) -> None:
         """Forget the gradients of all models."""

@@ -110,6 +110,11 @@ class Run:
             trained.model.train()
         self._saver.restore_rng()
         self._log_plan(plan, num_steps)
+        if self.spec.accumulate > 1 and self.engine.has_batch_norm():
+            self.notice(
+                f"BatchNorm's statistics cover one part of a batch, so accumulate={self.spec.accumulate} is another "
+                "recipe than accumulate=1 (at any number of processes)."
+            )
         for batch in self._loader.steps(self.step, num_steps):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             step = Step(self.engine, batch, ends_epoch, self._finish_step)
@@ -191,7 +196,7 @@ class Run:
         given = {name: value for name, value in given.items() if value is not None}
         if "epochs" in given or "steps" in given:
             given = {"epochs": None, "steps": None, **given}
-        self.spec = replace(self.spec, **given)
+        self.spec = self.engine.spec = self._saver.spec = replace(self.spec, **given)
         if not self.settled:
             description = describe_run({"name": self.name, "fields": {}}, self.spec)
             has_schedule = any(trained.has_schedule for trained in self.engine.trained)

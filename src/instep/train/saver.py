@@ -29,7 +29,7 @@ class Saver:
 
     def __init__(self, world: World, spec: TrainSpec, directory: RunDirectory, log: EventLog) -> None:
         self._directory = directory
-        self._spec = spec
+        self.spec = spec
         self._log = log
         self._is_main = world.is_main
         self._cadence = Cadence.parse("save_every", spec.save_every)
@@ -79,7 +79,7 @@ class Saver:
         if not self._is_main or self._saved_step == step:
             return
         begun = time.monotonic()
-        path, num_bytes = self._directory.save(step, self._state(trained, progress), self._spec.keep)
+        path, num_bytes = self._directory.save(step, self._state(trained, progress), self.spec.keep)
         self._saved_at = time.monotonic()
         self._saved_step = step
         seconds = round(self._saved_at - begun, 6)
@@ -103,7 +103,7 @@ class Saver:
         numpy_state = (kind, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), *rest)
         state["rng"] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
         state["progress"] = dict(progress)
-        state["spec"] = asdict(self._spec)
+        state["spec"] = asdict(self.spec)
         return state
 
     def _agree_on_checkpoint(self, world: World) -> Checkpoint | None:
