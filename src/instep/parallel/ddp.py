@@ -67,14 +67,16 @@ class DdpReducer(Reducer):
         self._buckets = [_Bucket(group, num_behind * (dtype is carrier)) for dtype, group in by_dtype.items()]
         self._behind = next((bucket.extra for bucket in self._buckets if bucket.extra.numel()), None)
         self._num_sums = num_sums
+        self._device = self.parameters[0].device
         self._all_used = torch.ones(len(self.parameters))
 
-    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         used = [flag for bucket in self._buckets for flag in bucket.fill()]
         flags = self._all_used if all(used) else torch.tensor(used, dtype=torch.float32)
         alone = self._behind is None
-        behind = self._behind if self._behind is not None else torch.empty(len(sums) + len(flags), device=sums.device)
-        behind[: self._num_sums].copy_(sums)
+        behind = self._behind if self._behind is not None else torch.empty(len(sums) + len(flags), device=self._device)
+        for i, value in enumerate(sums):
+            behind[i] = value
         behind[self._num_sums :].copy_(flags)
         for bucket in self._buckets:
             self._world.sum(bucket.flat)
@@ -87,7 +89,7 @@ class DdpReducer(Reducer):
             stop = first + len(bucket.parameters)
             bucket.adopt(counts[first:stop] if counts is not None else None)
             first = stop
-        return behind[: self._num_sums].clone()
+        return behind[: self._num_sums].tolist()
 
 
 class Ddp(Strategy):

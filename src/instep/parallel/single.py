@@ -13,8 +13,8 @@ from instep.parallel.strategy import Reducer, Strategy
 class LocalReducer(Reducer):
     """The gradients are what they should be already."""
 
-    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+        return [float(value) for value in sums]
 
 
 class Single(Strategy):

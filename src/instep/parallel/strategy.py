@@ -27,7 +27,7 @@ class Reducer(ABC):
         self.parameters = list(parameters)
 
     @abstractmethod
-    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         """Add gradients, in place, and `sums` up over all ranks; give the sums. Called on all ranks."""
 
     def scale(self, factor: float) -> None:

@@ -116,7 +116,7 @@ class Step:
 
     def _agree(self, trained: Trained) -> bool:
         """Bring gradients and loss together over all ranks; tell whether to apply them."""
-        loss, weight = trained.reducer.reduce(self._sums()).tolist()
+        loss, weight = trained.reducer.reduce((self._loss_sum, self._weight_sum))
         if self._total_weight is None:  # a second model brings the sums of the same parts again
             self._total_weight = weight
             self._loss = (loss / weight if weight else 0.0) if self._weighted else loss
@@ -128,13 +128,6 @@ class Step:
         if self._apply and self._engine.spec.clip_norm is not None:
             self._grad_norm = float(trained.reducer.clip(self._engine.spec.clip_norm))
         return self._apply
-
-    def _sums(self) -> torch.Tensor:
-        sums = torch.tensor((0.0 if not self._engine.on_cpu else self._loss_sum, self._weight_sum), dtype=torch.float64)
-        if not self._engine.on_cpu:  # the loss never left the GPU
-            sums = sums.to(self._engine.world.device)
-            sums[0] = self._loss_sum
-        return sums
 
 
 def _not_a_scalar(loss: Any) -> str:
