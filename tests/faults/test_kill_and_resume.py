@@ -37,16 +37,6 @@ def undisturbed(folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return result_of(done), steps_in(Path(folder))
 
 
-def samples_by_step(run_dir: Path, world_size: int, skip: int = 0) -> list[list[int]]:
-    """What each step worked on, from what the ranks printed; `skip` lines a rank are an earlier life's."""
-    ranks = []
-    for rank in range(world_size):
-        text = (run_dir / "logs" / f"rank-{rank}.log").read_text()
-        ranks.append([list(map(int, line.split())) for line in re.findall(r"^samples (.+)$", text, re.M)][skip:])
-    count = min(map(len, ranks))
-    return [sorted({i for rank in ranks for i in rank[step]}) for step in range(count)]
-
-
 @pytest.mark.parametrize("victim", ["a worker", "the whole job"])
 def test_continued_on_another_number_of_processes(victim: str, tmp_path: Path, tmp_path_factory: Any) -> None:
     expected, reference = undisturbed(str(tmp_path_factory.getbasetemp() / "undisturbed"))

@@ -16,14 +16,12 @@ from instep.parallel.scope import Scope
 CPU = torch.device("cpu")
 
 
-def mask(
-    shape: tuple[int, ...], first: int, local: int, step: int = 1, p: float = 0.3, layer: int = 0, row_dim: int = 0
-) -> torch.Tensor:
+def mask(shape: tuple[int, ...], first: int, local: int, step: int = 1, p: float = 0.3, layer: int = 0) -> torch.Tensor:
     scope = Scope(CPU, seed=7)
-    layer_ = RowDropout(p, scope, layer, row_dim=row_dim)
+    dropout = RowDropout(p, scope, layer)
     scope.begin_step(step)
     scope.begin_part(first, local, replicated=False)
-    return layer_(torch.ones(shape)) != 0
+    return dropout(torch.ones(shape)) != 0
 
 
 @given(rows=st.integers(2, 30), cut=st.data(), columns=st.integers(1, 9), tokens=st.integers(1, 3))
@@ -35,8 +33,8 @@ def test_a_split_gives_the_rows_of_the_whole(rows: int, cut: st.DataObject, colu
 
 
 def test_rows_in_the_second_dimension() -> None:
-    whole = mask((5, 8, 3), 0, 8, row_dim=1)
-    assert torch.equal(mask((5, 6, 3), 2, 6, row_dim=1), whole[:, 2:])
+    whole = mask((5, 8, 3), 0, 8)
+    assert torch.equal(mask((5, 6, 3), 2, 6), whole[:, 2:])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -82,21 +80,23 @@ def test_the_expectation_is_exact() -> None:
 
 def test_every_dropout_of_a_model_is_replaced() -> None:
     scope = Scope(CPU, seed=1)
+    twice = nn.Dropout(0.5)
     model = nn.Sequential(
-        nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout2d(0.2)), nn.TransformerEncoderLayer(4, 2)
+        nn.Linear(2, 2), twice, nn.Sequential(nn.Dropout2d(0.2)), twice, nn.TransformerEncoderLayer(4, 2)
     )
     owned = own_dropout(model, scope)
     kinds = [type(m) for m in owned.modules()]
     assert nn.Dropout not in kinds
     assert nn.Dropout2d not in kinds
     assert kinds.count(RowDropout) == 5
-    assert all(m.row_dim == 1 for m in owned[3].modules() if isinstance(m, RowDropout))
+    assert owned[1] is owned[3]
     assert owned[2][0].channels
+    assert isinstance(owned[1], nn.Dropout)
     x = torch.randn(4, 3, 5, 5)
     scope.begin_part(0, 4, replicated=False)
     y = owned[2](x)
     dropped = (y == 0).flatten(2).all(2)
-    assert torch.equal(y, torch.where(dropped[..., None, None], 0.0, x * 65536 / owned[2][0]._levels))
+    assert torch.equal(y, torch.where(dropped[..., None, None], 0.0, x * 65536 / round(0.8 * 65536)))
 
 
 def test_evaluation_and_the_extremes() -> None:
@@ -106,3 +106,14 @@ def test_evaluation_and_the_extremes() -> None:
     assert RowDropout(0.0, scope, 0)(x) is x
     assert torch.equal(RowDropout(1.0, scope, 0)(x), torch.zeros(4, 3))
     assert isinstance(own_dropout(nn.Dropout(0.1), scope), RowDropout)
+
+
+def test_a_guess_about_the_rows_is_said() -> None:
+    scope = Scope(CPU, seed=1)
+    layer = RowDropout(0.5, scope, 0, name="drop")
+    scope.begin_part(0, 4, replicated=False)
+    layer(torch.ones(4, 6))
+    layer(torch.ones(7, 4, 6))
+    assert not scope.doubts
+    layer(torch.ones(8, 6))
+    assert "dropout 'drop' sees (8, 6) for 4 rows" in scope.doubts["drop"]

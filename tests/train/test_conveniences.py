@@ -15,6 +15,7 @@ from torch import nn
 
 import instep
 from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, NumericsError, SpecError, TaskError
 from instep.events.read import read_events
 from instep.events.schema import StepRecord
@@ -123,6 +124,8 @@ def test_init_from_takes_weights_and_nothing_else(tmp_path: Path) -> None:
     first = train(Small(), tmp_path / "first")
     second = train(Small(), tmp_path / "second", init_from=first.run_dir, steps=1, epochs=None)
     assert second.steps == 1
+    bare = train(Small(), tmp_path / "bare", steps=1, epochs=None)
+    assert second.loss < 0.95 * bare.loss  # trained weights
     file = tmp_path / "weights.safetensors"
     save_file(first.load_model().state_dict(), file)
     third = train(Small(), tmp_path / "third", init_from=str(file), steps=1, epochs=None)
@@ -225,13 +228,13 @@ class Bad(Small):
 
 def test_nan_stops_and_names_step_samples_and_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NumericsError) as caught:
-        train(Bad(), tmp_path, save_every="1")
+        train(Bad(), tmp_path, save_every="1", seed=2)
     text = str(caught.value)
     step = next(e for e in read_events(tmp_path) if e["event"] == "end")["step"] + 1
+    assert step > 1
     assert f"the loss of step {step} is nan" in text
     assert "17" in text.split("samples:")[1].split(".")[0].replace(",", "").split()
-    names = RunDirectory(tmp_path).names()
-    assert names == [] or names[0] in text
+    assert f"step-{step - 1:08d}" in text
 
 
 def test_nan_skips_the_update_if_asked(tmp_path: Path) -> None:
@@ -239,7 +242,26 @@ def test_nan_skips_the_update_if_asked(tmp_path: Path) -> None:
     skipped = [e for e in read_events(tmp_path) if e["event"] == "step" and e.get("skipped")]
     assert len(skipped) == 2  # once an epoch
     assert result.steps == 10
-    assert all(torch.isfinite(p).all() for p in result.load_model().parameters())
+    assert all(torch.isfinite(t).all() for t in result.load_model().state_dict().values())  # statistics too
+
+
+class RootOfZero(Small):
+    """A finite loss whose gradient is not."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, _ = batch
+        bad = (x == made_up(43)[0][17]).all(1).any()
+        return super().loss(model, batch) + (model(x)[0, 0] * 0.0).sqrt() * (1.0 if bad else 0.0)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_or_never_saved(tmp_path: Path) -> None:
+    result = train(RootOfZero(), tmp_path / "skip", on_nan="skip", clip_norm=1.0)
+    assert all(torch.isfinite(t).all() for t in result.load_model().state_dict().values())
+    with pytest.raises(NumericsError, match="not finite"):
+        train(RootOfZero(), tmp_path / "stop", save_every="1")
+    for name in RunDirectory(tmp_path / "stop").names():
+        weights = load_weights(tmp_path / "stop" / "checkpoints" / name)
+        assert all(torch.isfinite(t).all() for t in weights.values())
 
 
 class Vector(Small):

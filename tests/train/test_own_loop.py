@@ -109,7 +109,7 @@ def test_another_recipe_is_refused(tmp_path: Path) -> None:
         next(iter(run.steps(Small().train_data(), batch_size=12, epochs=1)))
 
 
-def two_players(run: Run, sequential: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def two_players(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """Two models, one of them updated in the middle of the step, as in a GAN."""
     one, first = run.prepare(nn.Linear(6, 6).double(), lambda p: torch.optim.SGD(p, lr=0.1))
     two, _ = run.prepare(nn.Linear(6, 1).double(), lambda p: torch.optim.SGD(p, lr=0.1))
@@ -125,7 +125,7 @@ def two_players(run: Run, sequential: bool) -> tuple[torch.Tensor, torch.Tensor]
 
 def test_two_models_with_an_update_in_between(tmp_path: Path) -> None:
     with instep.start(seed=1, run_dir=str(tmp_path), threads=1) as run:
-        ours = two_players(run, sequential=True)
+        ours = two_players(run)
         indices = [run._loader.sample_indices(step) for step in range(5)]
     torch.manual_seed(0)
     with instep.start(seed=1, run_dir=str(tmp_path / "again"), threads=1):

@@ -27,7 +27,10 @@ from instep.core.errors import CheckpointError
 
 
 def write_checkpoint(root: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, int]:
-    """Write a state under its step's name and give its path and size; what was there before is never touched."""
+    """Write a state under its step's name and give its path and size.
+
+    Other steps are never touched. An earlier checkpoint of this step is there until the new one is whole.
+    """
     final = root / layout.name_of(step)
     scratch = root / f".{final.name}.{os.getpid()}"
     try:
@@ -35,11 +38,12 @@ def write_checkpoint(root: Path, step: int, state: Mapping[str, Any]) -> tuple[P
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         num_bytes = _write_into(scratch, step, state)
-        if final.exists():  # a step that is saved a second time holds the same; the older copy may be damaged
-            os.replace(final, root / f".{final.name}.old")
+        old = root / f".{final.name}.old.{os.getpid()}"
+        if final.exists():
+            os.replace(final, old)
         os.replace(scratch, final)
         sync_directory(root)
-        shutil.rmtree(root / f".{final.name}.old", ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(_write_failed(final, error)) from error
@@ -144,5 +148,5 @@ def _write_failed(path: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         room = "the disk (or the quota) is full. Free some room"
     else:
-        room = f"{error.strerror or error}. Mend that"
+        room = f"{error.strerror or error}. Look into that"
     return f"{path} could not be written: {room}, then run the same command again: earlier checkpoints are untouched."

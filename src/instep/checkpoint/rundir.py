@@ -57,7 +57,10 @@ class RunDirectory:
                     f"{path} is not empty and holds no {SPEC}, so it is not a run's directory. Give another --run-dir."
                 )
             if fresh:
+                old = cls(path)
+                old.lock()  # not under the feet of a training that goes on in it
                 _move_aside(path)
+                old.unlock()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -111,7 +114,7 @@ class RunDirectory:
         file = (self.path / ".lock").open("a+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             file.seek(0)
             owner = file.read().decode(errors="replace") or "unknown"
             file.close()
@@ -138,6 +141,16 @@ class RunDirectory:
             except CheckpointError as error:
                 complaints.append(str(error))
         return None, complaints
+
+    def take_stock(self) -> tuple[Checkpoint | None, list[str]]:
+        """Find the newest good checkpoint; set damaged ones aside, and clear away what a kill left half-written."""
+        newest, complaints = self.newest()
+        for name in self.names()[: len(complaints)]:  # those newer than the newest good one
+            shutil.rmtree(self.checkpoints / f"damaged-{name}", ignore_errors=True)
+            os.replace(self.checkpoints / name, self.checkpoints / f"damaged-{name}")
+        for entry in self.checkpoints.glob(".step-*"):
+            shutil.rmtree(entry, ignore_errors=True)
+        return newest, complaints
 
     def names(self) -> list[str]:
         """Name the checkpoints, newest first."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import torch
 
 from instep.core.errors import CheckpointError
@@ -23,6 +24,8 @@ def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
     names: dict[tuple[Any, ...], str] = {}
 
     def walk(node: Any, path: str) -> Any:
+        if isinstance(node, numpy.generic):
+            node = node.item()
         if isinstance(node, torch.Tensor):
             return {"$tensor": _store(node, path, tensors, names)}
         if node is None or isinstance(node, bool | int | str):
@@ -70,6 +73,8 @@ def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], na
     if tensor.numel() and identity in names:
         return names[identity]
     name = path or "value"
+    while name in tensors:  # "a.b" and "b" inside "a" have one path
+        name += "'"
     names[identity] = name
     # A copy, so that neither another view of the same memory nor the next step can be seen through it.
     tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()

@@ -5,6 +5,7 @@ The command `instep train`, a Task's own `instep.main` and `instep.train` in a p
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -73,6 +74,8 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
 
 def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
     """Train as a rank of the world there is, be it of one."""
+    if place.attempt:  # the launcher starts the same command again: what it began afresh goes on now
+        spec = dataclasses.replace(spec, fresh=False)
     with process_settings(spec, place.local_world_size), World.join(place) as world:
         directory = agree_on_directory(world, lambda: settle_directory(task, spec))
         try:
@@ -81,7 +84,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
                 return done
             quiet = spec.quiet or not world.is_main
             with TerminalDisplay(directory.path, quiet):
-                result = worker_main(world, task, spec, directory)
+                result = worker_main(world, task, spec, directory, place.attempt)
         finally:
             directory.unlock()
     return _show(result, spec) if place.is_main else result

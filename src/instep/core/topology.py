@@ -22,6 +22,8 @@ class Place:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     device: str = "cpu"
+    attempt: int = 0
+    """How often the launcher has restarted this world."""
 
     @property
     def is_main(self) -> bool:

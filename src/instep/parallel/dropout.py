@@ -40,18 +40,16 @@ def _halves(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return words.view(torch.int16)
 
 
-class RowDropout(nn.Module):
+class RowDropout(nn.Dropout):
     """nn.Dropout with masks by row; `channels` makes it nn.Dropout1d, 2d or 3d."""
 
-    def __init__(self, p: float, scope: Scope, layer: int, channels: bool = False, row_dim: int = 0) -> None:
-        super().__init__()
-        self.p = p
+    def __init__(self, p: float, scope: Scope, layer: int, name: str = "", channels: bool = False) -> None:
+        super().__init__(p)
         self.channels = channels
-        self.row_dim = row_dim
-        self._scope = scope
-        self._salt = mix64(layer + 1)
         self.uses = 0
-        self._levels = min(_LEVELS - 1, round((1 - p) * _LEVELS))
+        self._scope = scope
+        self._name = name
+        self._salt = mix64(layer + 1)
         scope.noisy.append(self)
 
     def extra_repr(self) -> str:
@@ -63,20 +61,17 @@ class RowDropout(nn.Module):
         if self.p == 1:
             return x * 0
         shape = x.shape[:2] if self.channels else x.shape
-        keep = self._keep(torch.Size(shape), x.device)
+        levels = min(_LEVELS - 1, max(1, round((1 - self.p) * _LEVELS)))
+        keep = self._keep(torch.Size(shape), x.device, levels)
         if self.channels:
             keep = keep.reshape(*shape, *([1] * (x.dim() - 2)))
-        return x * keep.to(x.dtype).mul_(_LEVELS / self._levels)
+        return x * keep.to(x.dtype).mul_(_LEVELS / levels)
 
-    def _keep(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    def _keep(self, shape: torch.Size, device: torch.device, levels: int) -> torch.Tensor:
         """Draw which elements stay, as bools."""
         salt = self._next_salt()
-        rows, first = shape[self.row_dim], self._scope.noise[2]
-        local_rows = self._scope.num_rows
-        # Rows may be flattened (tokens, say): as many a row for all. What is not a batch of rows (position
-        # embeddings) gets one mask, the same on all ranks.
-        is_batch = local_rows and rows % local_rows == 0
-        first = first * (rows // local_rows if is_batch else 0)
+        row_dim, rows_each = self._find_rows(shape)
+        rows, first = shape[row_dim], self._scope.noise[2] * rows_each
         others = shape.numel() // max(rows, 1)
         row_keys = (torch.arange(rows, device=device, dtype=torch.int32) + first) * _ODD_3
         columns = torch.arange((others + 1) // 2, device=device, dtype=torch.int32) * _ODD_3
@@ -84,11 +79,35 @@ class RowDropout(nn.Module):
             _scramble(row_keys + (self._scope.noise[0] ^ signed32(salt))),
             _scramble(columns + (self._scope.noise[1] ^ signed32(salt >> 32))),
         )
-        keep = halves[:, :others] < self._levels - _LEVELS // 2
-        if self.row_dim == 0:
+        keep = halves[:, :others] < levels - _LEVELS // 2
+        if row_dim == 0:
             return keep.reshape(shape)
-        moved = (rows, *shape[: self.row_dim], *shape[self.row_dim + 1 :])
-        return keep.reshape(moved).movedim(0, self.row_dim)
+        moved = (rows, *shape[:row_dim], *shape[row_dim + 1 :])
+        return keep.reshape(moved).movedim(0, row_dim)
+
+    def _find_rows(self, shape: torch.Size) -> tuple[int, int]:
+        """Tell which dimension holds the batch's rows, and how many of its entries belong to one row.
+
+        It is the first, or the second where time comes first. Else the first one may hold rows flattened
+        with something (tokens), which its size cannot prove; so that guess is said. What is neither
+        (position embeddings) gets one mask, the same on all ranks: its rows are nobody's.
+        """
+        num_rows = self._scope.num_rows
+        if not num_rows:
+            return 0, 0
+        if shape[0] == num_rows:
+            return 0, 1
+        if len(shape) > 2 and shape[1] == num_rows:
+            return 1, 1
+        each, rest = divmod(shape[0], num_rows)
+        if rest:
+            return 0, 0
+        if not torch.compiler.is_compiling():
+            self._scope.doubts[self._name] = (
+                f"dropout {self._name!r} sees {tuple(shape)} for {num_rows} rows, and takes it for {each} a row. "
+                "If its first dimension is not the batch's, its noise differs with the number of processes."
+            )
+        return 0, each
 
     def _next_salt(self) -> int:
         """Tell this use of the layer from its earlier ones in the same pass."""
@@ -96,34 +115,21 @@ class RowDropout(nn.Module):
         return self._salt if self.uses == 1 else mix64(self._salt + self.uses)
 
 
-_ELEMENTWISE: tuple[type[nn.Module], ...] = (nn.Dropout,)
-_BY_CHANNEL: tuple[type[nn.Module], ...] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-def _is_time_first(module: nn.Module) -> bool:
-    if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return False
-    return not module.self_attn.batch_first
+_BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def own_dropout(model: nn.Module, scope: Scope) -> nn.Module:
-    """Replace the dropout modules of a model by ones whose masks do not depend on the split.
-
-    Modules are numbered in the order of `modules`. A batch's rows are dimension 0 of what passes through; in
-    torch's own transformer layers with `batch_first=False` they are dimension 1.
-    """
-    second = {id(child) for module in model.modules() if _is_time_first(module) for child in module.modules()}
+    """Replace the dropout modules of a model by ones whose masks do not depend on the split."""
+    found = [(name, m) for name, m in model.named_modules() if type(m) in (nn.Dropout, *_BY_CHANNEL)]
     made: dict[int, RowDropout] = {}
-    for layer, module in enumerate(model.modules()):
-        if type(module) in _ELEMENTWISE + _BY_CHANNEL:
-            assert isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
-            row_dim = 1 if id(module) in second else 0
-            channels = type(module) in _BY_CHANNEL
-            made[id(module)] = RowDropout(module.p, scope, layer, channels, row_dim).train(module.training)
+    for layer, (name, module) in enumerate(found):
+        assert isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
+        own = RowDropout(module.p, scope, layer, name, channels=isinstance(module, _BY_CHANNEL))
+        made[id(module)] = own.train(module.training)
     if id(model) in made:
         return made[id(model)]
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # not named_children: it leaves out a second name
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
     return model

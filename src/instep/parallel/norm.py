@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import TaskError
@@ -54,6 +55,7 @@ class SyncedBatchNorm(torch.autograd.Function):
         return y.to(x.dtype), mean, variance, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """Send the gradient back through the statistics that all ranks share."""
         normal, weight, inverse, total = ctx.saved_tensors
@@ -76,25 +78,26 @@ def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *([1] * (like.dim() - 2)))
 
 
-class _Synced:
-    """What the synchronised classes add to torch's: the forward pass of training."""
+class _Synced(_BatchNorm):
+    """Stands between a BatchNorm class and torch's own forward pass, so that a subclass's own one goes on working."""
 
     _scope: Scope
     _world: World
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        module: Any = self
-        if not module.training or not self._scope.num_rows:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        module._check_input_dim(x)
-        if self._scope.smallest_part * x.shape[2:].numel() == 1:
+        scope = self._scope
+        if not self.training or not scope.num_rows:
+            return super().forward(x)
+        self._check_input_dim(x)
+        values_per_row = x.numel() // (x.shape[1] * scope.num_rows)
+        if scope.smallest_part * values_per_row == 1:
             _refuse(x)
         if self._world.world_size == 1:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        world = None if self._scope.replicated else self._world
-        y, mean, variance, count = SyncedBatchNorm.apply(x, module.weight, module.bias, module.eps, world)
-        if module.track_running_stats:
-            _update_running(module, mean, variance, count)
+            return super().forward(x)
+        world = None if scope.replicated else self._world
+        y, mean, variance, count = SyncedBatchNorm.apply(x, self.weight, self.bias, self.eps, world)
+        if self.track_running_stats:
+            _update_running(self, mean, variance, count)
         return y  # type: ignore[no-any-return]
 
 
@@ -121,17 +124,28 @@ _synced_classes: dict[type, type] = {}
 def sync_batch_norm(model: nn.Module, world: World, scope: Scope) -> int:
     """Make the BatchNorms of a model compute over all ranks; give their number.
 
-    The modules stay what they are (names, state, hooks, the user's subclass): only their class gains the
-    synchronised forward pass.
+    The modules stay what they are (names, state, hooks, the user's subclass): in the order in which Python
+    looks for methods, the synchronised forward pass stands right before torch's own.
     """
     num_synced = 0
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             kind = type(module)
+            if world.world_size > 1:
+                _refuse_own_way(kind)
             if kind not in _synced_classes:
-                _synced_classes[kind] = type(f"Synced{kind.__name__}", (_Synced, kind), {})
+                _synced_classes[kind] = type(f"Synced{kind.__name__}", (kind, _Synced), {})
             module.__class__ = _synced_classes[kind]
             synced: Any = module
             synced._scope, synced._world = scope, world
             num_synced += 1
     return num_synced
+
+
+def _refuse_own_way(kind: type) -> None:
+    """Refuse a subclass that never asks its base class: its statistics would be those of one rank."""
+    if kind.forward is not _BatchNorm.forward and "super" not in kind.forward.__code__.co_names:  # type: ignore[attr-defined]
+        raise TaskError(
+            f"{kind.__name__} computes its batch statistics by itself, so they would cover one process's rows only. "
+            "Let its forward call super().forward(x), or train on one process."
+        )

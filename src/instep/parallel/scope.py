@@ -56,8 +56,13 @@ class Scope:
         """Whether layers exchange something in backward, so that even a silent part must go through it."""
         self.noisy: list[Noisy] = []
         """The layers that read `noise`."""
+        self.doubts: dict[str, str] = {}
+        """Guesses of layers that a person should know of, by the layer's name."""
         self.step_key = 0
         """64 bits that stand for (seed, step)."""
+
+    def __deepcopy__(self, _memo: object) -> Scope:
+        return self  # a copy of a model (an average of its weights) is of the same training
 
     def begin_step(self, step: int) -> None:
         """Set the noise key of a global step."""

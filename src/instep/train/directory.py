@@ -6,6 +6,7 @@ Ranks: `settle_directory` one (the launcher, or rank 0); `agree_on_directory` al
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,16 @@ from instep.world.world import World
 def describe_task(task: Task) -> dict[str, Any]:
     """Give a Task's name and its fields as plain values."""
     values = {name: getattr(task, name) for name in field_names(type(task))}
-    plain = {k: v if isinstance(v, bool | int | float | str | None) else repr(v) for k, v in values.items()}
-    return {"name": type(task).__name__, "fields": plain}
+    return {"name": type(task).__name__, "fields": {name: _plain(value) for name, value in values.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """Write a field's value so that the same one reads the same in another process."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def describe_run(task: dict[str, Any], spec: TrainSpec) -> dict[str, Any]:

@@ -31,15 +31,33 @@ class Engine:
         self.strategy = _choose_strategy(spec, world, self.scope)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
+        self._buffers: list[list[torch.Tensor]] = []
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._generators = [torch.default_generator]
         if not self.on_cpu:
             self._generators.append(torch.cuda.default_generators[world.device.index or 0])
 
-    def begin_part(self, plan: PartPlan) -> None:
-        """Tell the layers which rows come, and seed the noise that they do not own (never by the rank)."""
+    def begin_step(self, step: int) -> None:
+        """Set the step's noise, and remember what a step that is skipped must not change."""
+        self.scope.begin_step(step)
+        if self.spec.on_nan == "skip":
+            self._buffers = [[b.clone() for b in trained.model.buffers()] for trained in self.trained]
+
+    def refuse_update(self, step: int, loss: float) -> None:
+        """Undo what the forward passes left in buffers (running statistics), and tell; may raise."""
+        if self.spec.on_nan == "skip":
+            for trained, kept in zip(self.trained, self._buffers, strict=True):
+                for buffer, value in zip(trained.model.buffers(), kept, strict=True):
+                    buffer.copy_(value)
+        self.on_nan(step, loss)
+
+    def begin_part(self, plan: PartPlan, passes: int) -> None:
+        """Tell the layers which rows come, and seed the noise that they do not own (never by the rank).
+
+        `passes` counts how often this step went through its parts before.
+        """
         self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated)
-        seed = mix64(self.scope.step_key + plan.first_row) >> 1
+        seed = mix64(self.scope.step_key + plan.first_row + (passes << 40)) >> 1
         for generator in self._generators:
             generator.manual_seed(seed)
 

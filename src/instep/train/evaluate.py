@@ -5,6 +5,7 @@ Every sample is computed once, on one rank; values are added up without rounding
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +29,8 @@ class _Mean:
     def add(self, name: str, found: Any, num_rows: int) -> None:
         values, weights = found if isinstance(found, tuple) else (found, None)
         array = _array(name, values)
+        if isinstance(found, tuple) and weights is None:  # a mean over all rows
+            weights = float(num_rows)
         if weights is None:
             if array.size != num_rows:
                 raise TaskError(
@@ -71,12 +74,15 @@ class _Summed:
     def agree(self, world: World) -> float:
         # A rank without a sample has made no object; it adds zeros of rank 0's shapes.
         shapes = world.tell({key: [list(t.shape), t.is_floating_point()] for key, t in self._sums.items()})
+        totals: dict[str, torch.Tensor] = {}
         for key, (shape, is_float) in shapes.items():
             own = self._sums.get(key, torch.zeros(shape, dtype=torch.float64 if is_float else torch.int64))
-            total = world.sum(own.to(world.device))
-            if world.is_main:
-                setattr(self._metric, key, total.cpu())
-        return float(world.tell(float(self._metric.compute()) if world.is_main else None))
+            totals[key] = world.sum(own.to(world.device)).cpu()
+        if not world.is_main:
+            return float(world.tell(None))
+        whole = copy.copy(self._metric)  # the Task may keep its own, and count on
+        vars(whole).update(totals)
+        return float(world.tell(float(whole.compute())))
 
 
 def evaluate(metrics_of: MetricsOf, chunks: Iterable[tuple[Any, int]], world: World) -> dict[str, float]:
@@ -86,8 +92,10 @@ def evaluate(metrics_of: MetricsOf, chunks: Iterable[tuple[Any, int]], world: Wo
         for name, value in metrics_of(batch).items():
             kind = _Summed if hasattr(value, "update") and hasattr(value, "compute") else _Mean
             found.setdefault(name, kind()).add(name, value, num_rows)
-    # A rank without a chunk learns names and kinds from rank 0, which has the first one.
-    kinds = world.tell({name: type(entry) is _Mean for name, entry in found.items()})
+    # A rank may have had no chunk, or none in which a metric came up; all need all names, in one order.
+    kinds: dict[str, bool] = {}
+    for told in world.tell_all({name: type(entry) is _Mean for name, entry in found.items()}):
+        kinds |= {name: is_mean for name, is_mean in told.items() if name not in kinds}
     return {name: found.get(name, _Mean() if mean else _Summed()).agree(world) for name, mean in kinds.items()}
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from instep.core.errors import TaskError
 from instep.core.spec import Cadence
-from instep.data.nested import num_rows
 from instep.events.schema import StepRecord
 from instep.parallel.noise import NoiseWatch
 from instep.train.run import Run
@@ -36,8 +36,9 @@ class Loop:
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
         task, model = self._task, self._model
-        watch: NoiseWatch | None = NoiseWatch()
-        for step in self._run.steps(self._train_data, collate=task.collate):
+        # Under the watch nothing would be compiled, now or later.
+        watch = None if any(isinstance(m, OptimizedModule) for m in model.modules()) else NoiseWatch()
+        for step in () if self._run.stopped else self._run.steps(self._train_data, collate=task.collate):
             with watch or contextlib.nullcontext():
                 for batch in step.shards():
                     step.backward(*_with_weight(task.loss(model, batch)))
@@ -46,11 +47,13 @@ class Loop:
                 self._report(watch)
                 watch = None
             if self._follow(step, record):
+                self._run.stopped = True
                 self._run.notice(f"stopped early at step {record.step}, as the Task's stop() asked")
                 break
         self._run.close_data()
         self._evaluate()
-        self._run.save()
+        if not self._run.is_saved:
+            self._run.save()
 
     def _follow(self, step: Step, record: StepRecord) -> bool:
         """Do what comes after a step; tell whether to stop."""
@@ -104,14 +107,14 @@ class _Once:
         self._arguments: tuple[Any, ...] | None = None
         self._output: Any = None
 
-    def __call__(self, *arguments: Any) -> Any:
-        known = self._arguments
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        known, arguments = self._arguments, (*positional, *named, *named.values())
         if (
             known is None
             or len(known) != len(arguments)
             or any(a is not b for a, b in zip(known, arguments, strict=True))
         ):
-            self._arguments, self._output = arguments, self._model(*arguments)
+            self._arguments, self._output = arguments, self._model(*positional, **named)
         return self._output
 
 
@@ -120,8 +123,6 @@ def _metrics_of(task: Task) -> Callable[[nn.Module, Any], dict[str, Any]]:
 
     def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
         once = _Once(model)
-        mean, weight = _with_weight(task.loss(once, batch))
-        weight = num_rows(batch) if weight is None else weight
-        return {"eval_loss": (mean, weight), **task.metrics(once, batch)}
+        return {"eval_loss": _with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
 
     return metrics

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.weights import load_weights
+from instep.checkpoint.weights import load_weights, weights_sha256
 from instep.core.errors import CheckpointError
 from instep.train.task import Task
 
@@ -51,7 +51,13 @@ class Result:
                 f"this Result was read from a file and does not know its Task. Use "
                 f"instep.load_model(task, {self.run_dir!r})."
             )
-        return load_model(task, self.run_dir)
+        model = load_model(task, self.run_dir)
+        if weights_sha256(model.state_dict()) != self.weights_sha256:
+            raise CheckpointError(
+                f"{self.run_dir}: its newest good checkpoint does not hold the weights that this Result names: "
+                "the last one is damaged or gone, or the run went on since."
+            )
+        return model
 
 
 def load_model(task: Task, run_dir: str | Path) -> nn.Module:

@@ -55,6 +55,9 @@ class Run:
         self._loader: TrainLoader | None = None
         self.step = self._saver.step
         """Global steps made so far."""
+        self._doubted: set[str] = set()
+        self.stopped = bool(self._saver.progress.get("stopped"))
+        """Whether the Task asked to stop early."""
         self.settled = True
         """Whether spec.json says what this run is; for a loop of one's own, `steps` finds out."""
         self.steps_per_epoch = 0
@@ -107,8 +110,8 @@ class Run:
         self._loader = self._load_from(dataset, plan, collate)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
-            trained.model.train()
         self._saver.restore_rng()
+        self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
         self._log_plan(plan, num_steps)
         if self.spec.accumulate > 1 and self.engine.has_batch_norm():
             self.notice(
@@ -119,8 +122,7 @@ class Run:
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             step = Step(self.engine, batch, ends_epoch, self._finish_step)
             yield step
-            while self._loader.notices:
-                self.notice(self._loader.notices.pop(0))
+            self._pass_on_notices()
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.save_if_due(self.step, self.engine.trained, self._progress())
@@ -135,20 +137,26 @@ class Run:
         """Compute metrics exactly over a whole set; `metrics(model, batch)` as in a Task."""
         begun = time.monotonic()
         model = self.engine.trained[0].model
-        was_training = model.training
+        was_training = [module.training for module in model.modules()]
         model.eval()
         self.engine.scope.end_part()
         with torch.no_grad():
             found = evaluate(lambda batch: metrics(model, batch), self._chunks(dataset, collate), self.world)
-        model.train(was_training)
+        for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
+            module.training = training
         self.metrics = found
         seconds = round(time.monotonic() - begun, 6)
         self.log.write(EvalRecord(step=self.step, metrics=found, seconds=seconds))
         return found
 
     def save(self) -> None:
-        """Write a checkpoint of this moment, unless this step's is there already."""
+        """Write a checkpoint of this moment."""
         self._saver.save(self.step, self.engine.trained, self._progress())
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether this step's checkpoint was written already."""
+        return self._saver.saved_step == self.step
 
     def notice(self, text: str) -> None:
         """Say something that a person should know, once for all ranks."""
@@ -175,20 +183,41 @@ class Run:
         if self.is_main:
             self.log.step(record)
 
+    def _pass_on_notices(self) -> None:
+        assert self._loader is not None
+        doubts = self.engine.scope.doubts
+        while self._loader.notices:
+            self.notice(self._loader.notices.pop(0))
+        for name in [name for name in doubts if name not in self._doubted]:
+            self._doubted.add(name)
+            self.notice(doubts[name])
+
     def _on_nan(self, step: int, loss: float) -> None:
         assert self._loader is not None
         indices = self._loader.sample_indices(step - 1).tolist()
         shown = ", ".join(map(str, indices[:16])) + (f", … ({len(indices)} in all)" if len(indices) > 16 else "")
-        found = f"the loss of step {step} is {loss}. Its samples: {shown}."
+        what = f"the loss of step {step} is {loss}" if loss - loss else f"the gradient of step {step} is not finite"
+        found = f"{what}. Its samples: {shown}."
         if self.spec.on_nan == "skip":
             return self.notice(f"{found} This update is skipped.")
         raise NumericsError(
-            f"{found} The update would destroy the weights, so it was not made. {self._saver.newest()} "
+            f"{found} This update was not made{self._already_lost()}. {self._saver.newest()} "
             "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."
         )
 
+    def _already_lost(self) -> str:
+        weights = [p for trained in self.engine.trained for p in trained.model.parameters()]
+        lost = not all(bool(torch.isfinite(p).all()) for p in weights)
+        return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
+
     def _progress(self) -> dict[str, Any]:
-        return {"step": self.step, "epoch": self.epochs, "loss": self.loss, "metrics": self.metrics}
+        return {
+            "step": self.step,
+            "epoch": self.epochs,
+            "loss": self.loss,
+            "metrics": self.metrics,
+            "stopped": self.stopped,
+        }
 
     def _settle(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
         """Complete the spec with what a loop of one's own says, and check it against an earlier run."""
@@ -218,33 +247,25 @@ class Run:
         )
 
     def _load_from(self, dataset: Any, plan: BatchPlan, collate: Collate | None) -> TrainLoader:
-        return TrainLoader(
-            dataset,
-            plan,
-            SampleOrder(self.spec.seed, plan.num_samples),
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            device=self.world.device,
-            collate=collate,
-            workers=self.spec.data_workers,
-            local_world_size=self.world.place.local_world_size,
-            seed=self.spec.seed,
-        )
+        return TrainLoader(dataset, plan, SampleOrder(self.spec.seed, plan.num_samples), **self._reading(collate))
 
     def _chunks(self, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:
-        # As many rows as a training step gives this rank: what fits there with gradients fits here without.
-        rows = max(1, self.spec.batch_size // (self.spec.accumulate * self.world.world_size))
-        return evaluation_chunks(
-            dataset,
-            rows,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            device=self.world.device,
-            collate=collate,
-            workers=self.spec.data_workers,
-            local_world_size=self.world.place.local_world_size,
-            seed=self.spec.seed,
-        )
+        # From the spec alone, so that every sample is computed in the same company at any world size. Not more
+        # than an eighth of a batch: without gradients that fits where a training step's share does.
+        rows = -(-self.spec.batch_size // (8 * self.spec.accumulate))
+        return evaluation_chunks(dataset, rows, **self._reading(collate))
+
+    def _reading(self, collate: Collate | None) -> dict[str, Any]:
+        """How this rank reads any dataset."""
+        return {
+            "rank": self.world.rank,
+            "world_size": self.world.world_size,
+            "local_world_size": self.world.place.local_world_size,
+            "device": self.world.device,
+            "collate": collate,
+            "workers": self.spec.data_workers,
+            "seed": self.spec.seed,
+        }
 
     def _log_plan(self, plan: BatchPlan, num_steps: int) -> None:
         assert self._loader is not None

@@ -16,7 +16,7 @@ import torch
 
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
-from instep.core.errors import CheckpointError, TaskError
+from instep.core.errors import CheckpointError, NumericsError, TaskError
 from instep.core.spec import Cadence, TrainSpec
 from instep.events.schema import NoticeRecord, SaveRecord
 from instep.events.write import EventLog
@@ -35,9 +35,10 @@ class Saver:
         self._cadence = Cadence.parse("save_every", spec.save_every)
         self._saved_at = time.monotonic()
         self._kept: dict[str, Any] = {}
+        self.saved_step: int | None = None
+        """The step of the newest checkpoint that this process wrote."""
         self.checkpoint = self._agree_on_checkpoint(world)
         """Where the run goes on from; None for a new one."""
-        self._saved_step = self.step
 
     @property
     def step(self) -> int:
@@ -75,13 +76,18 @@ class Saver:
             self.save(step, trained, progress)
 
     def save(self, step: int, trained: list[Trained], progress: Mapping[str, Any]) -> None:
-        """Write a checkpoint of this moment, unless this step's is there already."""
-        if not self._is_main or self._saved_step == step:
+        """Write a checkpoint of this moment, unless its weights are worthless."""
+        if not self._is_main:
             return
+        for each in trained:
+            if not all(bool(torch.isfinite(p).all()) for p in each.model.parameters()):
+                raise NumericsError(
+                    f"the weights of step {step} are not finite, so no checkpoint is made. {self.newest()}"
+                )
+        self.saved_step = step
         begun = time.monotonic()
         path, num_bytes = self._directory.save(step, self._state(trained, progress), self.spec.keep)
         self._saved_at = time.monotonic()
-        self._saved_step = step
         seconds = round(self._saved_at - begun, 6)
         self._log.write(SaveRecord(step=step, path=str(path), num_bytes=num_bytes, seconds=seconds))
 
@@ -110,7 +116,7 @@ class Saver:
         """Find the newest good checkpoint on rank 0, and have every rank take that one. Called on all ranks."""
         newest: Checkpoint | None = None
         if world.is_main:
-            newest, complaints = self._directory.newest()
+            newest, complaints = self._directory.take_stock()
             for complaint in complaints:
                 self._log.write(NoticeRecord(text=complaint + " An older checkpoint is used."))
         name = world.tell(newest.path.name if newest is not None else None)

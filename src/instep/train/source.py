@@ -61,7 +61,9 @@ def load_file(path: Path) -> types.ModuleType:
     directory = str(path.resolve().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)
-    name = path.stem
+    known = sys.modules.get(path.stem)
+    is_other = known is not None and getattr(known, "__file__", None) != str(path)
+    name = f"task_{path.stem}" if is_other else path.stem  # a file called random.py must not replace Python's
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -47,14 +47,16 @@ class Step:
         self._loss = 0.0
         self._grad_norm: float | None = None
         self._apply = True
-        engine.scope.begin_step(batch.step)
+        self._passes = 0
+        engine.begin_step(batch.step)
 
     def shards(self) -> Iterator[Any]:
         """Give this rank's parts of the global batch, one after the other."""
         for part in self._batch.parts:
-            self._engine.begin_part(part.plan)
+            self._engine.begin_part(part.plan, self._passes)
             self._part = part
             yield part.batch
+        self._passes += 1
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows."""
@@ -116,17 +118,24 @@ class Step:
 
     def _agree(self, trained: Trained) -> bool:
         """Bring gradients and loss together over all ranks; tell whether to apply them."""
-        loss, weight = trained.reducer.reduce((self._loss_sum, self._weight_sum))
+        weighted = (float(self._weighted is True), float(self._weighted is not None))
+        loss, weight, num_weighted, num_ranks = trained.reduce((self._loss_sum, self._weight_sum, *weighted))
+        if 0 < num_weighted < num_ranks:
+            raise TaskError("loss gave a weight on some ranks and none on others. Give one always, or never.")
         if self._total_weight is None:  # a second model brings the sums of the same parts again
             self._total_weight = weight
             self._loss = (loss / weight if weight else 0.0) if self._weighted else loss
             self._apply = math.isfinite(self._loss)
-            if not self._apply:
-                self._engine.on_nan(self.number, self._loss)
         if self._weighted and weight:
             trained.reducer.scale(1.0 / weight)
-        if self._apply and self._engine.spec.clip_norm is not None:
-            self._grad_norm = float(trained.reducer.clip(self._engine.spec.clip_norm))
+        spec = self._engine.spec
+        if self._apply and spec.clip_norm is not None:
+            self._grad_norm = float(trained.reducer.clip(spec.clip_norm))
+            self._apply = math.isfinite(self._grad_norm)
+        elif self._apply and spec.on_nan == "skip":  # looking at every gradient costs; who asks for it pays
+            self._apply = math.isfinite(float(trained.reducer.clip(math.inf)))
+        if not self._apply:
+            self._engine.refuse_update(self.number, self._loss)
         return self._apply
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.strategy import Strategy
 
-NUM_SUMS = 2
-"""Numbers that travel with the gradients: the loss times its weight, and the weight."""
+NUM_SUMS = 4
+"""Numbers that travel with the gradients: the loss times its weight, the weight, and how many ranks gave one."""
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -38,6 +39,10 @@ class Trained:
         strategy: Strategy,
         suffix: str,
     ) -> None:
+        if any(map(is_lazy, model.parameters())):
+            raise TaskError(
+                "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
+            )
         self.model = strategy.spread(model)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
@@ -45,8 +50,8 @@ class Trained:
         self.optimizer = make_optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
-        in_groups = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.reducer = strategy.reducer(in_groups, NUM_SUMS)
+        self._strategy = strategy
+        self.reducer = strategy.reducer(self._in_groups(), NUM_SUMS)
         self.scheduler: Any = None
         self.updated = False
         """Whether this step has updated it already."""
@@ -58,6 +63,10 @@ class Trained:
     def begin(self, num_steps: int, checkpoint: Checkpoint | None) -> None:
         """Make the schedule, now that its length is known, and bring it where the checkpoint left it."""
         self.scheduler = self._make_scheduler(self.optimizer, num_steps) if self._make_scheduler else None
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TaskError(
+                "ReduceLROnPlateau wants a metric; schedules here count global steps. Use another scheduler."
+            )
         if self.scheduler is not None and checkpoint is not None:
             self._load(checkpoint, "scheduler", self.scheduler)
             # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to go on with.
@@ -74,6 +83,15 @@ class Trained:
         if self.scheduler is not None:
             parts["scheduler"] = self.scheduler.state_dict()
         return {part + self._suffix: state for part, state in parts.items()}
+
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+        """Agree with the other ranks on gradients; also on those of a group that was added since."""
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters):
+            self.reducer = self._strategy.reducer(self._in_groups(), NUM_SUMS)
+        return self.reducer.reduce(sums)
+
+    def _in_groups(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def end_update(self) -> None:
         """Note that this step has updated it, and move the schedule on."""

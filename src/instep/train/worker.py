@@ -86,6 +86,13 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
 
 def make_result(run: Run, begun: float, attempt: int) -> Result:
     """Sum a finished run up. Called on all ranks."""
+    own = weights_sha256(run.engine.trained[0].model.state_dict())
+    others = [rank for rank, hash_ in enumerate(run.world.tell_all(own)) if hash_ != own]
+    if others:
+        run.notice(
+            f"ranks {', '.join(map(str, others))} ended with other weights or buffers than rank 0, whose are kept. "
+            "Does the model write to buffers in its forward pass, or depend on the process?"
+        )
     return Result(
         steps=run.step,
         epochs=run.epochs,
@@ -95,7 +102,7 @@ def make_result(run: Run, begun: float, attempt: int) -> Result:
         restarts=attempt,
         wall_s=round(time.monotonic() - begun, 3),
         run_dir=str(run.directory.path),
-        weights_sha256=weights_sha256(run.engine.trained[0].model.state_dict()),
+        weights_sha256=own,
         status="complete",
     )
 

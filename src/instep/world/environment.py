@@ -52,7 +52,8 @@ def _candidates(environ: Mapping[str, str]) -> list[tuple[Launcher, str, str]]:
     found: list[tuple[Launcher, str, str]] = []
     if "OMPI_COMM_WORLD_RANK" in environ:
         found.append(("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-    if "PMI_RANK" in environ:
+    # srun --mpi=pmi2 sets PMI_RANK too; then it is SLURM that knows the nodes.
+    if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):
         found.append(("mpich", "PMI_RANK", "PMI_SIZE"))
     # A batch script has SLURM_PROCID=0 as well; only what srun starts is a step with a number.
     if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "").isdigit():
@@ -74,6 +75,7 @@ def _from_rank_variables(environ: Mapping[str, str], launcher: Launcher) -> Plac
             launcher=launcher,
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(environ, "MASTER_PORT", default=29500),
+            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         ),
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     )
@@ -116,6 +118,7 @@ def _from_scheduler(environ: Mapping[str, str], launcher: Launcher) -> Place:
             launcher=launcher,
             master_addr=environ.get("MASTER_ADDR", host),
             master_port=_number(environ, "MASTER_PORT", default=port_of_job(job)),
+            attempt=_number(environ, "SLURM_RESTART_COUNT", default=0) if launcher == "slurm" else 0,
         ),
         names,
     )

@@ -85,6 +85,9 @@ class World:
             ) from error
         return cls(place, backend)
 
+    def __deepcopy__(self, _memo: object) -> World:
+        return self  # there is one, whoever copies a module that knows it
+
     def __enter__(self) -> World:
         return self
 
@@ -137,15 +140,16 @@ class World:
         """Overwrite the tensors with rank 0's. Called on all ranks."""
         if self.world_size == 1:
             return
-        # In flat pieces by dtype: one call a tensor would cost a round trip each.
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for group in by_dtype.values():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            dist.broadcast(flat, src=0)
-            for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-                tensor.detach().copy_(piece.view_as(tensor))
+        # As one run of bytes: one call a tensor would cost a round trip each, and gloo does not know all dtypes.
+        whole = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
+        flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole])
+        dist.broadcast(flat, src=0)
+        for tensor, piece in zip(
+            [tensor for tensor in tensors if tensor.numel()],
+            flat.split([tensor.numel() * tensor.element_size() for tensor in whole]),
+            strict=True,
+        ):
+            tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def tell(self, value: Any) -> Any:
         """Give every rank rank 0's value. It travels as JSON: nothing is unpickled. Called on all ranks."""
