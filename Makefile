@@ -7,13 +7,16 @@ help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 # torch comes first and alone: with torch there, nothing that depends on it pulls another build.
-.venv/installed: pyproject.toml
+.venv/torch:
 	test -x $(BIN)/python || $(PY) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check 'torch>=2.11,<2.14'
+	touch $@
+
+.venv/installed: .venv/torch pyproject.toml
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples]'
 	touch $@
 
-.venv/installed-dev: .venv/installed
+.venv/installed-dev: .venv/torch pyproject.toml
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples,dev]'
 	touch $@
 

@@ -7,6 +7,7 @@ left for the worker to import, where its error has somebody to go to.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -38,6 +39,9 @@ def warm_up() -> None:
             os._exit(0)
         with contextlib.suppress(Exception):  # the worker imports it again, and reports
             importlib.import_module(name)
+    # What was imported stays for good: a worker's garbage collector need not look through it again and again.
+    gc.collect()
+    gc.freeze()
 
 
 warm_up()

@@ -125,7 +125,8 @@ class Run:
             self._pass_on_notices()
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
-            self._saver.save_if_due(self.step, self.engine.trained, self._progress())
+            if self._saver.is_due(self.step):
+                self.save()
         self.close_data()
 
     def evaluate(

@@ -68,12 +68,12 @@ class Saver:
         numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
         torch.set_rng_state(rng["torch"])
 
-    def save_if_due(self, step: int, trained: list[Trained], progress: Mapping[str, Any]) -> None:
-        """Write a checkpoint if its time has come."""
-        by_step = self._cadence.steps is not None and step % self._cadence.steps == 0
+    def is_due(self, step: int) -> bool:
+        """Tell whether the time for a checkpoint has come."""
+        if self._cadence.steps is not None:
+            return step % self._cadence.steps == 0
         seconds = self._cadence.seconds
-        if by_step or (seconds is not None and time.monotonic() - self._saved_at >= seconds):
-            self.save(step, trained, progress)
+        return seconds is not None and time.monotonic() - self._saved_at >= seconds
 
     def save(self, step: int, trained: list[Trained], progress: Mapping[str, Any]) -> None:
         """Write a checkpoint of this moment, unless its weights are worthless."""

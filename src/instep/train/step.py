@@ -69,6 +69,9 @@ class Step:
             raise TaskError(
                 "some parts of this step came with a weight and some without. Give all of them one, or none."
             )
+        if self._weighted is None:
+            # Here and not after the last update: memory that was just let go is the fastest to take.
+            self._engine.clear_gradients()
         self._weighted = weight is not None
         if not part.plan.counted:
             scale = 0.0
@@ -79,7 +82,7 @@ class Step:
             self._weight_sum += scale
         if scale:
             self._loss_sum += (loss.item() if self._engine.on_cpu else loss.detach()) * scale
-            loss.backward(self._engine.scalar(scale, loss))
+            loss.backward(None if scale == 1.0 else self._engine.scalar(scale, loss))
         else:
             self._engine.backward_in_silence(loss)
 
@@ -89,7 +92,6 @@ class Step:
         if self._agree(trained):
             trained.optimizer.step()
         trained.end_update()
-        self._engine.clear_gradients()
         self._total_weight, self._weighted = None, None
         self._loss_sum = self._weight_sum = 0.0
 
@@ -103,7 +105,6 @@ class Step:
                     trained.optimizer.step()
                 trained.end_update()
             trained.updated = False
-        engine.clear_gradients()
         self.record = StepRecord(
             step=self.number,
             epoch=self.epoch,
@@ -118,6 +119,8 @@ class Step:
 
     def _agree(self, trained: Trained) -> bool:
         """Bring gradients and loss together over all ranks; tell whether to apply them."""
+        if self._weighted is None:  # no backward pass since the last update: there is no gradient
+            self._engine.clear_gradients()
         weighted = (float(self._weighted is True), float(self._weighted is not None))
         loss, weight, num_weighted, num_ranks = trained.reduce((self._loss_sum, self._weight_sum, *weighted))
         if 0 < num_weighted < num_ranks:
