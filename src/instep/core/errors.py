@@ -7,6 +7,7 @@
     ├── CheckpointError   a run directory or checkpoint cannot be written or continued          exit 2
     ├── NumericsError     the loss is not a number                                              exit 1
     ├── EnvironmentFailed the machine, the network or the launcher is not as it must be         exit 3
+    │   └── PeerLost      another rank ended, left or did not come; names it                    exit 3
     └── RanksFailed       ranks of a launched job failed; carries them, the first one first
 
 A message says what was found, why it cannot be, and what to do.
@@ -59,6 +60,15 @@ class EnvironmentFailed(InstepError):
     """The machine, the network or the launcher is not as it must be."""
 
     exit_code = EXIT_ENVIRONMENT
+
+
+class PeerLost(EnvironmentFailed):
+    """A collective cannot be completed, because another rank is not there for it."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        """Whom this rank waited for in vain."""
+        super().__init__(message)
 
 
 @dataclass(frozen=True, kw_only=True)

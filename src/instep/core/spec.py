@@ -80,6 +80,11 @@ class TrainSpec(LaunchSpec):
     strategy: Literal["auto", "single", "ddp"] = option(
         "auto", "how the model is spread; auto: ddp when there are several processes", "--strategy"
     )
+    comm: Literal["auto", "shared-memory", "gloo"] = option(
+        "auto",
+        "how processes on CPU speak; auto: through shared memory where they share a machine, else gloo",
+        "--comm",
+    )
     clip_norm: float | None = option(None, "clip the gradient's global norm to this", "--clip-norm", recipe=True)
     eval_every: str = option(
         "1epoch", "evaluate every N steps, every Nepoch, or never (then only at the end)", "--eval-every"
@@ -132,6 +137,8 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient away. Use a number above 0.")
         if self.strategy not in ("auto", "single", "ddp"):
             raise SpecError(f"strategy={self.strategy!r} is unknown. Choose auto, single or ddp.")
+        if self.comm not in ("auto", "shared-memory", "gloo"):
+            raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
         if self.on_nan not in ("stop", "skip"):
             raise SpecError(f"on_nan={self.on_nan!r} is unknown. Choose stop or skip.")
         if self.batch_size < self.accumulate:

@@ -23,6 +23,7 @@ from instep.core.errors import (
     EXIT_USER,
     FailureRecord,
     InstepError,
+    PeerLost,
     RanksFailed,
 )
 
@@ -31,6 +32,7 @@ _LOST_PEER = re.compile(
     r"connection (closed by peer|reset|refused|was (likely )?closed)|broken pipe|socket (timeout|closed)"
     r"|timed out (waiting|after)|wait timeout|failed to (recv|send)|connectFullMesh failed"
     r"|application timeout caused pair closure|failed to pass monitoredBarrier"
+    r"|\bPeerLost: "  # through C++, our own becomes a RuntimeError
     r"|nccl.*(remote|abort|timeout)|remote process exited|watchdog caught collective",
     re.IGNORECASE | re.DOTALL,
 )
@@ -119,7 +121,7 @@ def _judge(error: BaseException) -> tuple[int, bool]:
     names = {kind.__name__ for kind in type(error).__mro__}  # by name: this file imports no torch
     text = str(error)
     if isinstance(error, InstepError):
-        return error.exit_code, False
+        return error.exit_code, isinstance(error, PeerLost)
     if isinstance(error, SystemExit):
         # argparse ends a script with 2 when its command line is wrong, and so does instep.
         return (EXIT_SPEC if error.code == EXIT_SPEC else EXIT_USER), False

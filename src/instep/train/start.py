@@ -31,7 +31,7 @@ def start(**options: Any) -> Iterator[Run]:
         raise SpecError(f"instep.start: {error}. Its options are those of `instep train --help`.") from None
     begun = time.monotonic()
     place = place_here()
-    with process_settings(spec, place.local_world_size), World.join(place) as world:
+    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
         name = Path(sys.argv[0]).stem or "loop"
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))
         try:

@@ -35,7 +35,7 @@ def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: st
     """Be a rank that instep launched; the result travels back to the launcher."""
     place = place_here()
     task = source.load()
-    with process_settings(spec, place.local_world_size), World.join(place) as world:
+    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt).to_json()
 
 
@@ -72,6 +72,8 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
     run: Run | None = None
     try:
         run = Run(world, spec, directory, log, name)
+        if world.comm_notice:
+            run.notice(world.comm_notice)
         yield run
         log.write(EndRecord(status="complete", step=run.step))
     except BaseException as error:  # no collective from here on: the others may not be there to answer

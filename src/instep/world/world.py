@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.core.errors import EnvironmentFailed
+from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.topology import Place
+from instep.world import autoload
 from instep.world.environment import detect
+from instep.world.group import SharedGroup
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -41,9 +43,19 @@ def _device_of(place: Place) -> str:
     return f"cuda:{place.local_rank % torch.cuda.device_count()}"
 
 
-def backend_for(place: Place) -> str:
-    """Choose nccl when each local rank has a GPU of its own; it refuses two ranks on one GPU."""
-    if place.device == "cpu" or place.local_world_size > torch.cuda.device_count():
+def backend_for(place: Place, comm: str = "auto") -> str:
+    """Choose nccl when each local rank has a GPU of its own; it refuses two ranks on one GPU.
+
+    On CPU `comm` chooses between our own group, which shares memory where it can, and gloo alone.
+    """
+    if place.device == "cpu":
+        return "gloo" if comm == "gloo" else autoload.BACKEND
+    if comm == "shared-memory":
+        raise SpecError(
+            f"comm=shared-memory is for processes that train on CPU, and this one trains on {place.device}. "
+            "Leave --comm away."
+        )
+    if place.local_world_size > torch.cuda.device_count():
         return "gloo"
     return "nccl" if dist.is_nccl_available() else "gloo"
 
@@ -51,9 +63,15 @@ def backend_for(place: Place) -> str:
 class World:
     """The processes that train together, seen from one of them."""
 
-    def __init__(self, place: Place, backend: str) -> None:
+    def __init__(self, place: Place, backend: str, group: SharedGroup | None = None) -> None:
         self.place = place
-        self.backend = backend
+        self.backend = backend if group is None else group.describe()
+        """What the ranks speak over, in words."""
+        self.comm_notice = ""
+        """What a person should know about that."""
+        if group is not None and group.refusal and place.local_world_size > 1:
+            self.comm_notice = f"shared memory is not used: {group.refusal}; gloo is, which takes longer."
+        self._group = group if group is None or not group.refusal else None
         self.rank = place.rank
         self.world_size = place.world_size
         self.is_main = place.is_main
@@ -61,13 +79,14 @@ class World:
         self._spare = torch.empty(0)
 
     @classmethod
-    def join(cls, place: Place, timeout: datetime.timedelta = TIMEOUT) -> World:
+    def join(cls, place: Place, timeout: datetime.timedelta = TIMEOUT, comm: str = "auto") -> World:
         """Enter the process group that this process was launched for; a world of one enters none."""
         if place.device.startswith("cuda"):
             torch.cuda.set_device(torch.device(place.device))
         if place.world_size == 1:
             return cls(place, "none")
-        backend = backend_for(place)
+        backend = backend_for(place, comm)
+        autoload.register()
         try:
             dist.init_process_group(
                 backend,
@@ -83,7 +102,14 @@ class World:
                 f"{place.master_addr}:{place.master_port} ({backend}): {error}. "
                 "Check that all of them were started and that this address is reachable."
             ) from error
-        return cls(place, backend)
+        group = dist.group.WORLD if backend == autoload.BACKEND else None
+        assert group is None or isinstance(group, SharedGroup)
+        if comm == "shared-memory" and group is not None and group.refusal:
+            dist.destroy_process_group()
+            raise EnvironmentFailed(
+                f"comm=shared-memory was asked for, but {group.refusal}. With --comm auto gloo is used then."
+            )
+        return cls(place, backend, group)
 
     def __deepcopy__(self, _memo: object) -> World:
         return self  # there is one, whoever copies a module that knows it
@@ -102,12 +128,15 @@ class World:
             return
         # A gloo thread that still holds tensors takes the GIL while the interpreter shuts down, and aborts
         # it: what refers to the group goes first, then the group.
+        self._group = None
         gc.collect()
         dist.destroy_process_group()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add the tensor up over all ranks, in place; it must be contiguous. Called on all ranks."""
-        if self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
+        if self._group is not None:
+            self._group.sum_now(tensor)
+        elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
             self._exchange(tensor)
         elif self.world_size > 1:
             dist.all_reduce(tensor)

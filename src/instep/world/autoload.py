@@ -1,0 +1,25 @@
+"""Make `init_process_group("instep")` work wherever instep is installed.
+
+PyTorch calls `register` while it is imported (the entry point `torch.backends` in pyproject.toml), so this file
+imports nothing, and the group itself is imported when one is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BACKEND = "instep"
+
+
+def register() -> None:
+    """Tell PyTorch the name of the backend."""
+    import torch.distributed as dist
+
+    if dist.is_available() and BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+
+
+def _make(options: Any, backend_options: Any) -> Any:
+    from instep.world.group import make_group
+
+    return make_group(options, backend_options)

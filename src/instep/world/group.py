@@ -1,0 +1,253 @@
+"""The process group of the fast lane, for instep and for PyTorch: `init_process_group("instep")`.
+
+Room: the c10d side of `world.lane`; `autoload` registers it with PyTorch.
+Ranks: all of the group.
+
+CPU tensors of ranks that share a machine go through shared memory, over several machines hierarchically
+([Note: Rails]). What the lane does not have (point to point, all-to-all, products, complex numbers, …) goes to the
+gloo group that every such group holds, and so does everything where memory cannot be shared; `refusal` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from instep.world.background import Background, done
+from instep.world.flat import as_bytes, flattened
+from instep.world.lane.between import Between
+from instep.world.lane.lane import Lane
+from instep.world.lane.opening import open_lane
+from instep.world.lane.reduction import DTYPES, Reduction
+from instep.world.rail import GlooRail
+
+_REDUCTIONS = (
+    (dist.ReduceOp.SUM, Reduction.SUM),
+    (dist.ReduceOp.AVG, Reduction.MEAN),
+    (dist.ReduceOp.MAX, Reduction.MAX),
+    (dist.ReduceOp.MIN, Reduction.MIN),
+)
+
+
+class SharedGroup(dist.ProcessGroup):
+    """Ranks that speak through shared memory where they can, and through gloo where they cannot."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        global_ranks: Sequence[int] | None = None,
+        label: str | None = None,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        opened = open_lane(dist.PrefixStore("lane", store), rank, size, timeout, global_ranks=global_ranks, label=label)
+        self.lane, self.plan, self.refusal = opened
+        self._place = self.plan.where(rank)
+        self._between: Between | None = None
+        if not self.refusal and len(self.plan.machines) > 1:
+            self._between = Between(
+                self.lane, self._open_rail(store, timeout), self._place[0], self.plan.num_rails, size
+            )
+        self._asynchronous = Background()
+
+    def describe(self) -> str:
+        """Say in a few words what this group speaks over."""
+        if self.refusal:
+            return "gloo"
+        machines = len(self.plan.machines)
+        return "shared memory" if machines == 1 else f"shared memory and gloo between {machines} machines"
+
+    def sum_now(self, tensor: torch.Tensor) -> None:
+        """Add the ranks' tensors up, in place: no options, no work object. Called on all ranks."""
+        if self.refusal or tensor.dtype not in DTYPES:
+            super().allreduce([tensor], dist.AllreduceOptions()).wait()
+        else:
+            self._asynchronous.drain()
+            self._reduce([tensor], Reduction.SUM)
+
+    # Called by PyTorch, spelled as PyTorch spells it.
+
+    def getBackendName(self) -> str:
+        """Give the name that the group was asked for by."""
+        return "instep"
+
+    def shutdown(self) -> None:
+        """Leave: tells whoever still waits for this rank, and asks for no answer."""
+        self._asynchronous.end()
+        if self.lane is not None:
+            self.lane.close()
+            self.lane, self.refusal = None, "the group was shut down"
+        super().shutdown()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Combine the ranks' tensors, in place."""
+        opts = opts or dist.AllreduceOptions()
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        how = self._reduction(opts.reduceOp, tensors)
+        if how is None:
+            return super().allreduce(tensors, opts)
+        return self._do(lambda: self._reduce(tensors, how), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Combine the ranks' tensors, in place."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        how = self._reduction(opts.reduceOp, tensors)
+        if how is None:
+            return super().allreduce_coalesced(tensors, opts)
+        return self._do(lambda: self._reduce(tensors, how), tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        """Overwrite the tensors with one rank's."""
+        opts = opts or dist.BroadcastOptions()
+        if not self._can(tensors):
+            return super().broadcast(tensors, opts)
+        return self._do(lambda: self._broadcast(tensors, opts.rootRank), tensors, opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait until every rank is here."""
+        opts = opts or dist.BarrierOptions()
+        if self.refusal:
+            return super().barrier(opts)
+        return self._do(self._meet, [], opts)
+
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        """Collect the ranks' tensors in lists."""
+        opts = opts or dist.AllgatherOptions()
+        if not self._can_alone(inputs) or any(out.nbytes != inputs[0].nbytes for outs in output_lists for out in outs):
+            return super().allgather(output_lists, inputs, opts)
+        return self._do(lambda: self._gather(output_lists, inputs), output_lists, opts)
+
+    def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
+        """Collect the ranks' tensors in one, one after the other."""
+        opts = opts or dist.AllgatherOptions()
+        if not self._can_alone([own]) or not output.is_contiguous():
+            return super()._allgather_base(output, own, opts)
+        return self._do(lambda: self._gather([output.view(-1).chunk(self.size())], [own]), [output], opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Collect the ranks' tensors, several at once."""
+        opts = opts or dist.AllgatherOptions()
+        if not self._can_alone(inputs) or not all(out.is_contiguous() for out in outputs):
+            return super().allgather_into_tensor_coalesced(outputs, inputs, opts)
+        whole = [out.view(-1).chunk(self.size()) for out in outputs]
+        return self._do(lambda: self._gather(whole, inputs), outputs, opts)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
+        """Combine, for each rank, the parts meant for it."""
+        opts = opts or dist.ReduceScatterOptions()
+        how = self._reduction(opts.reduceOp, outputs)
+        uneven = any(part.numel() != out.numel() for out, ins in zip(outputs, input_lists) for part in ins)  # noqa: B905
+        if how is None or self._between is not None or uneven:
+            return super().reduce_scatter(outputs, input_lists, opts)
+        return self._do(lambda: self._scatter(outputs, input_lists, how), outputs, opts)
+
+    def _reduce_scatter_base(self, output: Any, whole: Any, opts: Any = None) -> Any:
+        """Combine, for each rank, its part of a whole."""
+        opts = opts or dist.ReduceScatterOptions()
+        how = self._reduction(opts.reduceOp, [output])
+        if how is None or self._between is not None:
+            return super()._reduce_scatter_base(output, whole, opts)
+        parts = whole.reshape(-1).chunk(self.size())
+        return self._do(lambda: self._scatter([output], [parts], how), [output], opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Combine, for each rank, its part of several wholes."""
+        opts = opts or dist.ReduceScatterOptions()
+        how = self._reduction(opts.reduceOp, outputs)
+        if how is None or self._between is not None:
+            return super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        parts = [whole.reshape(-1).chunk(self.size()) for whole in inputs]
+        return self._do(lambda: self._scatter(outputs, parts, how), outputs, opts)
+
+    # torch 2.13 has new names for these, and calls those; 2.11 knows only the old ones.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    # What is done, in whichever thread.
+
+    def _reduce(self, tensors: Sequence[torch.Tensor], how: Reduction) -> None:
+        way = self._between or self.lane
+        assert way is not None
+        for tensor in tensors:
+            with flattened(tensor) as flat:
+                way.all_reduce(flat, how)
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        machine, place = self.plan.where(root)
+        for tensor in tensors:
+            with flattened(tensor) as flat:
+                if self._between is not None:
+                    self._between.broadcast(as_bytes(flat), machine, place)
+                else:
+                    self._own_lane().broadcast(as_bytes(flat), place)
+
+    def _meet(self) -> None:
+        if self._between is not None:
+            self._between.barrier()
+        else:
+            self._own_lane().meet()
+
+    def _gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
+        for outs, own in zip(outputs, inputs, strict=True):
+            with contextlib.ExitStack() as stack:
+                flats = [as_bytes(stack.enter_context(flattened(out))) for out in outs]
+                self._own_lane().all_gather(flats, as_bytes(own.detach().reshape(-1)))
+
+    def _scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], how: Reduction
+    ) -> None:
+        for out, parts in zip(outputs, inputs, strict=True):
+            with flattened(out) as flat:
+                self._own_lane().reduce_scatter(flat, [part.detach().reshape(-1) for part in parts], how)
+
+    def _own_lane(self) -> Lane:
+        assert self.lane is not None
+        return self.lane
+
+    # Which way an operation goes.
+
+    def _can(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return not self.refusal and all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+
+    def _can_alone(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether the lane can do what it does on one machine only."""
+        return self._between is None and self._can(tensors)
+
+    def _reduction(self, op: Any, tensors: Sequence[torch.Tensor]) -> Reduction | None:
+        """Give the lane's name of an operation, None where it goes to gloo."""
+        if not self._can(tensors) or any(t.dtype not in DTYPES for t in tensors):
+            return None
+        return next((reduction for theirs, reduction in _REDUCTIONS if op == theirs), None)
+
+    def _do(self, run: Callable[[], None], result: Any, opts: Any) -> Any:
+        if opts.asyncOp:
+            return self._asynchronous.submit(run, result)
+        self._asynchronous.drain()
+        run()
+        return done(result)
+
+    def _open_rail(self, store: dist.Store, timeout: timedelta) -> GlooRail | None:
+        machine, place = self._place
+        if place >= self.plan.num_rails:
+            return None
+        rail = dist.PrefixStore(f"rail/{place}", store)
+        return GlooRail(dist.ProcessGroupGloo(rail, machine, len(self.plan.machines), timeout))
+
+
+def make_group(options: Any, _backend_options: Any = None) -> SharedGroup:
+    """Make a group for `init_process_group` and `new_group`."""
+    return SharedGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group
+    )

@@ -1,0 +1,65 @@
+"""Several machines: shared memory inside each, sockets between them.
+
+Ranks: all of the group, in the same order.
+
+[Note: Rails]
+A machine's ranks add a chunk up in shared memory, a share each; then the ranks at the same place of all
+machines exchange that share over gloo (a rail), side by side with the other rails; then everyone takes all shares
+from shared memory. Machines may have different numbers of ranks: there are as many rails as the smallest
+machine has ranks, and ranks beyond only bring and take. Sums are in the order of the ranks within a machine,
+and in gloo's fixed order between machines.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from instep.world.lane.lane import Lane
+from instep.world.lane.reduction import Reduction, divide
+
+
+class Rail(Protocol):
+    """The ranks at one place of all machines."""
+
+    def all_reduce(self, share: torch.Tensor, how: Reduction) -> None:
+        """Combine their shares, in place; a mean is left a sum."""
+
+    def broadcast(self, flat: torch.Tensor, machine: int) -> None:
+        """Overwrite with what the rank on that machine has."""
+
+
+class Between:
+    """The way over several machines, seen from one rank: its lane (None: alone there), and its rail if it has one."""
+
+    def __init__(self, lane: Lane | None, rail: Rail | None, machine: int, num_rails: int, num_ranks: int) -> None:
+        self._lane, self._rail = lane, rail
+        self._machine, self._num_rails, self._num_ranks = machine, num_rails, num_ranks
+
+    def all_reduce(self, flat: torch.Tensor, how: Reduction) -> None:
+        """Combine the tensors of all ranks of all machines, in place. Called on all ranks."""
+        here = Reduction.SUM if how is Reduction.MEAN else how
+        if self._lane is None:
+            assert self._rail is not None  # alone on its machine, so every machine has one rail
+            self._rail.all_reduce(flat, here)
+        else:
+            rail = self._rail
+            self._lane.all_reduce_by_shares(
+                flat, here, self._num_rails, lambda share: rail.all_reduce(share, here) if rail else None
+            )
+        if how is Reduction.MEAN:
+            divide(flat, self._num_ranks)
+
+    def broadcast(self, flat: torch.Tensor, machine: int, place: int) -> None:
+        """Overwrite the tensor with that of the rank at a place of a machine. Called on all ranks."""
+        if self._lane is not None and machine == self._machine:
+            self._lane.broadcast(flat, place)
+        if self._rail is not None and (self._lane is None or self._lane.place == 0):
+            self._rail.broadcast(flat, machine)
+        if self._lane is not None and machine != self._machine:
+            self._lane.broadcast(flat, 0)
+
+    def barrier(self) -> None:
+        """Wait until every rank of every machine is here. Called on all ranks."""
+        self.all_reduce(torch.zeros(1), Reduction.SUM)

@@ -1,0 +1,69 @@
+"""What is computed from the ranks' numbers. Pure, and always in the order of the ranks.
+
+A sum of floats depends on its order. Here it is (((r0 + r1) + r2) + r3)…, whoever computes it and whenever, so
+all ranks hold the same bits and repeated runs do too. 16-bit floats are added up in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class Reduction(Enum):
+    """How the ranks' numbers become one; of integers, a mean is rounded towards zero."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+
+
+_STEPS: dict[Reduction, Callable[..., torch.Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.MEAN: torch.add,
+    Reduction.MAX: torch.maximum,
+    Reduction.MIN: torch.minimum,
+}
+
+
+def combine(how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor, spare: torch.Tensor) -> None:
+    """Combine the parts, given in the order of the ranks, into `out`, which may be one of them.
+
+    `spare` is room for what lies between, at least as large, of `spare_dtype`: memory that is new in every call
+    would cost more than the additions.
+    """
+    step = _STEPS[how]
+    first, *rest, last = parts
+    total = spare[: out.numel()]
+    if total.dtype == out.dtype:
+        for part in rest:
+            first = step(first, part, out=total)
+        step(first, last, out=out)
+        if how is Reduction.MEAN:
+            divide(out, len(parts))
+        return
+    total.copy_(first)
+    for part in (*rest, last):
+        step(total, part, out=total)
+    if how is Reduction.MEAN:
+        divide(total, len(parts))
+    out.copy_(total)
+
+
+def spare_dtype(dtype: torch.dtype, num_parts: int) -> torch.dtype:
+    """In which dtype numbers are added up: of two, every dtype's own sum is rounded once anyway."""
+    return torch.float32 if dtype in _HALVES and num_parts > 2 else dtype
+
+
+def divide(total: torch.Tensor, count: int) -> None:
+    """Make a sum a mean, in place."""
+    if total.dtype.is_floating_point:
+        total.div_(count)
+    else:
+        total.div_(count, rounding_mode="trunc")
