@@ -1,6 +1,6 @@
 """The best loop that can be written by hand with DDP: nothing is done per sample, nothing waits for a number.
 
-Started by torchrun: by_hand.py ROOT EPOCHS. One process needs no DDP, and gets none.
+Started by torchrun: by_hand.py ROOT EPOCHS BACKEND. One process needs no DDP, and gets none.
 """
 
 import gc
@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def main(root, epochs):
+def main(root, epochs, backend):
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = read(root, "train")
     torch.manual_seed(0)
@@ -46,4 +46,4 @@ def main(root, epochs):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

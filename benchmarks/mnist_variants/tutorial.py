@@ -1,6 +1,6 @@
 """The ordinary DDP script of the tutorials: a DataLoader, a DistributedSampler, one sample at a time.
 
-Started by torchrun: tutorial.py ROOT EPOCHS
+Started by torchrun: tutorial.py ROOT EPOCHS BACKEND
 """
 
 import gc
@@ -26,9 +26,9 @@ class Images(Dataset):
         return self.images[i].float().div(255), self.labels[i]
 
 
-def main(root, epochs):
+def main(root, epochs, backend):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     torch.manual_seed(0)
     train_set = Images(root)
     sampler = DistributedSampler(train_set)
@@ -55,4 +55,4 @@ def main(root, epochs):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -65,7 +65,9 @@ def _findings(progress: Console) -> Iterator[Finding]:
     yield findings.judge_shared_memory(machine)
     yield findings.judge_threads(machine)
     yield _ports()
-    backends: list[Backend] = ["gloo", "nccl"] if len(build.gpus) > 1 else ["gloo"]
+    backends: list[Backend] = ["gloo", "shared-memory"]
+    if len(build.gpus) > 1:
+        backends.append("nccl")
     for backend in backends:
         with _patience(progress, f"two processes are being started to add up over {backend}"):
             outcome = probe(backend)
@@ -97,9 +99,9 @@ def _ports() -> Finding:
 
 
 def _show(console: Console, finding: Finding) -> None:
-    line = Text.assemble((f"{_MARKS[finding.level]} {finding.name:<10}", finding.level), finding.text)
+    line = Text.assemble((f"{_MARKS[finding.level]} {finding.name:<15}", finding.level), finding.text)
     if finding.advice:
-        line.append(f"\n{'':12}{finding.advice}", style="bold" if finding.level == "red" else "")
+        line.append(f"\n{'':17}{finding.advice}", style="bold" if finding.level == "red" else "")
     console.print(line, soft_wrap=True)
 
 

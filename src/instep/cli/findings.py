@@ -105,13 +105,15 @@ _PROBE_ADVICE = {
         "Run again with NCCL_DEBUG=INFO to see why. Often it is a container with too little /dev/shm, a "
         "driver older than torch's CUDA, or NCCL_SOCKET_IFNAME naming an interface that is not there."
     ),
+    "shared-memory": "Processes on CPU use gloo instead, which takes several times as long.",
 }
 
 
 def judge_probe(found: ProbeResult) -> Finding:
     """Judge a backend by what two processes did with it."""
     if found.error:
-        return Finding(found.backend, "red", found.error, _PROBE_ADVICE[found.backend])
+        level: Level = "yellow" if found.backend == "shared-memory" else "red"  # training works without
+        return Finding(found.backend, level, found.error, _PROBE_ADVICE[found.backend])
     text = (
         f"{PROCESSES} processes started and ended in {found.launch_s:.1f} s; "
         f"they add up 1 MiB in {found.sum_s * 1e3:.2g} ms"

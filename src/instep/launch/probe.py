@@ -20,7 +20,7 @@ from instep.core.spec import LaunchSpec
 from instep.launch.local import LogPlan, launch
 from instep.world.world import World, place_here
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "shared-memory"]
 
 PROCESSES = 2
 _TIMEOUT = datetime.timedelta(seconds=30)
@@ -58,10 +58,11 @@ def add_up(attempt: int, backend: Backend) -> float:
     """Be one of the two: add up, check the sum, give the seconds it took. Called on all ranks."""
     del attempt
     place = place_here()
-    if backend == "gloo":
+    comm = "auto" if backend == "nccl" else backend
+    if backend != "nccl":
         place = replace(place, device="cpu")
-    with World.join(place, timeout=_TIMEOUT) as world:
-        if world.backend != backend:
+    with World.join(place, timeout=_TIMEOUT, comm=comm) as world:
+        if backend == "nccl" and world.backend != backend:
             raise EnvironmentFailed(f"these processes would meet over {world.backend}, not over {backend}.")
         seconds = []
         for _ in range(_ROUNDS):
