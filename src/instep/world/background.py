@@ -4,7 +4,9 @@
 A caller that waits anyway (instep itself, `dist.all_reduce(t)`) computes in its own thread. An asynchronous
 operation (DDP's buckets, `async_op=True`) must not block its caller: a program may rely on going on, for instance to
 send what the other rank waits for before it joins. Those are done by one thread a group, in the order of the calls,
-and a caller that waits comes after them.
+and a caller that waits comes after them. To wake that thread and to be woken by it takes longer than most
+operations, so where there are no cores to spare the caller begins the work itself, for as long as the others are
+there too, and leaves to the thread what would keep it waiting.
 """
 
 from __future__ import annotations
@@ -59,9 +61,19 @@ class Background:
         self._jobs.put(job)
         return work
 
+    @property
+    def busy(self) -> bool:
+        """Whether something that was submitted is not done yet."""
+        return self._last is not None and not self._last.done()
+
     def drain(self) -> None:
         """Wait until all that was submitted is done."""
-        if self._last is not None:
+        if self._last is None:
+            return
+        if threading.current_thread() is self._thread:  # a callback that speaks itself: nobody else can do it
+            while not self._jobs.empty():
+                self._next()
+        else:
             self._last.wait()
             self._last = None
 
@@ -72,5 +84,12 @@ class Background:
             self._thread = None
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        job = self._jobs.get()
+        if job is None:
+            return False
+        job()
+        return True

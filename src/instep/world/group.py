@@ -11,7 +11,8 @@ gloo group that every such group holds, and so does everything where memory cann
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from instep.world.background import Background, done
 from instep.world.flat import as_bytes, flattened
 from instep.world.lane.between import Between
-from instep.world.lane.lane import Lane
+from instep.world.lane.lane import Lane, Steps
 from instep.world.lane.opening import open_lane
 from instep.world.lane.reduction import DTYPES, Reduction
 from instep.world.rail import GlooRail
@@ -32,6 +33,8 @@ _REDUCTIONS = (
     (dist.ReduceOp.MAX, Reduction.MAX),
     (dist.ReduceOp.MIN, Reduction.MIN),
 )
+_PATIENCE_S = 500e-6
+"""How long an asynchronous operation may keep its caller."""
 
 
 class SharedGroup(dist.ProcessGroup):
@@ -58,7 +61,10 @@ class SharedGroup(dist.ProcessGroup):
             self._between = Between(
                 self.lane, self._open_rail(store, timeout), self._place[0], self.plan.num_rails, size
             )
-        self._asynchronous = Background()
+        # With cores to spare, a thread of its own works beside the caller; without, it would only take turns with it.
+        spare = len(os.sched_getaffinity(0)) > size * torch.get_num_threads()
+        self._begins = self.lane is not None and self._between is None and not spare
+        self._background = Background()
 
     def describe(self) -> str:
         """Say in a few words what this group speaks over."""
@@ -72,8 +78,8 @@ class SharedGroup(dist.ProcessGroup):
         if self.refusal or tensor.dtype not in DTYPES:
             super().allreduce([tensor], dist.AllreduceOptions()).wait()
         else:
-            self._asynchronous.drain()
-            self._reduce([tensor], Reduction.SUM)
+            self._background.drain()
+            self._run(self._reduce([tensor], Reduction.SUM))
 
     # Called by PyTorch, spelled as PyTorch spells it.
 
@@ -83,7 +89,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave: tells whoever still waits for this rank, and asks for no answer."""
-        self._asynchronous.end()
+        self._background.end()
         if self.lane is not None:
             self.lane.close()
             self.lane, self.refusal = None, "the group was shut down"
@@ -96,7 +102,7 @@ class SharedGroup(dist.ProcessGroup):
         how = self._reduction(opts.reduceOp, tensors)
         if how is None:
             return super().allreduce(tensors, opts)
-        return self._do(lambda: self._reduce(tensors, how), tensors, opts)
+        return self._do(self._reduce(tensors, how), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Combine the ranks' tensors, in place."""
@@ -104,35 +110,35 @@ class SharedGroup(dist.ProcessGroup):
         how = self._reduction(opts.reduceOp, tensors)
         if how is None:
             return super().allreduce_coalesced(tensors, opts)
-        return self._do(lambda: self._reduce(tensors, how), tensors, opts)
+        return self._do(self._reduce(tensors, how), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         """Overwrite the tensors with one rank's."""
         opts = opts or dist.BroadcastOptions()
         if not self._can(tensors):
             return super().broadcast(tensors, opts)
-        return self._do(lambda: self._broadcast(tensors, opts.rootRank), tensors, opts)
+        return self._do(self._broadcast(tensors, opts.rootRank), tensors, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait until every rank is here."""
         opts = opts or dist.BarrierOptions()
         if self.refusal:
             return super().barrier(opts)
-        return self._do(self._meet, [], opts)
+        return self._do((self._between or self._own_lane()).barrier(), [], opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors in lists."""
         opts = opts or dist.AllgatherOptions()
         if not self._can_alone(inputs) or any(out.nbytes != inputs[0].nbytes for outs in output_lists for out in outs):
             return super().allgather(output_lists, inputs, opts)
-        return self._do(lambda: self._gather(output_lists, inputs), output_lists, opts)
+        return self._do(self._gather(output_lists, inputs), output_lists, opts)
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors in one, one after the other."""
         opts = opts or dist.AllgatherOptions()
         if not self._can_alone([own]) or not output.is_contiguous():
             return super()._allgather_base(output, own, opts)
-        return self._do(lambda: self._gather([output.view(-1).chunk(self.size())], [own]), [output], opts)
+        return self._do(self._gather([output.view(-1).chunk(self.size())], [own]), [output], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors, several at once."""
@@ -140,7 +146,7 @@ class SharedGroup(dist.ProcessGroup):
         if not self._can_alone(inputs) or not all(out.is_contiguous() for out in outputs):
             return super().allgather_into_tensor_coalesced(outputs, inputs, opts)
         whole = [out.view(-1).chunk(self.size()) for out in outputs]
-        return self._do(lambda: self._gather(whole, inputs), outputs, opts)
+        return self._do(self._gather(whole, inputs), outputs, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Combine, for each rank, the parts meant for it."""
@@ -149,7 +155,7 @@ class SharedGroup(dist.ProcessGroup):
         uneven = any(part.numel() != out.numel() for out, ins in zip(outputs, input_lists) for part in ins)  # noqa: B905
         if how is None or self._between is not None or uneven:
             return super().reduce_scatter(outputs, input_lists, opts)
-        return self._do(lambda: self._scatter(outputs, input_lists, how), outputs, opts)
+        return self._do(self._scatter(outputs, input_lists, how), outputs, opts)
 
     def _reduce_scatter_base(self, output: Any, whole: Any, opts: Any = None) -> Any:
         """Combine, for each rank, its part of a whole."""
@@ -158,7 +164,7 @@ class SharedGroup(dist.ProcessGroup):
         if how is None or self._between is not None:
             return super()._reduce_scatter_base(output, whole, opts)
         parts = whole.reshape(-1).chunk(self.size())
-        return self._do(lambda: self._scatter([output], [parts], how), [output], opts)
+        return self._do(self._scatter([output], [parts], how), [output], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Combine, for each rank, its part of several wholes."""
@@ -167,7 +173,7 @@ class SharedGroup(dist.ProcessGroup):
         if how is None or self._between is not None:
             return super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         parts = [whole.reshape(-1).chunk(self.size()) for whole in inputs]
-        return self._do(lambda: self._scatter(outputs, parts, how), outputs, opts)
+        return self._do(self._scatter(outputs, parts, how), outputs, opts)
 
     # torch 2.13 has new names for these, and calls those; 2.11 knows only the old ones.
     all_gather_single = _allgather_base
@@ -177,44 +183,55 @@ class SharedGroup(dist.ProcessGroup):
 
     # What is done, in whichever thread.
 
-    def _reduce(self, tensors: Sequence[torch.Tensor], how: Reduction) -> None:
-        way = self._between or self.lane
-        assert way is not None
+    def _reduce(self, tensors: Sequence[torch.Tensor], how: Reduction) -> Steps:
+        way = self._between or self._own_lane()
         for tensor in tensors:
             with flattened(tensor) as flat:
-                way.all_reduce(flat, how)
+                yield from way.all_reduce(flat, how)
 
-    def _broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> Steps:
         machine, place = self.plan.where(root)
         for tensor in tensors:
             with flattened(tensor) as flat:
                 if self._between is not None:
-                    self._between.broadcast(as_bytes(flat), machine, place)
+                    yield from self._between.broadcast(as_bytes(flat), machine, place)
                 else:
-                    self._own_lane().broadcast(as_bytes(flat), place)
+                    yield from self._own_lane().broadcast(as_bytes(flat), place)
 
-    def _meet(self) -> None:
-        if self._between is not None:
-            self._between.barrier()
-        else:
-            self._own_lane().meet()
-
-    def _gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
+    def _gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Steps:
         for outs, own in zip(outputs, inputs, strict=True):
             with contextlib.ExitStack() as stack:
                 flats = [as_bytes(stack.enter_context(flattened(out))) for out in outs]
-                self._own_lane().all_gather(flats, as_bytes(own.detach().reshape(-1)))
+                yield from self._own_lane().all_gather(flats, as_bytes(own.detach().reshape(-1)))
 
     def _scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], how: Reduction
-    ) -> None:
+    ) -> Steps:
         for out, parts in zip(outputs, inputs, strict=True):
             with flattened(out) as flat:
-                self._own_lane().reduce_scatter(flat, [part.detach().reshape(-1) for part in parts], how)
+                yield from self._own_lane().reduce_scatter(flat, [part.detach().reshape(-1) for part in parts], how)
 
     def _own_lane(self) -> Lane:
         assert self.lane is not None
         return self.lane
+
+    def _run(self, steps: Steps) -> None:
+        if self.lane is not None:
+            self.lane.run(steps)
+        else:  # alone on its machine: nobody to meet, only others to speak with
+            for _ in steps:
+                pass
+
+    def _do(self, steps: Steps, result: Any, opts: Any) -> Any:
+        """Do an operation, or have it done ([Note: Two ways in])."""
+        if not opts.asyncOp:
+            self._background.drain()
+            self._run(steps)
+            return done(result)
+        if not self._begins or self._background.busy:
+            return self._background.submit(lambda: self._run(steps), result)
+        rest = self._own_lane().begin(steps, _PATIENCE_S)
+        return done(result) if rest is None else self._background.submit(rest, result)
 
     # Which way an operation goes.
 
@@ -230,13 +247,6 @@ class SharedGroup(dist.ProcessGroup):
         if not self._can(tensors) or any(t.dtype not in DTYPES for t in tensors):
             return None
         return next((reduction for theirs, reduction in _REDUCTIONS if op == theirs), None)
-
-    def _do(self, run: Callable[[], None], result: Any, opts: Any) -> Any:
-        if opts.asyncOp:
-            return self._asynchronous.submit(run, result)
-        self._asynchronous.drain()
-        run()
-        return done(result)
 
     def _open_rail(self, store: dist.Store, timeout: timedelta) -> GlooRail | None:
         machine, place = self._place

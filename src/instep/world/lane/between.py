@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from instep.world.lane.lane import Lane
+from instep.world.lane.lane import Lane, Steps
 from instep.world.lane.reduction import Reduction, divide
 
 
@@ -37,7 +37,7 @@ class Between:
         self._lane, self._rail = lane, rail
         self._machine, self._num_rails, self._num_ranks = machine, num_rails, num_ranks
 
-    def all_reduce(self, flat: torch.Tensor, how: Reduction) -> None:
+    def all_reduce(self, flat: torch.Tensor, how: Reduction) -> Steps:
         """Combine the tensors of all ranks of all machines, in place. Called on all ranks."""
         here = Reduction.SUM if how is Reduction.MEAN else how
         if self._lane is None:
@@ -45,21 +45,21 @@ class Between:
             self._rail.all_reduce(flat, here)
         else:
             rail = self._rail
-            self._lane.all_reduce_by_shares(
+            yield from self._lane.all_reduce_by_shares(
                 flat, here, self._num_rails, lambda share: rail.all_reduce(share, here) if rail else None
             )
         if how is Reduction.MEAN:
             divide(flat, self._num_ranks)
 
-    def broadcast(self, flat: torch.Tensor, machine: int, place: int) -> None:
+    def broadcast(self, flat: torch.Tensor, machine: int, place: int) -> Steps:
         """Overwrite the tensor with that of the rank at a place of a machine. Called on all ranks."""
         if self._lane is not None and machine == self._machine:
-            self._lane.broadcast(flat, place)
+            yield from self._lane.broadcast(flat, place)
         if self._rail is not None and (self._lane is None or self._lane.place == 0):
             self._rail.broadcast(flat, machine)
         if self._lane is not None and machine != self._machine:
-            self._lane.broadcast(flat, 0)
+            yield from self._lane.broadcast(flat, 0)
 
-    def barrier(self) -> None:
+    def barrier(self) -> Steps:
         """Wait until every rank of every machine is here. Called on all ranks."""
-        self.all_reduce(torch.zeros(1), Reduction.SUM)
+        yield from self.all_reduce(torch.zeros(1), Reduction.SUM)

@@ -7,6 +7,9 @@ Everything rests on one operation, the meeting: each rank posts a semaphore for 
 theirs. Nobody leaves a meeting before everyone has come, and what a rank wrote before it came is seen by all who
 have left it ([Note: Hand-over]).
 
+A collective is written as the steps between its meetings: a generator that yields wherever all must meet before it
+goes on. Whoever drives it decides how to wait: `run` in the caller's thread, `begin` for as long as it pays.
+
 Each rank has two slots of staging, used in turn, one a chunk. A chunk is written before a meeting and read after
 it; so when a rank writes to a slot again, two chunks later, it has left a meeting to which the others came only
 after they had read what the slot held before. No chunk needs a meeting to give its slot back.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -36,6 +39,8 @@ _SPIN_S = 2e-3
 """How long to look again and again before sleeping: waking up takes up to 0.4 ms, more than most waits last."""
 _LOOK_AROUND_S = 0.02
 _LEFT = -1
+Steps = Iterator[str]
+"""A collective: what lies between its meetings, and each meeting's name."""
 _NUM_SLOTS = 2
 
 
@@ -82,24 +87,24 @@ class Lane:
         self._spare: dict[torch.dtype, torch.Tensor] = {}
         self._broken = ""
 
-    def all_reduce(self, flat: torch.Tensor, how: Reduction = Reduction.SUM) -> None:
+    def all_reduce(self, flat: torch.Tensor, how: Reduction = Reduction.SUM) -> Steps:
         """Combine the ranks' tensors, in place; contiguous and 1-D. Called on all ranks of the lane."""
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
             if self.size == 2 or piece.nbytes <= _DIRECT_BYTES:
-                self._reduce_alone(piece, how)
+                yield from self._reduce_alone(piece, how)
             else:
-                self._reduce_by_shares(piece, how, self.size, None)
+                yield from self._reduce_by_shares(piece, how, self.size, None)
 
     def all_reduce_by_shares(
         self, flat: torch.Tensor, how: Reduction, num_shares: int, pass_on: Callable[[torch.Tensor], None]
-    ) -> None:
+    ) -> Steps:
         """Combine the ranks' tensors, the first `num_shares` ranks a share each, which they pass on before it is
         given to the others. Called on all ranks of the lane.
         """
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
-            self._reduce_by_shares(piece, how, num_shares, pass_on)
+            yield from self._reduce_by_shares(piece, how, num_shares, pass_on)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], how: Reduction) -> None:
+    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], how: Reduction) -> Steps:
         """Combine, for each rank, the parts meant for it; contiguous and 1-D. Called on all ranks of the lane."""
         share = self._chunk_bytes // out.element_size() // self.size
         for start in range(0, out.numel(), share):
@@ -107,40 +112,55 @@ class Lane:
             slots = self._next_slots(out.dtype)
             for place, part in enumerate(parts):
                 slots[self.place][place * share : place * share + stop - start].copy_(part[start:stop])
-            self.meet("reduce_scatter")
+            yield "reduce_scatter"
             first = self.place * share
             self._combine(how, [slot[first : first + stop - start] for slot in slots], out[start:stop])
 
-    def all_gather(self, outs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+    def all_gather(self, outs: Sequence[torch.Tensor], own: torch.Tensor) -> Steps:
         """Collect the ranks' tensors; contiguous and 1-D. Called on all ranks of the lane."""
         share = self._chunk_bytes // own.element_size()
         for start in range(0, own.numel(), share):
             piece = own[start : start + share]
             slots = self._next_slots(own.dtype)
             slots[self.place][: piece.numel()].copy_(piece)
-            self.meet("all_gather")
+            yield "all_gather"
             for slot, out in zip(slots, outs, strict=True):
                 out[start : start + piece.numel()].copy_(slot[: piece.numel()])
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Overwrite the tensor with that of the rank at `root`; contiguous and 1-D. Called on all ranks."""
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
             slot = self._next_slots(flat.dtype)[root][: piece.numel()]
             if self.place == root:
                 slot.copy_(piece)
-            self.meet("broadcast")
+            yield "broadcast"
             if self.place != root:
                 piece.copy_(slot)
 
-    def meet(self, what: str = "barrier") -> None:
-        """Wait until every rank is here ([Note: Meetings]). Called on all ranks of the lane."""
-        if self._broken:
-            raise PeerLost(f"This group is broken: {self._broken}", [])
-        for address in self._outgoing:
-            post(address)
-        for place, address in self._incoming:
-            if try_wait(address):
-                self._wait_for(place, address, what)
+    def barrier(self) -> Steps:
+        """Wait until every rank is here. Called on all ranks of the lane."""
+        yield "barrier"
+
+    def run(self, steps: Steps) -> None:
+        """Go through a collective, waiting as long as it takes."""
+        for what in steps:
+            for place, address in self._come():
+                if try_wait(address) and not self._spin(address, time.perf_counter() + _SPIN_S):
+                    self._sleep(place, address, what)
+
+    def begin(self, steps: Steps, patience_s: float) -> Callable[[], None] | None:
+        """Go through a collective for as long as nobody keeps us waiting; give what is left to do, if anything is."""
+        limit = time.perf_counter() + patience_s
+        for what in steps:
+            missing = [each for each in self._come() if try_wait(each[1]) and not self._spin(each[1], limit)]
+            if missing:
+                return lambda: self._finish(missing, what, steps)
+        return None
+
+    def _finish(self, missing: list[tuple[int, int]], what: str, steps: Steps) -> None:
+        for place, address in missing:
+            self._sleep(place, address, what)
+        self.run(steps)
 
     def close(self) -> None:
         """Leave; whoever still waits for this rank is told."""
@@ -148,18 +168,18 @@ class Lane:
         self._broken = self._broken or "it was closed."
         self._peers.close()
 
-    def _reduce_alone(self, piece: torch.Tensor, how: Reduction) -> None:
+    def _reduce_alone(self, piece: torch.Tensor, how: Reduction) -> Steps:
         """Combine what all ranks have staged, each by itself; all do the same, so all hold the same bits."""
         slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
         slots[self.place].copy_(piece)
-        self.meet("all_reduce")
+        yield "all_reduce"
         # Two numbers give the same sum either way round, and the own one is still in the cache.
         parts = [piece, slots[1 - self.place]] if self.size == 2 else slots
         self._combine(how, parts, piece)
 
     def _reduce_by_shares(
         self, piece: torch.Tensor, how: Reduction, num_shares: int, pass_on: Callable[[torch.Tensor], None] | None
-    ) -> None:
+    ) -> Steps:
         """Combine a share each and take the others' shares from them: the work does not grow with the ranks."""
         slots = self._next_slots(piece.dtype)
         own = slots[self.place]
@@ -168,7 +188,7 @@ class Lane:
         for place, share in enumerate(shares):
             if place != self.place:
                 own[: piece.numel()][share].copy_(piece[share])
-        self.meet("all_reduce")
+        yield "all_reduce"
         if self.place < num_shares:
             share = shares[self.place]
             mine = piece[share]
@@ -176,7 +196,7 @@ class Lane:
             if pass_on is not None:
                 pass_on(mine)
             own[: piece.numel()][share].copy_(mine)
-        self.meet("all_reduce")
+        yield "all_reduce"
         for place, share in enumerate(shares):
             if place != self.place:
                 piece[share].copy_(slots[place][: piece.numel()][share])
@@ -184,7 +204,7 @@ class Lane:
     def _combine(self, how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         dtype = spare_dtype(out.dtype, self.size)
         if dtype not in self._spare:
-            self._spare[dtype] = torch.empty(self._chunk_bytes // 2, dtype=dtype)
+            self._spare[dtype] = torch.empty(self._chunk_bytes // out.element_size(), dtype=dtype)
         combine(how, parts, out, self._spare[dtype])
 
     def _next_slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -196,12 +216,23 @@ class Lane:
         self._turn ^= 1
         return self._views[dtype][self._turn]
 
-    def _wait_for(self, place: int, address: int, what: str) -> None:
-        limit = time.perf_counter() + _SPIN_S
+    def _come(self) -> list[tuple[int, int]]:
+        """Come to a meeting; give whom to wait for."""
+        if self._broken:
+            raise PeerLost(f"This group is broken: {self._broken}", [])
+        for address in self._outgoing:
+            post(address)
+        return self._incoming
+
+    def _spin(self, address: int, limit: float) -> bool:
+        """Look again and again until a moment; tell whether the one waited for has come."""
         while time.perf_counter() < limit:
-            if not try_wait(address):
-                return
             os.sched_yield()  # with more ranks than cores, the one waited for may need this core
+            if not try_wait(address):
+                return True
+        return False
+
+    def _sleep(self, place: int, address: int, what: str) -> None:
         deadline = time.monotonic() + self.timeout_s
         while not wait(address, _LOOK_AROUND_S):
             lost = self._lost(place)
