@@ -20,7 +20,7 @@ import instep
 class Mnist(instep.Task):
     """Handwritten digits, 28x28."""
 
-    lr: float = 5e-3
+    lr: float = 7e-3
     hidden: int = 256
     root: str | None = None
 

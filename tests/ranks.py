@@ -1,4 +1,4 @@
-"""Run a function on N real gloo processes, quickly: forked from one server that has imported torch."""
+"""Run a function on N real processes, quickly: forked from one server that has imported torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _context.set_forkserver_preload(_PRELOAD)
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50, device: str = "cpu"
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50, device: str = "cpu", comm: str = "auto"
 ) -> list[Any]:
     """Call fn(world, *args) on each rank of a new world; give the results by rank, raise the first error."""
     port = free_port()
@@ -29,7 +29,7 @@ def run_ranks(
     with _main_hidden():
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, device, args))
+            process = _context.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, device, comm, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -46,7 +46,7 @@ def run_ranks(
             pipe.close()
     errors = [answer for answer in answers if isinstance(answer, str)]
     # A lost connection is what the others notice; the error that caused it is another.
-    errors.sort(key=lambda text: "onnection" in text)
+    errors.sort(key=lambda text: "onnection" in text or "PeerLost" in text)
     assert not errors, errors[0]
     return [answer[0] for answer in answers]
 
@@ -61,7 +61,7 @@ def _receive(pipe: Any, deadline: float, rank: int) -> Any:
 
 
 def _rank_main(
-    pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, device: str, args: Any
+    pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, device: str, comm: str, args: Any
 ) -> None:
     import torch
 
@@ -78,7 +78,7 @@ def _rank_main(
         device=device,
     )
     try:
-        with World.join(place) as world:
+        with World.join(place, comm=comm) as world:
             answer: Any = (fn(world, *args),)
     except BaseException as error:
         answer = f"rank {rank}: " + "".join(traceback.format_exception(error))

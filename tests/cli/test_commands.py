@@ -85,8 +85,9 @@ def test_mnist_reaches_its_accuracy_on_any_number_of_processes(tmp_path: Path) -
         done = run(*words, *options, "--run-dir", str(tmp_path / str(processes)))
         accuracy[processes] = result_of(done)["metrics"]["accuracy"]
     assert accuracy[2] >= 0.975
-    assert accuracy[1] == pytest.approx(accuracy[2], abs=0.001)
-    assert accuracy[4] == pytest.approx(accuracy[2], abs=0.001)
+    right = {processes: round(10_000 * value) for processes, value in accuracy.items()}
+    assert abs(right[1] - right[2]) <= 10, right  # of 10,000 images: 0.1 points
+    assert abs(right[4] - right[2]) <= 10, right
 
 
 CELLS = [

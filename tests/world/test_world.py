@@ -28,8 +28,9 @@ def speak(world: World) -> dict[str, Any]:
     }
 
 
-def test_collectives_of_three_ranks() -> None:
-    answers = run_ranks(speak, 3)
+@pytest.mark.parametrize(("comm", "backend"), [("auto", "shared memory"), ("gloo", "gloo")])
+def test_collectives_of_three_ranks(comm: str, backend: str) -> None:
+    answers = run_ranks(speak, 3, comm=comm)
     assert answers[0] == answers[1] == answers[2]
     assert answers[0] == {
         "broadcast": [[0, 0, 0], [[0.0, 0.0], [0.0, 0.0]], False],
@@ -37,7 +38,7 @@ def test_collectives_of_three_ranks() -> None:
         "gather": [[0], [1], [2]],
         "tell": {"rank": 0, "text": "größer"},
         "tell_all": ["x", "xx", "xxx"],
-        "backend": "gloo",
+        "backend": backend,
     }
 
 
@@ -50,8 +51,9 @@ def sums(world: World) -> list[torch.Tensor]:
     return [world.sum(part) for part in parts]
 
 
-def test_two_ranks_hold_the_same_bits_of_the_sum() -> None:
-    one, two = run_ranks(sums, 2)
+@pytest.mark.parametrize("comm", ["auto", "shared-memory", "gloo"])
+def test_two_ranks_hold_the_same_bits_of_the_sum(comm: str) -> None:
+    one, two = run_ranks(sums, 2, comm=comm)
     ranks = [World.join(Place(rank=rank)) for rank in range(2)]
     expected = [a + b for a, b in zip(*map(sums, ranks), strict=True)]
     for ours, theirs, right in zip(one, two, expected, strict=True):

@@ -1,0 +1,268 @@
+"""The group of the fast lane against gloo: every collective, dtype, layout, and sizes around the borders of chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+
+from collectives import (
+    DTYPES,
+    OPS,
+    STRIDES,
+    Case,
+    digest,
+    expected,
+    group_on,
+    has_bits_of,
+    inputs_of,
+    is_near,
+    run,
+    run_by_gloo,
+)
+from instep.world.lane import lane
+from instep.world.world import World
+from ranks import run_ranks
+
+CALLS = [
+    *[("all_reduce", op, dtype) for op in OPS for dtype in DTYPES],
+    *[("reduce_scatter", op, dtype) for op in OPS for dtype in DTYPES],
+    *[("reduce_scatter_tensor", op, dtype) for op in OPS for dtype in DTYPES],
+    *[(name, "", dtype) for name in ("broadcast", "all_gather", "all_gather_into_tensor") for dtype in DTYPES],
+    ("barrier", "", torch.float32),
+]
+
+
+@st.composite
+def cases(draw: st.DrawFn, world_size: int) -> list[Case]:
+    """Draw every call once, in any order, each with another size and layout."""
+    wanted = []
+    for operation, op, dtype in draw(st.permutations(CALLS)):
+        chunk = lane.chunk_bytes(world_size) // dtype.itemsize
+        chunk //= world_size if operation.startswith("reduce_scatter") else 1
+        near = draw(st.sampled_from([0, 1, -1]))
+        small, direct = draw(st.integers(0, 40)), lane._DIRECT_BYTES // dtype.itemsize + near
+        sizes = [small] * 8 + [direct] * 6 + [chunk + near, 2 * chunk + near]
+        stride, asynchronous = draw(st.sampled_from(STRIDES)), draw(st.booleans())
+        wanted.append(
+            Case(operation, draw(st.sampled_from(sizes)), op, dtype, stride, asynchronous, draw(st.integers(0, 1000)))
+        )
+    return wanted
+
+
+@contextlib.contextmanager
+def ours_and_gloo(world: World) -> Iterator[tuple[list[Any], Any]]:
+    """Make groups of all ranks, ours as for few cores and for many; a world of one has none to begin with."""
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield [group_on(1), group_on(64)], dist.new_group(backend="gloo")
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def named(case: Case) -> Iterator[None]:
+    """Have an error say which case it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(str(case))
+        raise
+
+
+def compare(world: World, wanted: list[Case]) -> tuple[list[str], list[str]]:
+    """Do all of it; give what was wrong here, and the bits of what must be the same on all ranks."""
+    wrong, bits = [], []
+    with ours_and_gloo(world) as (ours, gloo):
+        for case in wanted:
+            inputs = inputs_of(case, world.world_size)
+            with named(case):
+                found = run(case, ours[case.seed % 2], inputs[world.rank])
+            right = expected(case, inputs, world.rank)
+            # Which of 0 and -0 is the larger one is for the ranks to agree on, nothing more.
+            same = torch.equal if case.op in ("max", "min") else has_bits_of
+            if not same(found, right):
+                wrong.append(f"not in the order of the ranks: {case}")
+            if not is_near(case, found, run_by_gloo(case, gloo, inputs[world.rank]), inputs, world.rank):
+                wrong.append(f"not what gloo gives: {case}")
+            if not case.scatters and case.operation != "barrier":
+                bits.append(f"{digest(found)} {case}")
+    return wrong, bits
+
+
+def check(world_size: int, wanted: list[Case]) -> None:
+    answers = run_ranks(compare, world_size, wanted)
+    assert [wrong for wrong, _ in answers] == [[]] * world_size
+    assert all(bits == answers[0][1] for _, bits in answers)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_it_gives_what_gloo_gives(world_size: int) -> None:
+    # Not to be shrunk, which would start processes for minutes: the error names the case.
+    @seed(world_size)
+    @settings(max_examples=2 if world_size == 2 else 1, deadline=None, phases=[Phase.generate], database=None)
+    @given(cases(world_size))
+    def compared(wanted: list[Case]) -> None:
+        assume(any(case.asynchronous for case in wanted))  # hypothesis begins with the simplest example there is
+        check(world_size, wanted)
+
+    compared()
+
+
+def odd_numbers(world: World) -> list[str]:
+    """Reduce what has several spellings: zeros of both signs, and NaNs with different bits."""
+    zeros = [0.0, -0.0] if world.rank % 2 == 0 else [-0.0, 0.0]
+    nans = torch.full((40,), 0x7FC00001 + world.rank, dtype=torch.int32).view(torch.float32)
+    bits = []
+    for op in OPS.values():
+        tensor = torch.cat([torch.tensor(zeros * 20), nans])
+        dist.all_reduce(tensor, op)
+        bits.append(digest(tensor))
+    return bits
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_hold_the_same_bits_of_zeros_and_nans(world_size: int) -> None:
+    answers = run_ranks(odd_numbers, world_size)
+    assert all(answer == answers[0] for answer in answers)
+
+
+def sums(world: World) -> list[str]:
+    bits = []
+    for numel in (1, 1000, lane._DIRECT_BYTES // 4 + 1, lane.chunk_bytes(world.world_size) // 4 + 1):
+        tensor = inputs_of(Case("all_reduce", numel, seed=numel), world.world_size)[world.rank]
+        dist.all_reduce(tensor)
+        bits.append(digest(tensor))
+    return bits
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 5])
+def test_all_ranks_and_repeated_runs_hold_the_same_bits(world_size: int) -> None:
+    once, again = run_ranks(sums, world_size), run_ranks(sums, world_size)
+    assert once == again == [once[0]] * world_size
+
+
+def meet(world: World, asynchronous: bool) -> list[tuple[float, float]]:
+    times = []
+    for late in range(world.world_size):
+        if world.rank == late:
+            time.sleep(0.05)
+        came = time.monotonic()
+        work = dist.barrier(async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        times.append((came, time.monotonic()))
+    return times
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nobody_leaves_a_barrier_before_all_have_come(asynchronous: bool) -> None:
+    for times in zip(*run_ranks(meet, 3, asynchronous), strict=True):
+        assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+def what_only_gloo_has(world: World) -> dict[str, Any]:
+    rank, size = world.rank, world.world_size
+    answer: dict[str, Any] = {}
+    for name, op, dtype in (
+        ("product", dist.ReduceOp.PRODUCT, torch.float32),
+        ("bits", dist.ReduceOp.BOR, torch.int32),
+        ("complex", dist.ReduceOp.SUM, torch.complex64),
+        ("bytes", dist.ReduceOp.SUM, torch.uint8),
+        ("truths", dist.ReduceOp.MAX, torch.bool),
+    ):
+        answer[name] = (torch.arange(4) + rank).to(dtype)
+        dist.all_reduce(answer[name], op)
+    answer["received"] = torch.zeros(3)
+    works = [
+        dist.isend(torch.full((3,), float(rank)), (rank + 1) % size),
+        dist.irecv(answer["received"], (rank - 1) % size),
+    ]
+    for work in works:
+        work.wait()
+    answer["all to all"] = torch.zeros(size)
+    dist.all_to_all_single(answer["all to all"], torch.arange(float(size)) + 10 * rank)
+    answer["objects"] = [None] * size
+    dist.all_gather_object(answer["objects"], {"rank": rank, "text": "x" * rank})
+    answer["sparse"] = torch.sparse_coo_tensor([[rank, size]], [1.0, 1.0], (size + 1,))
+    dist.all_reduce(answer["sparse"])
+    answer["sparse"] = answer["sparse"].to_dense()
+    answer["on one"] = torch.full((2,), float(rank))
+    dist.reduce(answer["on one"], 1)
+    answer["on one"] = answer["on one"] if rank == 1 else None
+    answer["scattered"] = torch.zeros(1)
+    dist.scatter(answer["scattered"], list(torch.arange(float(size)).split(1)) if rank == 0 else None)
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in answer.items()}
+
+
+def test_what_the_lane_does_not_have_goes_to_gloo() -> None:
+    answers = run_ranks(what_only_gloo_has, 3)
+    assert answers == run_ranks(what_only_gloo_has, 3, comm="gloo")
+    assert answers[1] == {
+        "product": [0.0, 6.0, 24.0, 60.0],
+        "bits": [3, 3, 7, 7],
+        "complex": [3, 6, 9, 12],
+        "bytes": [3, 6, 9, 12],
+        "truths": [True] * 4,
+        "received": [0.0] * 3,
+        "all to all": [1.0, 11.0, 21.0],
+        "objects": [{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}, {"rank": 2, "text": "xx"}],
+        "sparse": [1.0, 1.0, 1.0, 3.0],
+        "on one": [3.0, 3.0],
+        "scattered": [1.0],
+    }
+
+
+def often_by_gloo(world: World, operation: str) -> int:
+    """Give gloo's threads tensors that Python holds no longer: to let them go they need the GIL."""
+    size, kind = world.world_size, {"dtype": torch.uint8}
+    for _ in range(400):
+        if operation == "all_reduce":
+            dist.all_reduce(torch.ones(1), dist.ReduceOp.PRODUCT)
+        elif operation == "all_to_all_single":
+            dist.all_to_all_single(torch.ones(size), torch.ones(size))
+        elif operation == "reduce_scatter":
+            dist.reduce_scatter(torch.ones(2, **kind), [torch.ones(2, **kind) for _ in range(size)])
+        elif operation == "reduce":
+            dist.reduce(torch.ones(2), 0)
+        else:
+            works = [dist.isend(torch.ones(2), 1 - world.rank), dist.irecv(torch.ones(2), 1 - world.rank)]
+            for work in works:
+                work.wait()
+    return 400
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_to_all_single", "reduce_scatter", "reduce", "send"])
+def test_gloo_does_not_wait_for_the_lock_that_its_caller_holds(operation: str) -> None:
+    assert run_ranks(often_by_gloo, 2, operation, timeout_s=15) == [400, 400]
+
+
+def sizes_that_do_not_fit(world: World) -> list[str]:
+    size = world.world_size
+    calls = {
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(2 * size + 1)),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.zeros(2 * size + 1), torch.ones(2)),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.zeros(2), [torch.ones(2)] * (size + 1)),
+        "all_gather": lambda: dist.all_gather([torch.zeros(2)] * (size + 1), torch.ones(2)),
+    }
+    accepted = []
+    for name, call in calls.items():
+        with contextlib.suppress(RuntimeError, ValueError):
+            call()
+            accepted.append(name)
+    return accepted
+
+
+def test_sizes_that_do_not_fit_are_an_error() -> None:
+    assert run_ranks(sizes_that_do_not_fit, 2, comm="gloo") == [[], []]
+    assert run_ranks(sizes_that_do_not_fit, 2) == [[], []]
