@@ -22,6 +22,14 @@ from commands import wait_for
 from instep.core.topology import Place
 from ranks import _context, _main_hidden, free_port
 
+Say = Callable[[Any], None]
+NUM_ELEMENTS = 5 * 2**18
+"""Of float32 5 MiB: three chunks for two or three ranks, the last one half full."""
+TOLD_WITHIN_S = 2.0
+"""Ranks look around 50 times a second; the rest is for a machine that is busy with other things."""
+LONG_TIMEOUT_S = 15.0
+"""So long that whoever was told has not found out by waiting."""
+
 
 @dataclass(frozen=True)
 class End:
@@ -175,15 +183,6 @@ def shared_blocks(pid: int) -> set[str]:
     except OSError:  # it has ended, or is another user's
         return set()
     return set(re.findall(r"(\d+) +/memfd:instep ", maps))
-
-
-def open_memory_files(pid: int) -> list[str]:
-    """Give the lanes' memory files that a process holds open."""
-    links = []
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            links.append(os.readlink(fd))
-    return [link for link in links if link.startswith("/memfd:instep")]
 
 
 def shared_files() -> set[str]:

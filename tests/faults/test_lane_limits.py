@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import Crew, End, nothing_left
+from crew import Crew, End, Say, nothing_left
 from namespaces import enter_pid_namespace, mount
 
 from commands import BIN, TESTS
 from instep.world.world import World
-
-Say = Callable[[Any], None]
 
 _MAY_UNSHARE = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True).returncode == 0
 needs_namespaces = pytest.mark.skipif(not _MAY_UNSHARE, reason="namespaces of its own are not permitted here")

@@ -226,7 +226,7 @@ def test_what_the_lane_does_not_have_goes_to_gloo() -> None:
 def often_by_gloo(world: World, operation: str) -> int:
     """Give gloo's threads tensors that Python holds no longer: to let them go they need the GIL."""
     size, kind = world.world_size, {"dtype": torch.uint8}
-    for _ in range(400):
+    for _ in range(1000):
         if operation == "all_reduce":
             dist.all_reduce(torch.ones(1), dist.ReduceOp.PRODUCT)
         elif operation == "all_to_all_single":
@@ -239,12 +239,12 @@ def often_by_gloo(world: World, operation: str) -> int:
             works = [dist.isend(torch.ones(2), 1 - world.rank), dist.irecv(torch.ones(2), 1 - world.rank)]
             for work in works:
                 work.wait()
-    return 400
+    return 1000
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_to_all_single", "reduce_scatter", "reduce", "send"])
 def test_gloo_does_not_wait_for_the_lock_that_its_caller_holds(operation: str) -> None:
-    assert run_ranks(often_by_gloo, 2, operation, timeout_s=15) == [400, 400]
+    assert run_ranks(often_by_gloo, 2, operation, timeout_s=15) == [1000, 1000]
 
 
 def sizes_that_do_not_fit(world: World) -> list[str]:

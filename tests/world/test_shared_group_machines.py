@@ -52,7 +52,7 @@ def compare(world: World, machines: str, wanted: list[Case]) -> tuple[list[str],
 
 
 def check(machines: str, wanted: list[Case]) -> None:
-    answers = run_ranks(compare, len(machines), machines, wanted)
+    answers = run_ranks(compare, len(machines), machines, wanted, timeout_s=30)
     assert [wrong for wrong, _ in answers] == [[]] * len(machines)
     assert all(bits == answers[0][1] for _, bits in answers)
 
@@ -100,7 +100,7 @@ def test_broadcast_from_every_rank(machines: str) -> None:
     check(machines, wanted)
 
 
-@pytest.mark.parametrize("machines", MACHINES)
+@pytest.mark.parametrize("machines", ["ab", "aaab", "abab"])
 def test_what_goes_to_gloo_between_machines(machines: str) -> None:
     wanted = [
         Case(operation, 1001, op, dtype, seed=3)
@@ -128,7 +128,7 @@ def meet(world: World, machines: str) -> list[tuple[float, float]]:
     return times
 
 
-@pytest.mark.parametrize("machines", MACHINES)
+@pytest.mark.parametrize("machines", ["abb", "aabc", "ababa"])
 def test_nobody_leaves_a_barrier_before_all_have_come(machines: str) -> None:
     for times in zip(*run_ranks(meet, len(machines), machines), strict=True):
         assert max(came for came, _ in times) <= min(left for _, left in times)
