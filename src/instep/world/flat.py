@@ -15,7 +15,7 @@ def flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_contiguous():
         yield tensor.view(-1)
     else:
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().view(-1)
         yield flat
         tensor.copy_(flat.view(tensor.shape))
 

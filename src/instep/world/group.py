@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from instep.world.background import Background, done
 from instep.world.flat import as_bytes, flattened
+from instep.world.gloo_side import GlooSide
 from instep.world.lane.between import Between
 from instep.world.lane.lane import Lane, Steps
 from instep.world.lane.opening import open_lane
@@ -51,6 +52,7 @@ class SharedGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._gloo = GlooSide(gloo)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         opened = open_lane(dist.PrefixStore("lane", store), rank, size, timeout, global_ranks=global_ranks, label=label)
@@ -58,9 +60,7 @@ class SharedGroup(dist.ProcessGroup):
         self._place = self.plan.where(rank)
         self._between: Between | None = None
         if not self.refusal and len(self.plan.machines) > 1:
-            self._between = Between(
-                self.lane, self._open_rail(store, timeout), self._place[0], self.plan.num_rails, size
-            )
+            self._between = Between(self.lane, self._open_rail(store, timeout), self.plan, self._place[0])
         # With cores to spare, a thread of its own works beside the caller; without, it would only take turns with it.
         spare = len(os.sched_getaffinity(0)) > size * torch.get_num_threads()
         self._begins = self.lane is not None and self._between is None and not spare
@@ -76,7 +76,7 @@ class SharedGroup(dist.ProcessGroup):
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Add the ranks' tensors up, in place: no options, no work object. Called on all ranks."""
         if self.refusal or tensor.dtype not in DTYPES:
-            super().allreduce([tensor], dist.AllreduceOptions()).wait()
+            self._gloo.allreduce([tensor], dist.AllreduceOptions()).wait()
         else:
             self._background.drain()
             self._run(self._reduce([tensor], Reduction.SUM))
@@ -101,7 +101,7 @@ class SharedGroup(dist.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         how = self._reduction(opts.reduceOp, tensors)
         if how is None:
-            return super().allreduce(tensors, opts)
+            return self._gloo.allreduce(tensors, opts)
         return self._do(self._reduce(tensors, how), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -109,72 +109,80 @@ class SharedGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceCoalescedOptions()
         how = self._reduction(opts.reduceOp, tensors)
         if how is None:
-            return super().allreduce_coalesced(tensors, opts)
+            return self._gloo.allreduce_coalesced(tensors, opts)
         return self._do(self._reduce(tensors, how), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         """Overwrite the tensors with one rank's."""
         opts = opts or dist.BroadcastOptions()
         if not self._can(tensors):
-            return super().broadcast(tensors, opts)
+            return self._gloo.broadcast(tensors, opts)
         return self._do(self._broadcast(tensors, opts.rootRank), tensors, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait until every rank is here."""
         opts = opts or dist.BarrierOptions()
         if self.refusal:
-            return super().barrier(opts)
+            return self._gloo.barrier(opts)
         return self._do((self._between or self._own_lane()).barrier(), [], opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors in lists."""
         opts = opts or dist.AllgatherOptions()
-        if not self._can_alone(inputs) or any(out.nbytes != inputs[0].nbytes for outs in output_lists for out in outs):
-            return super().allgather(output_lists, inputs, opts)
+        fits = all(self._fit(outs, own) for outs, own in zip(output_lists, inputs, strict=True))
+        if not fits or not self._can_alone(inputs):
+            return self._gloo.allgather(output_lists, inputs, opts)
         return self._do(self._gather(output_lists, inputs), output_lists, opts)
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors in one, one after the other."""
-        opts = opts or dist.AllgatherOptions()
-        if not self._can_alone([own]) or not output.is_contiguous():
-            return super()._allgather_base(output, own, opts)
-        return self._do(self._gather([output.view(-1).chunk(self.size())], [own]), [output], opts)
+        return self.allgather_into_tensor_coalesced([output], [own], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors, several at once."""
         opts = opts or dist.AllgatherOptions()
-        if not self._can_alone(inputs) or not all(out.is_contiguous() for out in outputs):
-            return super().allgather_into_tensor_coalesced(outputs, inputs, opts)
-        whole = [out.view(-1).chunk(self.size()) for out in outputs]
-        return self._do(self._gather(whole, inputs), outputs, opts)
+        for output, own in zip(outputs, inputs, strict=True):
+            _check_whole("all_gather", whole=output, part=own, size=self.size())
+        if not self._can_alone(inputs):
+            return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return self._do(self._gather_whole(outputs, inputs), outputs, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Combine, for each rank, the parts meant for it."""
         opts = opts or dist.ReduceScatterOptions()
         how = self._reduction(opts.reduceOp, outputs)
-        uneven = any(part.numel() != out.numel() for out, ins in zip(outputs, input_lists) for part in ins)  # noqa: B905
-        if how is None or self._between is not None or uneven:
-            return super().reduce_scatter(outputs, input_lists, opts)
+        fits = all(self._fit(parts, out) for parts, out in zip(input_lists, outputs, strict=True))
+        if how is None or self._between is not None or not fits:
+            return self._gloo.reduce_scatter(outputs, input_lists, opts)
         return self._do(self._scatter(outputs, input_lists, how), outputs, opts)
 
     def _reduce_scatter_base(self, output: Any, whole: Any, opts: Any = None) -> Any:
         """Combine, for each rank, its part of a whole."""
-        opts = opts or dist.ReduceScatterOptions()
-        how = self._reduction(opts.reduceOp, [output])
-        if how is None or self._between is not None:
-            return super()._reduce_scatter_base(output, whole, opts)
-        parts = whole.reshape(-1).chunk(self.size())
-        return self._do(self._scatter([output], [parts], how), [output], opts)
+        return self.reduce_scatter_tensor_coalesced([output], [whole], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Combine, for each rank, its part of several wholes."""
         opts = opts or dist.ReduceScatterOptions()
+        for output, whole in zip(outputs, inputs, strict=True):
+            _check_whole("reduce_scatter", whole=whole, part=output, size=self.size())
         how = self._reduction(opts.reduceOp, outputs)
         if how is None or self._between is not None:
-            return super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        parts = [whole.reshape(-1).chunk(self.size()) for whole in inputs]
-        return self._do(self._scatter(outputs, parts, how), outputs, opts)
+            return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return self._do(self._scatter_whole(outputs, inputs, how), outputs, opts)
 
+    def alltoall_base(self, *arguments: Any) -> Any:
+        """Exchange parts of a tensor between all ranks."""
+        return self._gloo.group.alltoall_base(*arguments)
+
+    def send(self, *arguments: Any) -> Any:
+        """Send tensors to one rank."""
+        return self._gloo.group.send(*arguments)
+
+    def recv(self, *arguments: Any) -> Any:
+        """Receive tensors from one rank."""
+        return self._gloo.group.recv(*arguments)
+
+    all_to_all_single = alltoall_base
     # torch 2.13 has new names for these, and calls those; 2.11 knows only the old ones.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -202,14 +210,26 @@ class SharedGroup(dist.ProcessGroup):
         for outs, own in zip(outputs, inputs, strict=True):
             with contextlib.ExitStack() as stack:
                 flats = [as_bytes(stack.enter_context(flattened(out))) for out in outs]
-                yield from self._own_lane().all_gather(flats, as_bytes(own.detach().reshape(-1)))
+                yield from self._own_lane().all_gather(flats, as_bytes(_row(own)))
+
+    def _gather_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
+        for output, own in zip(outputs, inputs, strict=True):
+            with flattened(output) as flat:
+                parts = [as_bytes(part) for part in flat.split(own.numel())] if own.numel() else []
+                yield from self._own_lane().all_gather(parts, as_bytes(_row(own)))
 
     def _scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], how: Reduction
     ) -> Steps:
         for out, parts in zip(outputs, inputs, strict=True):
             with flattened(out) as flat:
-                yield from self._own_lane().reduce_scatter(flat, [part.detach().reshape(-1) for part in parts], how)
+                yield from self._own_lane().reduce_scatter(flat, [_row(part) for part in parts], how)
+
+    def _scatter_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: Reduction) -> Steps:
+        # A view, or a copy made now and not when it was asked for: earlier operations may still write to it.
+        parts = (_row(whole).split(max(1, output.numel())) for output, whole in zip(outputs, inputs, strict=True))
+        for output, own_parts in zip(outputs, parts, strict=True):
+            yield from self._scatter([output], [own_parts], how)
 
     def _own_lane(self) -> Lane:
         assert self.lane is not None
@@ -224,7 +244,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def _do(self, steps: Steps, result: Any, opts: Any) -> Any:
         """Do an operation, or have it done ([Note: Two ways in])."""
-        if not opts.asyncOp:
+        if not opts.asyncOp or self._background.is_here:
             self._background.drain()
             self._run(steps)
             return done(result)
@@ -237,6 +257,10 @@ class SharedGroup(dist.ProcessGroup):
 
     def _can(self, tensors: Sequence[torch.Tensor]) -> bool:
         return not self.refusal and all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+
+    def _fit(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> bool:
+        """Tell whether there is a part a rank, all alike; what is not is gloo's to do, or to refuse."""
+        return len(parts) == self.size() and all(part.nbytes == own.nbytes for part in parts)
 
     def _can_alone(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Tell whether the lane can do what it does on one machine only."""
@@ -254,6 +278,19 @@ class SharedGroup(dist.ProcessGroup):
             return None
         rail = dist.PrefixStore(f"rail/{place}", store)
         return GlooRail(dist.ProcessGroupGloo(rail, machine, len(self.plan.machines), timeout))
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """See a tensor's numbers as one contiguous row, to be read."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _check_whole(what: str, *, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
+    if whole.numel() != size * part.numel():
+        raise ValueError(
+            f"{what}: {size} parts of {part.numel()} numbers make {size * part.numel()}, and the whole has "
+            f"{whole.numel()}. Give one that is {size} times as large as the part."
+        )
 
 
 def make_group(options: Any, _backend_options: Any = None) -> SharedGroup:

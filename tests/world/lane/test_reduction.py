@@ -58,7 +58,7 @@ def combined(how: Reduction, parts: list[torch.Tensor], alias: int | None = None
     """Combine copies, into one of them or into a tensor of its own; the others must stay as they were."""
     copies = [part.clone() for part in parts]
     out = torch.full_like(parts[0], 77) if alias is None else copies[alias]
-    spare = torch.full((parts[0].numel() + 3,), 55, dtype=spare_dtype(out.dtype, len(parts)))
+    spare = torch.full((parts[0].numel() + 3,), 55, dtype=spare_dtype(out.dtype))
     combine(how, copies, out, spare)
     for place, (copy, part) in enumerate(zip(copies, parts, strict=True)):
         assert place == alias or same(copy, part)

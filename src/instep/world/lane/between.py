@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from instep.world.lane.lane import Lane, Steps
+from instep.world.lane.lane import Lane, Steps, chunk_bytes
+from instep.world.lane.machines import MachinesPlan
 from instep.world.lane.reduction import Reduction, divide
 
 
@@ -33,20 +34,28 @@ class Rail(Protocol):
 class Between:
     """The way over several machines, seen from one rank: its lane (None: alone there), and its rail if it has one."""
 
-    def __init__(self, lane: Lane | None, rail: Rail | None, machine: int, num_rails: int, num_ranks: int) -> None:
+    def __init__(self, lane: Lane | None, rail: Rail | None, plan: MachinesPlan, machine: int) -> None:
         self._lane, self._rail = lane, rail
-        self._machine, self._num_rails, self._num_ranks = machine, num_rails, num_ranks
+        self._machine, self._num_rails = machine, plan.num_rails
+        self._num_ranks = sum(map(len, plan.machines))
+        # One for all: machines of different sizes have different slots, and gloo aborts on different pieces.
+        self._chunk_bytes = min(chunk_bytes(len(ranks)) for ranks in plan.machines)
 
     def all_reduce(self, flat: torch.Tensor, how: Reduction) -> Steps:
         """Combine the tensors of all ranks of all machines, in place. Called on all ranks."""
         here = Reduction.SUM if how is Reduction.MEAN else how
         if self._lane is None:
             assert self._rail is not None  # alone on its machine, so every machine has one rail
-            self._rail.all_reduce(flat, here)
+            for piece in flat.split(self._chunk_bytes // flat.element_size()):
+                self._rail.all_reduce(piece, here)
         else:
             rail = self._rail
             yield from self._lane.all_reduce_by_shares(
-                flat, here, self._num_rails, lambda share: rail.all_reduce(share, here) if rail else None
+                flat,
+                here,
+                self._num_rails,
+                lambda share: rail.all_reduce(share, here) if rail else None,
+                self._chunk_bytes,
             )
         if how is Reduction.MEAN:
             divide(flat, self._num_ranks)

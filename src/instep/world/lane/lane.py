@@ -27,7 +27,7 @@ from instep.core.errors import PeerLost
 from instep.world.lane.block import Block
 from instep.world.lane.peers import Peers
 from instep.world.lane.reduction import Reduction, combine, spare_dtype
-from instep.world.lane.semaphores import CELL_BYTES, create, post, try_wait, wait
+from instep.world.lane.semaphores import CELL_BYTES, create, has_post, post, try_wait, wait
 
 _ALL_CHUNKS_BYTES = 32 * 2**20
 _LARGEST_CHUNK_BYTES = 2 * 2**20
@@ -38,7 +38,6 @@ _DIRECT_BYTES = 32 * 2**10
 _SPIN_S = 2e-3
 """How long to look again and again before sleeping: waking up takes up to 0.4 ms, more than most waits last."""
 _LOOK_AROUND_S = 0.02
-_LEFT = -1
 Steps = Iterator[str]
 """A collective: what lies between its meetings, and each meeting's name."""
 _NUM_SLOTS = 2
@@ -79,8 +78,11 @@ class Lane:
         cells = block.pointer + Block.HEADER_BYTES
         self._outgoing = [cells + (place * self.size + other) * CELL_BYTES for other in self._others]
         self._incoming = [(other, cells + (other * self.size + place) * CELL_BYTES) for other in self._others]
-        # One cell a rank, behind the block's token: whom it blames (place + 1), or that it has left.
-        self._words = block.bytes[64 : 64 + 8 * self.size].view(torch.int64)
+        # Two bytes a rank, behind the block's token: whether it has left, and whether it has given up. Then a place
+        # each: whom it waited for when it gave up.
+        marks = block.bytes[64 : 64 + 4 * self.size]
+        self._left, self._gave_up = marks[: self.size], marks[self.size : 2 * self.size]
+        self._blamed = marks[2 * self.size :].view(torch.int16)
         self._chunk_bytes = chunk_bytes(self.size)
         self._turn = 0
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
@@ -96,12 +98,17 @@ class Lane:
                 yield from self._reduce_by_shares(piece, how, self.size, None)
 
     def all_reduce_by_shares(
-        self, flat: torch.Tensor, how: Reduction, num_shares: int, pass_on: Callable[[torch.Tensor], None]
+        self,
+        flat: torch.Tensor,
+        how: Reduction,
+        num_shares: int,
+        pass_on: Callable[[torch.Tensor], None],
+        num_bytes: int,
     ) -> Steps:
         """Combine the ranks' tensors, the first `num_shares` ranks a share each, which they pass on before it is
-        given to the others. Called on all ranks of the lane.
+        given to the others; in chunks of `num_bytes`, at most this lane's. Called on all ranks of the lane.
         """
-        for piece in flat.split(self._chunk_bytes // flat.element_size()):
+        for piece in flat.split(num_bytes // flat.element_size()):
             yield from self._reduce_by_shares(piece, how, num_shares, pass_on)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], how: Reduction) -> Steps:
@@ -143,18 +150,26 @@ class Lane:
 
     def run(self, steps: Steps) -> None:
         """Go through a collective, waiting as long as it takes."""
-        for what in steps:
-            for place, address in self._come():
-                if try_wait(address) and not self._spin(address, time.perf_counter() + _SPIN_S):
-                    self._sleep(place, address, what)
+        try:
+            for what in steps:
+                for place, address in self._come():
+                    if try_wait(address) and not self._spin(address, time.perf_counter() + _SPIN_S):
+                        self._sleep(place, address, what)
+        except BaseException:  # Ctrl-C, say: this rank and the others are out of step from here on
+            self._broken = self._broken or "an operation did not come to its end."
+            raise
 
     def begin(self, steps: Steps, patience_s: float) -> Callable[[], None] | None:
         """Go through a collective for as long as nobody keeps us waiting; give what is left to do, if anything is."""
         limit = time.perf_counter() + patience_s
-        for what in steps:
-            missing = [each for each in self._come() if try_wait(each[1]) and not self._spin(each[1], limit)]
-            if missing:
-                return lambda: self._finish(missing, what, steps)
+        try:
+            for what in steps:
+                missing = [each for each in self._come() if try_wait(each[1]) and not self._spin(each[1], limit)]
+                if missing:
+                    return lambda: self._finish(missing, what, steps)
+        except BaseException:
+            self._broken = self._broken or "an operation did not come to its end."
+            raise
         return None
 
     def _finish(self, missing: list[tuple[int, int]], what: str, steps: Steps) -> None:
@@ -164,7 +179,7 @@ class Lane:
 
     def close(self) -> None:
         """Leave; whoever still waits for this rank is told."""
-        self._words[self.place] = _LEFT
+        self._left[self.place] = 1
         self._broken = self._broken or "it was closed."
         self._peers.close()
 
@@ -173,9 +188,8 @@ class Lane:
         slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
         slots[self.place].copy_(piece)
         yield "all_reduce"
-        # Two numbers give the same sum either way round, and the own one is still in the cache.
-        parts = [piece, slots[1 - self.place]] if self.size == 2 else slots
-        self._combine(how, parts, piece)
+        slots[self.place] = piece  # the same numbers, still in the cache
+        self._combine(how, slots, piece)
 
     def _reduce_by_shares(
         self, piece: torch.Tensor, how: Reduction, num_shares: int, pass_on: Callable[[torch.Tensor], None] | None
@@ -202,9 +216,9 @@ class Lane:
                 piece[share].copy_(slots[place][: piece.numel()][share])
 
     def _combine(self, how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        dtype = spare_dtype(out.dtype, self.size)
-        if dtype not in self._spare:
-            self._spare[dtype] = torch.empty(self._chunk_bytes // out.element_size(), dtype=dtype)
+        dtype = spare_dtype(out.dtype)
+        if dtype not in self._spare:  # a chunk of numbers of two bytes has the most of them
+            self._spare[dtype] = torch.empty(self._chunk_bytes // 2, dtype=dtype)
         combine(how, parts, out, self._spare[dtype])
 
     def _next_slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -235,34 +249,48 @@ class Lane:
     def _sleep(self, place: int, address: int, what: str) -> None:
         deadline = time.monotonic() + self.timeout_s
         while not wait(address, _LOOK_AROUND_S):
+            if self._broken:
+                raise PeerLost(f"This group is broken: {self._broken}", [])
             lost = self._lost(place)
             if lost is None and time.monotonic() < deadline:
                 continue
-            if not try_wait(address):  # it came just before it went
+            if lost in (None, place) and not try_wait(address):  # it came just before it went
                 return
-            self._give_up(place if lost is None else lost, what)
+            self._give_up(self._late(place) if lost is None else lost, what)
+
+    def _missing(self, place: int) -> list[int]:
+        """Give who has not come to this meeting, of those from `place` on; the ones before have come."""
+        return [other for other, address in self._incoming if other >= place and not has_post(address)]
 
     def _lost(self, place: int) -> int | None:
-        """Find out whether the one waited for can still come; give whom to blame if not.
+        """Find out whether everyone can still come; give whom to blame if not.
 
-        The words are hints for a message, read and written without order: they carry no data. A rank that has
-        ended but had come to this meeting is no loss, so only `place` is looked at, and whom others blame.
+        The marks are hints for a message, read and written without order: they carry no data. A rank that has
+        ended or left but had come to this meeting is no loss.
         """
-        words = self._words.tolist()
-        blamed = next((word - 1 for word in words if word > 0), None)
-        if blamed is not None:
-            return blamed if blamed != self.place else None
-        return place if words[place] == _LEFT or place in self._peers.ended() else None
+        gave_up = [other for other, mark in enumerate(self._gave_up.tolist()) if mark and other != self.place]
+        blamed = [int(self._blamed[other]) for other in gave_up]
+        if blamed:  # who gave up because of us has ended for us; else the one it blames is the one
+            return next((one for one in blamed if one != self.place), gave_up[0])
+        gone = {*self._peers.ended(), *(other for other, mark in enumerate(self._left.tolist()) if mark)}
+        return next((other for other in self._missing(place) if other in gone), None)
+
+    def _late(self, place: int) -> int:
+        """Choose whom to blame when time is up: one that is stopped rather than one that waits for it, too."""
+        return next((other for other in self._missing(place) if self._peers.is_stopped(other)), place)
 
     def _give_up(self, place: int, what: str) -> None:
         """Say whom this rank waited for in vain. No meeting is possible after it."""
-        who, state = self._peers.name(place), self._peers.state(place)
-        if self._words[place] == _LEFT:
-            found = f"{who} has left the group"
-        elif place in self._peers.ended():
+        who = self._peers.name(place)
+        if place in self._peers.ended():
             found = f"{who} has ended"
+        elif self._left[place]:
+            found = f"{who} has left the group"
+        elif self._gave_up[place] and int(self._blamed[place]) == self.place:
+            found = f"{who} has given up waiting for this rank"
         else:
-            found = f"{who} did not come within {self.timeout_s:g} s; it is {state}"
-        self._words[self.place] = place + 1
+            found = f"{who} did not come within {self.timeout_s:g} s; it is {self._peers.state(place)}"
+        self._blamed[self.place] = place
+        self._gave_up[self.place] = 1
         self._broken = f"{found}."
         raise PeerLost(f"{found}, while {self._peers.name(self.place)} waited in {what}.", [self._peers.rank(place)])

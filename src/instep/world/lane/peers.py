@@ -50,6 +50,10 @@ class Peers:
         """Give the rank at a place."""
         return self._ranks[place]
 
+    def is_stopped(self, place: int) -> bool:
+        """Tell whether a signal or a debugger holds a process."""
+        return self.state(place).startswith("stopped")
+
     def state(self, place: int) -> str:
         """Say what a process is doing, as far as the system tells."""
         try:

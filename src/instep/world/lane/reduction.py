@@ -56,9 +56,9 @@ def combine(how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor, sp
     out.copy_(total)
 
 
-def spare_dtype(dtype: torch.dtype, num_parts: int) -> torch.dtype:
-    """In which dtype numbers are added up: of two, every dtype's own sum is rounded once anyway."""
-    return torch.float32 if dtype in _HALVES and num_parts > 2 else dtype
+def spare_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype numbers are added up; a mean must not overflow on its way."""
+    return torch.float32 if dtype in _HALVES else dtype
 
 
 def divide(total: torch.Tensor, count: int) -> None:

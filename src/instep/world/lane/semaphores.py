@@ -35,6 +35,8 @@ post = _libc.sem_post
 post.argtypes = (ctypes.c_void_p,)
 try_wait = _libc.sem_trywait
 try_wait.argtypes = (ctypes.c_void_p,)
+_get_value = _libc.sem_getvalue
+_get_value.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 _init = _libc.sem_init
 _init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
 # By the monotonic clock where the C library can (glibc since 2.30): the clock on the wall may jump.
@@ -49,6 +51,13 @@ def create(address: int) -> None:
     """Make a semaphore of count 0 in shared memory."""
     if _init(address, 1, 0):
         raise OSError(ctypes.get_errno(), "a semaphore between processes cannot be made")
+
+
+def has_post(address: int) -> bool:
+    """Tell whether there is a post to be taken. For a message only: it orders nothing."""
+    count = ctypes.c_int()
+    _get_value(address, ctypes.byref(count))
+    return count.value > 0
 
 
 def wait(address: int, seconds: float) -> bool:
