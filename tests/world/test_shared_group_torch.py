@@ -43,7 +43,9 @@ def inputs_of(world: World, step: int) -> torch.Tensor:
 
 def gradients_of_ddp(world: World, find_unused: bool, hook: str = "") -> dict[str, torch.Tensor]:
     torch.manual_seed(world.rank)  # DDP gives everyone rank 0's parameters
-    model = nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=find_unused, bucket_cap_mb=0.01)
+    # Before 2.13, buffers cannot be broadcast between two forward passes of one backward pass, over gloo neither.
+    options = {"find_unused_parameters": find_unused, "broadcast_buffers": find_unused}
+    model = nn.parallel.DistributedDataParallel(Branches(), **options, bucket_cap_mb=0.01)
     if hook:
         model.register_comm_hook(None, getattr(default_hooks, hook))
     model.zero_grad()
