@@ -142,6 +142,8 @@ def _rank_main(
     how: tuple[Place, float, str, Callable[[int], None] | None],
     args: tuple[Any, ...],
 ) -> None:
+    # Who starts the tests in the background of a shell has them ignore it, and so would everything they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 
     from instep.world.world import World
