@@ -68,7 +68,18 @@ def _rank_main(
     from instep.world.world import World
 
     torch.set_num_threads(1)
-    place = Place(
+    place = place_of(rank, world_size, port, device)
+    try:
+        with World.join(place, comm=comm) as world:
+            answer: Any = (fn(world, *args),)
+    except BaseException as error:
+        answer = f"rank {rank}: " + "".join(traceback.format_exception(error))
+    pipe.send_bytes(pickle.dumps(answer))  # plain pickle: torch's way through shared files needs us alive
+
+
+def place_of(rank: int, world_size: int, port: int, device: str = "cpu") -> Place:
+    """Describe a rank of a world on this machine."""
+    return Place(
         rank=rank,
         local_rank=rank,
         world_size=world_size,
@@ -77,12 +88,6 @@ def _rank_main(
         master_port=port,
         device=device,
     )
-    try:
-        with World.join(place, comm=comm) as world:
-            answer: Any = (fn(world, *args),)
-    except BaseException as error:
-        answer = f"rank {rank}: " + "".join(traceback.format_exception(error))
-    pipe.send_bytes(pickle.dumps(answer))  # plain pickle: torch's way through shared files needs us alive
 
 
 def free_port() -> int:

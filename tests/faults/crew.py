@@ -20,7 +20,7 @@ from typing import Any
 
 from commands import wait_for
 from instep.core.topology import Place
-from ranks import _context, _main_hidden, free_port
+from ranks import _context, _main_hidden, free_port, place_of
 
 Say = Callable[[Any], None]
 NUM_ELEMENTS = 5 * 2**18
@@ -66,15 +66,7 @@ class Crew:
         with _main_hidden():
             for rank in range(world_size):
                 ours, theirs = _context.Pipe(duplex=False)
-                place = Place(
-                    rank=rank,
-                    local_rank=rank,
-                    world_size=world_size,
-                    local_world_size=world_size,
-                    launcher="env",
-                    master_port=port,
-                )
-                how = (place, timeout_s, comm, before)
+                how = (place_of(rank, world_size, port), timeout_s, comm, before)
                 process = _context.Process(target=_rank_main, args=(theirs, fn, how, args))
                 process.start()
                 theirs.close()

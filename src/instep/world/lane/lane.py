@@ -74,10 +74,10 @@ class Lane:
         self.timeout_s = timeout_s
         self._block = block
         self._peers = Peers(ranks, pids, place)
-        self._others = [other for other in range(self.size) if other != place]
+        others = [other for other in range(self.size) if other != place]
         cells = block.pointer + Block.HEADER_BYTES
-        self._outgoing = [cells + (place * self.size + other) * CELL_BYTES for other in self._others]
-        self._incoming = [(other, cells + (other * self.size + place) * CELL_BYTES) for other in self._others]
+        self._outgoing = [cells + (place * self.size + other) * CELL_BYTES for other in others]
+        self._incoming = [(other, cells + (other * self.size + place) * CELL_BYTES) for other in others]
         # Two bytes a rank, behind the block's token: whether it has left, and whether it has given up. Then a place
         # each: whom it waited for when it gave up.
         marks = block.bytes[64 : 64 + 4 * self.size]
