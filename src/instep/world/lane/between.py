@@ -3,11 +3,11 @@
 Ranks: all of the group, in the same order.
 
 [Note: Rails]
-A machine's ranks add a chunk up in shared memory, a share each; then the ranks at the same place of all
-machines exchange that share over gloo (a rail), side by side with the other rails; then everyone takes all shares
-from shared memory. Machines may have different numbers of ranks: there are as many rails as the smallest
-machine has ranks, and ranks beyond only bring and take. Sums are in the order of the ranks within a machine,
-and in gloo's fixed order between machines.
+A machine's ranks add a chunk up in shared memory ([Note: Around the ranks]); then the ranks at the same place of all
+machines exchange the share that they completed over gloo (a rail), side by side with the other rails; then everyone
+takes all shares from shared memory. Machines may have different numbers of ranks: there are as many rails as the
+smallest machine has ranks, and ranks beyond only add and take. Sums are in the order of the ranks within a machine,
+from one of them on, and in gloo's fixed order between machines.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 
-from instep.world.lane.lane import Lane, Steps, chunk_bytes
+from instep.world.lane.lane import Lane, Steps, around_bytes
 from instep.world.lane.machines import MachinesPlan
-from instep.world.lane.reduction import Reduction, divide
+from instep.world.lane.reduction import Reduction, divide, spare_dtype
 
 
 class Rail(Protocol):
@@ -39,26 +39,27 @@ class Between:
         self._machine, self._num_rails = machine, plan.num_rails
         self._num_ranks = sum(map(len, plan.machines))
         # One for all: machines of different sizes have different slots, and gloo aborts on different pieces.
-        self._chunk_bytes = min(chunk_bytes(len(ranks)) for ranks in plan.machines)
+        self._chunk_bytes = min(around_bytes(len(ranks)) for ranks in plan.machines)
 
     def all_reduce(self, flat: torch.Tensor, how: Reduction) -> Steps:
         """Combine the tensors of all ranks of all machines, in place. Called on all ranks."""
+        rail = self._rail
         here = Reduction.SUM if how is Reduction.MEAN else how
-        if self._lane is None:
-            assert self._rail is not None  # alone on its machine, so every machine has one rail
-            for piece in flat.split(self._chunk_bytes // flat.element_size()):
-                self._rail.all_reduce(piece, here)
-        else:
-            rail = self._rail
-            yield from self._lane.all_reduce_by_shares(
-                flat,
-                here,
-                self._num_rails,
-                lambda share: rail.all_reduce(share, here) if rail else None,
-                self._chunk_bytes,
-            )
-        if how is Reduction.MEAN:
-            divide(flat, self._num_ranks)
+
+        def pass_on(share: torch.Tensor) -> None:
+            assert rail is not None  # as many shares as rails, and the ranks at their places have one
+            rail.all_reduce(share, here)
+            if how is Reduction.MEAN:
+                divide(share, self._num_ranks)
+
+        if self._lane is not None:
+            yield from self._lane.all_reduce_around(flat, here, self._num_rails, pass_on, self._chunk_bytes)
+            return
+        dtype = spare_dtype(flat.dtype)  # as the other machines' ranks have it on their way
+        for piece in flat.split(self._chunk_bytes // dtype.itemsize):
+            share = piece.to(dtype)
+            pass_on(share)
+            piece.copy_(share)
 
     def broadcast(self, flat: torch.Tensor, machine: int, place: int) -> Steps:
         """Overwrite the tensor with that of the rank at a place of a machine. Called on all ranks."""

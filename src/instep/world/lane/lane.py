@@ -10,9 +10,16 @@ have left it ([Note: Hand-over]).
 A collective is written as the steps between its meetings: a generator that yields wherever all must meet before it
 goes on. Whoever drives it decides how to wait: `run` in the caller's thread, `begin` for as long as it pays.
 
-Each rank has two slots of staging, used in turn, one a chunk. A chunk is written before a meeting and read after
-it; so when a rank writes to a slot again, two chunks later, it has left a meeting to which the others came only
-after they had read what the slot held before. No chunk needs a meeting to give its slot back.
+There are two areas of staging, used in turn, one a chunk. What was written to an area is read before its reader comes
+to a meeting of the next chunk; so when a rank writes to that area again, two chunks later, it has left a meeting to
+which the others came only after they had read. No chunk needs a meeting to give its area back.
+
+[Note: Around the ranks]
+Up to a certain size every rank shows its numbers to all, in a slot of its own, and every rank adds all of them up:
+one meeting. Beyond, a chunk is cut into shares, and each share goes around: one rank writes it, the next adds its own
+numbers to it in the same place, and so on; after as many meetings as there are ranks all shares are ready, and
+everyone copies the chunk out. Every number is read once and written once by each rank, besides the sum that stays in
+the cache; when all stage everything first, that is half as much again (docs/log.md).
 """
 
 from __future__ import annotations
@@ -26,32 +33,38 @@ import torch
 from instep.core.errors import PeerLost
 from instep.world.lane.block import Block
 from instep.world.lane.peers import Peers
-from instep.world.lane.reduction import Reduction, combine, spare_dtype
+from instep.world.lane.reduction import STEPS, Reduction, combine, divide, spare_dtype
 from instep.world.lane.semaphores import CELL_BYTES, create, has_post, post, try_wait, wait
 
 _ALL_CHUNKS_BYTES = 32 * 2**20
 _LARGEST_CHUNK_BYTES = 2 * 2**20
 _SMALLEST_CHUNK_BYTES = 64 * 2**10
 """Smaller chunks stay in the cache, larger ones need fewer meetings; docs/log.md has the measurements."""
-_DIRECT_BYTES = 32 * 2**10
-"""Up to this size every rank adds everything up by itself, which saves a meeting."""
+_DIRECT_BYTES = 128 * 2**10
+"""Up to this size every rank adds everything up by itself, which saves meetings."""
+_LARGEST_ROUND_TRIP_BYTES = 4 * 2**20
 _SPIN_S = 2e-3
 """How long to look again and again before sleeping: waking up takes up to 0.4 ms, more than most waits last."""
 _LOOK_AROUND_S = 0.02
 Steps = Iterator[str]
 """A collective: what lies between its meetings, and each meeting's name."""
-_NUM_SLOTS = 2
+_NUM_AREAS = 2
 
 
 def chunk_bytes(size: int) -> int:
     """Choose how large a chunk is on a lane of so many ranks: what they all stage stays bounded."""
-    share = _ALL_CHUNKS_BYTES // (_NUM_SLOTS * size)
+    share = _ALL_CHUNKS_BYTES // (_NUM_AREAS * size)
     return max(_SMALLEST_CHUNK_BYTES, min(_LARGEST_CHUNK_BYTES, share & -4096))
+
+
+def around_bytes(size: int) -> int:
+    """Choose how much goes around at once on a lane of so many ranks."""
+    return min(_LARGEST_ROUND_TRIP_BYTES, size * chunk_bytes(size))
 
 
 def block_bytes(size: int) -> int:
     """How much memory a lane of so many ranks takes."""
-    return _staging_start(size) + _NUM_SLOTS * size * chunk_bytes(size)
+    return _staging_start(size) + _NUM_AREAS * size * chunk_bytes(size)
 
 
 def _staging_start(size: int) -> int:
@@ -85,31 +98,55 @@ class Lane:
         self._blamed = marks[2 * self.size :].view(torch.int16)
         self._chunk_bytes = chunk_bytes(self.size)
         self._turn = 0
-        self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._areas: dict[torch.dtype, list[tuple[torch.Tensor, Sequence[torch.Tensor]]]] = {}
         self._spare: dict[torch.dtype, torch.Tensor] = {}
         self._broken = ""
 
     def all_reduce(self, flat: torch.Tensor, how: Reduction = Reduction.SUM) -> Steps:
         """Combine the ranks' tensors, in place; contiguous and 1-D. Called on all ranks of the lane."""
+        if self.size > 2 and flat.nbytes > _DIRECT_BYTES:
+            yield from self.all_reduce_around(flat, how, self.size, None, around_bytes(self.size))
+            return
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
-            if self.size == 2 or piece.nbytes <= _DIRECT_BYTES:
-                yield from self._reduce_alone(piece, how)
-            else:
-                yield from self._reduce_by_shares(piece, how, self.size, None)
+            slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
+            slots[self.place].copy_(piece)
+            yield "all_reduce"
+            # All do the same, so all hold the same bits. One's own numbers are still in the cache.
+            slots[self.place] = piece
+            self._combine(how, slots, piece)
 
-    def all_reduce_by_shares(
+    def all_reduce_around(
         self,
         flat: torch.Tensor,
         how: Reduction,
         num_shares: int,
-        pass_on: Callable[[torch.Tensor], None],
+        pass_on: Callable[[torch.Tensor], None] | None,
         num_bytes: int,
     ) -> Steps:
-        """Combine the ranks' tensors, the first `num_shares` ranks a share each, which they pass on before it is
-        given to the others; in chunks of `num_bytes`, at most this lane's. Called on all ranks of the lane.
+        """Combine the ranks' tensors by shares that go around the ranks ([Note: Around the ranks]); in chunks of
+        `num_bytes`, at most `around_bytes`. Called on all ranks of the lane.
+
+        The first `num_shares` ranks are the last to add to a share each; they may pass it on to other machines
+        before everyone takes it.
         """
-        for piece in flat.split(num_bytes // flat.element_size()):
-            yield from self._reduce_by_shares(piece, how, num_shares, pass_on)
+        dtype = spare_dtype(flat.dtype)
+        ready: tuple[torch.Tensor, torch.Tensor] | None = None
+        for piece in flat.split(num_bytes // dtype.itemsize):
+            total = self._next_area(dtype)[: piece.numel()]
+            length = -(-piece.numel() // num_shares)
+            shares = list(zip(total.split(length), piece.split(length), strict=True))
+            for turn in range(self.size):
+                index = (self.place - 1 - turn) % self.size  # at the last turn, its own place
+                if index < len(shares):
+                    self._add_own(how, *shares[index], turn)
+                    if turn == self.size - 1 and pass_on is not None:
+                        pass_on(shares[index][0])
+                if turn == 0 and ready is not None:  # the chunk before: no meeting of its own
+                    ready[0].copy_(ready[1])
+                yield "all_reduce"
+            ready = piece, total
+        if ready is not None:
+            ready[0].copy_(ready[1])
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], how: Reduction) -> Steps:
         """Combine, for each rank, the parts meant for it; contiguous and 1-D. Called on all ranks of the lane."""
@@ -183,37 +220,13 @@ class Lane:
         self._broken = self._broken or "it was closed."
         self._peers.close()
 
-    def _reduce_alone(self, piece: torch.Tensor, how: Reduction) -> Steps:
-        """Combine what all ranks have staged, each by itself; all do the same, so all hold the same bits."""
-        slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
-        slots[self.place].copy_(piece)
-        yield "all_reduce"
-        slots[self.place] = piece  # the same numbers, still in the cache
-        self._combine(how, slots, piece)
-
-    def _reduce_by_shares(
-        self, piece: torch.Tensor, how: Reduction, num_shares: int, pass_on: Callable[[torch.Tensor], None] | None
-    ) -> Steps:
-        """Combine a share each and take the others' shares from them: the work does not grow with the ranks."""
-        slots = self._next_slots(piece.dtype)
-        own = slots[self.place]
-        length = -(-piece.numel() // num_shares)
-        shares = [slice(length * n, length * (n + 1)) for n in range(num_shares)]
-        for place, share in enumerate(shares):
-            if place != self.place:
-                own[: piece.numel()][share].copy_(piece[share])
-        yield "all_reduce"
-        if self.place < num_shares:
-            share = shares[self.place]
-            mine = piece[share]
-            self._combine(how, [mine if slot is own else slot[: piece.numel()][share] for slot in slots], mine)
-            if pass_on is not None:
-                pass_on(mine)
-            own[: piece.numel()][share].copy_(mine)
-        yield "all_reduce"
-        for place, share in enumerate(shares):
-            if place != self.place:
-                piece[share].copy_(slots[place][: piece.numel()][share])
+    def _add_own(self, how: Reduction, total: torch.Tensor, own: torch.Tensor, turn: int) -> None:
+        if turn == 0:
+            total.copy_(own)
+        else:
+            STEPS[how](total, own, out=total)
+        if turn == self.size - 1 and how is Reduction.MEAN:
+            divide(total, self.size)
 
     def _combine(self, how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         dtype = spare_dtype(out.dtype)
@@ -221,14 +234,19 @@ class Lane:
             self._spare[dtype] = torch.empty(self._chunk_bytes // 2, dtype=dtype)
         combine(how, parts, out, self._spare[dtype])
 
-    def _next_slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Give the ranks' slots for the next chunk, by place."""
-        if dtype not in self._views:
+    def _next_area(self, dtype: torch.dtype) -> torch.Tensor:
+        """Give the staging of the next chunk."""
+        if dtype not in self._areas:
             start = _staging_start(self.size)
-            slots = self._block.bytes[start:].view(dtype).split(self._chunk_bytes // dtype.itemsize)
-            self._views[dtype] = [list(slots[: self.size]), list(slots[self.size :])]
+            areas = self._block.bytes[start:].view(dtype).split(self.size * self._chunk_bytes // dtype.itemsize)
+            self._areas[dtype] = [(area, area.split(self._chunk_bytes // dtype.itemsize)) for area in areas]
         self._turn ^= 1
-        return self._views[dtype][self._turn]
+        return self._areas[dtype][self._turn][0]
+
+    def _next_slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Give the staging of the next chunk, as a slot for each rank, by place."""
+        self._next_area(dtype)
+        return list(self._areas[dtype][self._turn][1])
 
     def _come(self) -> list[tuple[int, int]]:
         """Come to a meeting; give whom to wait for."""

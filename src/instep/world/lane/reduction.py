@@ -1,7 +1,8 @@
-"""What is computed from the ranks' numbers. Pure, and always in the order of the ranks.
+"""What is computed from the ranks' numbers. Pure, and always in the order of the ranks, from one of them on.
 
-A sum of floats depends on its order. Here it is (((r0 + r1) + r2) + r3)…, whoever computes it and whenever, so
-all ranks hold the same bits and repeated runs do too. 16-bit floats are added up in float32 and rounded once.
+A sum of floats depends on its order. Here it is (((r0 + r1) + r2) + r3)…, or one that begins with another rank and
+goes around, which depends on the number's place in the tensor alone; so all ranks hold the same bits and repeated
+runs do too. 16-bit floats are added up in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ class Reduction(Enum):
     MIN = "min"
 
 
-_STEPS: dict[Reduction, Callable[..., torch.Tensor]] = {
+STEPS: dict[Reduction, Callable[..., torch.Tensor]] = {
     Reduction.SUM: torch.add,
     Reduction.MEAN: torch.add,
     Reduction.MAX: torch.maximum,
     Reduction.MIN: torch.minimum,
 }
+"""How one rank's numbers are added to what there is."""
 
 
 def combine(how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor, spare: torch.Tensor) -> None:
@@ -38,7 +40,7 @@ def combine(how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor, sp
     `spare` is room for what lies between, at least as large, of `spare_dtype`: memory that is new in every call
     would cost more than the additions.
     """
-    step = _STEPS[how]
+    step = STEPS[how]
     first, *rest, last = parts
     total = spare[: out.numel()]
     if total.dtype == out.dtype:
