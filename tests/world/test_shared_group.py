@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn, world_size: int) -> list[Case]:
         chunk = lane.chunk_bytes(world_size) // dtype.itemsize
         chunk //= world_size if operation.startswith("reduce_scatter") else 1
         if operation == "all_reduce" and world_size > 2:
-            chunk = lane.around_bytes(world_size) // max(4, dtype.itemsize)  # halves are added up as float32
+            chunk = lane.area_bytes(world_size) // max(4, dtype.itemsize)  # halves are added up as float32
         near = draw(st.sampled_from([0, 1, -1]))
         small, direct = draw(st.integers(0, 40)), lane._DIRECT_BYTES // dtype.itemsize + near
         sizes = [small] * 8 + [direct] * 6 + [chunk + near, 2 * chunk + near]
@@ -137,7 +137,7 @@ def test_all_ranks_hold_the_same_bits_of_zeros_and_nans(world_size: int) -> None
 
 def sums(world: World) -> list[str]:
     bits = []
-    for numel in (1, 1000, lane._DIRECT_BYTES // 4 + 1, lane.around_bytes(world.world_size) // 4 + 1):
+    for numel in (1, 1000, lane._DIRECT_BYTES // 4 + 1, lane.area_bytes(world.world_size) // 4 + 1):
         tensor = inputs_of(Case("all_reduce", numel, seed=numel), world.world_size)[world.rank]
         dist.all_reduce(tensor)
         bits.append(digest(tensor))

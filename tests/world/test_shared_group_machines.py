@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from collectives import DTYPES, OPS, Case, digest, expected, inputs_of, is_near, run
 from instep.world.group import SharedGroup
-from instep.world.lane.lane import around_bytes, chunk_bytes
+from instep.world.lane.lane import area_bytes, chunk_bytes
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -76,15 +76,15 @@ def test_all_reduce(machines: str) -> None:
 
 @pytest.mark.parametrize("machines", MACHINES)
 def test_all_reduce_around_the_borders_of_chunks(machines: str) -> None:
-    chunk = around_bytes(min(map(machines.count, machines))) // 4
+    chunk = area_bytes(min(map(machines.count, machines))) // 4
     wanted = [Case("all_reduce", numel, seed=numel) for numel in (chunk - 1, chunk, 2 * chunk + 1)]
     wanted.append(Case("all_reduce", 2 * chunk + 1, dtype=torch.bfloat16))
     check(machines, wanted)
 
 
 def test_machines_whose_chunks_differ() -> None:
-    assert around_bytes(1) < around_bytes(2)
-    check("aab", [Case("all_reduce", around_bytes(2) // 4, dtype=dtype) for dtype in (torch.float32, torch.float16)])
+    assert area_bytes(1) < area_bytes(2)
+    check("aab", [Case("all_reduce", area_bytes(2) // 4, dtype=dtype) for dtype in (torch.float32, torch.float16)])
 
 
 @pytest.mark.parametrize("machines", MACHINES)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from instep.world.lane.lane import Lane, Steps, around_bytes
+from instep.world.lane.lane import Lane, Steps, area_bytes, chunks_of
 from instep.world.lane.machines import MachinesPlan
 from instep.world.lane.reduction import Reduction, divide, spare_dtype
 
@@ -39,7 +39,7 @@ class Between:
         self._machine, self._num_rails = machine, plan.num_rails
         self._num_ranks = sum(map(len, plan.machines))
         # One for all: machines of different sizes have different slots, and gloo aborts on different pieces.
-        self._chunk_bytes = min(around_bytes(len(ranks)) for ranks in plan.machines)
+        self._chunk_bytes = min(area_bytes(len(ranks)) for ranks in plan.machines)
 
     def all_reduce(self, flat: torch.Tensor, how: Reduction) -> Steps:
         """Combine the tensors of all ranks of all machines, in place. Called on all ranks."""
@@ -56,7 +56,7 @@ class Between:
             yield from self._lane.all_reduce_around(flat, here, self._num_rails, pass_on, self._chunk_bytes)
             return
         dtype = spare_dtype(flat.dtype)  # as the other machines' ranks have it on their way
-        for piece in flat.split(self._chunk_bytes // dtype.itemsize):
+        for piece in chunks_of(flat, self._chunk_bytes):
             share = piece.to(dtype)
             pass_on(share)
             piece.copy_(share)

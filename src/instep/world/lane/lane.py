@@ -36,40 +36,47 @@ from instep.world.lane.peers import Peers
 from instep.world.lane.reduction import STEPS, Reduction, combine, divide, spare_dtype
 from instep.world.lane.semaphores import CELL_BYTES, create, has_post, post, try_wait, wait
 
-_ALL_CHUNKS_BYTES = 32 * 2**20
+_AREA_BYTES = 16 * 2**20
+"""What goes around at once: the fewer meetings the better, with more ranks than cores above all."""
 _LARGEST_CHUNK_BYTES = 2 * 2**20
 _SMALLEST_CHUNK_BYTES = 64 * 2**10
 """Smaller chunks stay in the cache, larger ones need fewer meetings; docs/log.md has the measurements."""
 _DIRECT_BYTES = 128 * 2**10
 """Up to this size every rank adds everything up by itself, which saves meetings."""
-_LARGEST_ROUND_TRIP_BYTES = 4 * 2**20
-_SPIN_S = 2e-3
-"""How long to look again and again before sleeping: waking up takes up to 0.4 ms, more than most waits last."""
+_SPIN_S, _CROWDED_SPIN_S = 2e-3, 5e-4
+"""How long to look again and again before sleeping: waking up takes up to 0.4 ms, more than most waits last. With
+more ranks than cores, whoever looks takes time from whom it waits for."""
 _LOOK_AROUND_S = 0.02
 Steps = Iterator[str]
 """A collective: what lies between its meetings, and each meeting's name."""
 _NUM_AREAS = 2
 
 
+def area_bytes(size: int) -> int:
+    """How large each of the two areas of staging is on a lane of so many ranks."""
+    return size * _LARGEST_CHUNK_BYTES if size <= 2 else max(_AREA_BYTES, size * _SMALLEST_CHUNK_BYTES)
+
+
 def chunk_bytes(size: int) -> int:
-    """Choose how large a chunk is on a lane of so many ranks: what they all stage stays bounded."""
-    share = _ALL_CHUNKS_BYTES // (_NUM_AREAS * size)
-    return max(_SMALLEST_CHUNK_BYTES, min(_LARGEST_CHUNK_BYTES, share & -4096))
-
-
-def around_bytes(size: int) -> int:
-    """Choose how much goes around at once on a lane of so many ranks."""
-    return min(_LARGEST_ROUND_TRIP_BYTES, size * chunk_bytes(size))
+    """How large a rank's slot of an area is on a lane of so many ranks."""
+    return min(_LARGEST_CHUNK_BYTES, area_bytes(size) // size & -4096)
 
 
 def block_bytes(size: int) -> int:
     """How much memory a lane of so many ranks takes."""
-    return _staging_start(size) + _NUM_AREAS * size * chunk_bytes(size)
+    return _staging_start(size) + _NUM_AREAS * area_bytes(size)
 
 
 def _staging_start(size: int) -> int:
     semaphores = size * size * CELL_BYTES
     return Block.HEADER_BYTES + -(-semaphores // 4096) * 4096
+
+
+def chunks_of(flat: torch.Tensor, num_bytes: int) -> Sequence[torch.Tensor]:
+    """Cut what goes around into chunks of at most `num_bytes`, all of a size: a short one has as many meetings."""
+    num_chunks = max(1, -(-flat.numel() * spare_dtype(flat.dtype).itemsize // num_bytes))
+    chunks: Sequence[torch.Tensor] = flat.split(-(-flat.numel() // num_chunks))
+    return chunks
 
 
 def prepare(block: Block, size: int) -> None:
@@ -97,6 +104,7 @@ class Lane:
         self._left, self._gave_up = marks[: self.size], marks[self.size : 2 * self.size]
         self._blamed = marks[2 * self.size :].view(torch.int16)
         self._chunk_bytes = chunk_bytes(self.size)
+        self._spin_s = _SPIN_S if self.size <= len(os.sched_getaffinity(0)) else _CROWDED_SPIN_S
         self._turn = 0
         self._areas: dict[torch.dtype, list[tuple[torch.Tensor, Sequence[torch.Tensor]]]] = {}
         self._spare: dict[torch.dtype, torch.Tensor] = {}
@@ -105,7 +113,7 @@ class Lane:
     def all_reduce(self, flat: torch.Tensor, how: Reduction = Reduction.SUM) -> Steps:
         """Combine the ranks' tensors, in place; contiguous and 1-D. Called on all ranks of the lane."""
         if self.size > 2 and flat.nbytes > _DIRECT_BYTES:
-            yield from self.all_reduce_around(flat, how, self.size, None, around_bytes(self.size))
+            yield from self.all_reduce_around(flat, how, self.size, None, area_bytes(self.size))
             return
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
             slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
@@ -124,14 +132,14 @@ class Lane:
         num_bytes: int,
     ) -> Steps:
         """Combine the ranks' tensors by shares that go around the ranks ([Note: Around the ranks]); in chunks of
-        `num_bytes`, at most `around_bytes`. Called on all ranks of the lane.
+        `num_bytes`, at most `area_bytes`. Called on all ranks of the lane.
 
         The first `num_shares` ranks are the last to add to a share each; they may pass it on to other machines
         before everyone takes it.
         """
         dtype = spare_dtype(flat.dtype)
         ready: tuple[torch.Tensor, torch.Tensor] | None = None
-        for piece in flat.split(num_bytes // dtype.itemsize):
+        for piece in chunks_of(flat, num_bytes):
             total = self._next_area(dtype)[: piece.numel()]
             length = -(-piece.numel() // num_shares)
             shares = list(zip(total.split(length), piece.split(length), strict=True))
@@ -190,7 +198,7 @@ class Lane:
         try:
             for what in steps:
                 for place, address in self._come():
-                    if try_wait(address) and not self._spin(address, time.perf_counter() + _SPIN_S):
+                    if try_wait(address) and not self._spin(address, time.perf_counter() + self._spin_s):
                         self._sleep(place, address, what)
         except BaseException:  # Ctrl-C, say: this rank and the others are out of step from here on
             self._broken = self._broken or "an operation did not come to its end."
@@ -238,8 +246,10 @@ class Lane:
         """Give the staging of the next chunk."""
         if dtype not in self._areas:
             start = _staging_start(self.size)
-            areas = self._block.bytes[start:].view(dtype).split(self.size * self._chunk_bytes // dtype.itemsize)
-            self._areas[dtype] = [(area, area.split(self._chunk_bytes // dtype.itemsize)) for area in areas]
+            areas = self._block.bytes[start:].view(dtype).split(area_bytes(self.size) // dtype.itemsize)
+            self._areas[dtype] = [
+                (area, area.split(self._chunk_bytes // dtype.itemsize)[: self.size]) for area in areas
+            ]
         self._turn ^= 1
         return self._areas[dtype][self._turn][0]
 
