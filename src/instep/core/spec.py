@@ -15,6 +15,7 @@ from typing import Any, Literal
 from instep.core.errors import SpecError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
+DEFAULT_SHARDS = 16
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -77,6 +78,15 @@ class TrainSpec(LaunchSpec):
     )
     accumulate: int = option(1, "parts in which a global batch is worked through", "--accumulate", recipe=True)
     seed: int = option(0, "where all randomness comes from", "--seed", recipe=True)
+    exact: bool = option(
+        False,
+        "the same bits at any number of processes: fixed shards, deterministic kernels (docs/exact.md)",
+        "--exact/--no-exact",
+        recipe=True,
+    )
+    shards: int | None = option(
+        None, "with --exact: into how many shards a batch is cut (16, or its size)", "--shards", recipe=True
+    )
     strategy: Literal["auto", "single", "ddp"] = option(
         "auto", "how the model is spread; auto: ddp when there are several processes", "--strategy"
     )
@@ -94,7 +104,10 @@ class TrainSpec(LaunchSpec):
     )
     keep: int = option(3, "how many of the newest checkpoints are kept", "--keep")
     threads: int | None = option(
-        None, "CPU threads a process (unless given, the cores shared out)", "--threads", recipe=True
+        None,
+        "CPU threads a process (unless given, the cores shared out; 1 with --exact)",
+        "--threads",
+        recipe=True,
     )
     flush_denormals: bool = option(
         True, "treat denormal numbers as zero on CPU", "--flush-denormals/--no-flush-denormals", recipe=True
@@ -126,7 +139,7 @@ class TrainSpec(LaunchSpec):
         super().__post_init__()
         for name, least in (("batch_size", 1), ("accumulate", 1), ("keep", 1)):
             _check_at_least(name, getattr(self, name), least)
-        for name in ("epochs", "steps", "threads"):
+        for name in ("epochs", "steps", "threads", "shards"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
         if self.epochs is not None and self.steps is not None:
@@ -141,6 +154,7 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
         if self.on_nan not in ("stop", "skip"):
             raise SpecError(f"on_nan={self.on_nan!r} is unknown. Choose stop or skip.")
+        self._check_shards()
         if self.batch_size < self.accumulate:
             raise SpecError(
                 f"batch_size={self.batch_size} cannot be worked through in accumulate={self.accumulate} parts: "
@@ -149,8 +163,32 @@ class TrainSpec(LaunchSpec):
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
 
+    def _check_shards(self) -> None:
+        if self.shards is None:
+            return
+        if not self.exact:
+            raise SpecError(f"shards={self.shards} cuts a batch for exact mode, which is off. Add --exact.")
+        if self.shards > self.batch_size:
+            raise SpecError(
+                f"batch_size={self.batch_size} cannot be cut into shards={self.shards}: some would be empty. "
+                f"Use shards <= {self.batch_size}."
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many shards each part of a full batch is cut; 0 when exact mode is off."""
+        rows = -(-self.batch_size // self.accumulate)
+        return min(self.shards or DEFAULT_SHARDS, rows) if self.exact else 0
+
+    @property
+    def num_threads(self) -> int | None:
+        """CPU threads a process; None: its share of the cores."""
+        return 1 if self.exact and self.threads is None else self.threads
+
     def check_world(self, world_size: int) -> None:
         """Refuse a world in which a rank would never have a sample."""
+        if self.exact:
+            return self._check_exact_world(world_size)
         rows = self.batch_size // self.accumulate
         if rows >= world_size:
             return
@@ -161,9 +199,19 @@ class TrainSpec(LaunchSpec):
             f"Use batch_size >= {world_size * self.accumulate}, or fewer processes."
         )
 
+    def _check_exact_world(self, world_size: int) -> None:
+        rows = -(-(-(-self.batch_size // self.accumulate)) // self.num_shards)
+        count = self.accumulate * -(-(self.batch_size // self.accumulate) // rows)
+        if count < world_size:
+            raise SpecError(
+                f"a batch of {self.batch_size} in shards of {rows} has {count} shards, which is not one for each of "
+                f"{world_size} ranks. Use at most {count} processes, or more --shards."
+            )
+
     def recipe(self) -> dict[str, Any]:
         """The fields the trajectory depends on; a run is continued only with the same ones."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["recipe"]}
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["recipe"]}
+        return found | {"shards": self.num_shards or None, "threads": self.num_threads}
 
     def resolved_epochs(self) -> int | None:
         """How many epochs to train; None when `steps` says when to end."""

@@ -41,6 +41,8 @@ class GlobalBatch(NamedTuple):
     first_position: int
     size: int
     parts: tuple[Part, ...]
+    num_shards: int = 0
+    """In exact mode, of the whole batch."""
 
 
 class TrainLoader:
@@ -82,7 +84,7 @@ class TrainLoader:
             epoch, position, size = run.start
             for number in range(run.num_steps):
                 parts = tuple([Part(plan, next(batches)) for plan in run.parts])
-                yield GlobalBatch(run.first_step + number, epoch, position + number * size, size, parts)
+                yield GlobalBatch(run.first_step + number, epoch, position + number * size, size, parts, run.num_shards)
 
     def sample_indices(self, step: int) -> Indices:
         """Say which samples the whole global batch of a step consists of, row by row."""
@@ -110,8 +112,9 @@ class TrainLoader:
             start = self._plan.batch(step)
             parts = self._plan.parts(start.size, self._world_size, self._rank)
             alike = (self._plan.num_samples - start.first_position) // start.size
-            count = min(last - step, alike, max(1, _LOOKUP_ROWS // sum(plan.num_rows for plan in parts)))
-            yield _Run(step, count, start, parts)
+            num_rows = sum(plan.num_rows for plan in parts)
+            count = min(last - step, alike, max(1, _LOOKUP_ROWS // max(1, num_rows)))
+            yield _Run(step, count, start, parts, self._plan.num_shards(start.size) if self._plan.shards else 0)
             step += count
 
 
@@ -123,11 +126,13 @@ class _Run(NamedTuple):
     start: Batch
     """The first step's batch."""
     parts: tuple[PartPlan, ...]
+    num_shards: int
 
 
 def _rows(parts: tuple[PartPlan, ...]) -> Indices:
     """Number the rows of the global batch that this rank reads."""
-    return np.concatenate([np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in parts])
+    rows = [np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in parts]
+    return np.concatenate([np.arange(0), *rows])  # in exact mode a short batch may have no shard for this rank
 
 
 def evaluation_chunks(

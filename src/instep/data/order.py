@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from instep.core.errors import DataError, SpecError
+from instep.core.tree import run_of
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -131,6 +132,8 @@ class PartPlan:
     """Every rank computes the whole micro-batch, because it has fewer rows than there are ranks."""
     counted: bool = True
     """Whether this rank's result counts; of a replicated part, only rank 0's does."""
+    shard: int = 0
+    """In exact mode, which of the global batch's shards this is."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class BatchPlan:
     batch_size: int
     accumulate: int = 1
     drop_last: bool = False
+    shards: int = 0
+    """In exact mode, into how many shards a full micro-batch is cut, whatever the world size; else 0."""
 
     def __post_init__(self) -> None:
         _check_num_samples(self.num_samples)
@@ -171,12 +176,35 @@ class BatchPlan:
         return min(part.micro_rows for size in (self.batch_size, last) for part in self.parts(size, 1, 0))
 
     def parts(self, size: int, world_size: int, rank: int) -> tuple[PartPlan, ...]:
-        """Plan what a rank does of a global batch of `size` rows, one part for each micro-batch."""
+        """Plan what a rank does of a global batch of `size` rows: one part for each micro-batch, or in exact mode
+        the shards of its run, which may be none.
+        """
         assert size >= 1
         assert 0 <= rank < world_size
+        if self.shards:
+            first, last = run_of(rank, world_size, self.num_shards(size))
+            return self._shards(size)[first:last]
+        return tuple(
+            _share(first, last - first, world_size, rank) for first, last in itertools.pairwise(self._bounds(size))
+        )
+
+    def num_shards(self, size: int) -> int:
+        """Count the shards of a global batch of `size` rows."""
+        return len(self._shards(size))
+
+    def _bounds(self, size: int) -> list[int]:
         count = min(self.accumulate, size)
-        bounds = [size * i // count for i in range(count + 1)]
-        return tuple(_share(first, last - first, world_size, rank) for first, last in itertools.pairwise(bounds))
+        return [size * i // count for i in range(count + 1)]
+
+    def _shards(self, size: int) -> tuple[PartPlan, ...]:
+        """Cut a global batch into shards of one size, each micro-batch's last one smaller."""
+        rows = -(-max(b - a for a, b in itertools.pairwise(self._bounds(self.batch_size))) // self.shards)
+        cuts = [
+            (start, min(rows, last - start))
+            for first, last in itertools.pairwise(self._bounds(size))
+            for start in range(first, last, rows)
+        ]
+        return tuple(PartPlan(start, count, count, shard=number) for number, (start, count) in enumerate(cuts))
 
 
 def _share(first_row: int, micro_rows: int, world_size: int, rank: int) -> PartPlan:

@@ -89,9 +89,7 @@ class _Synced(_BatchNorm):
         if not self.training or not scope.num_rows:
             return super().forward(x)
         self._check_input_dim(x)
-        values_per_row = x.numel() // (x.shape[1] * scope.num_rows)
-        if scope.smallest_part * values_per_row == 1:
-            _refuse(x)
+        refuse_single_values(x, scope)
         if self._world.world_size == 1:
             return super().forward(x)
         world = None if scope.replicated else self._world
@@ -109,12 +107,15 @@ def _update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor, cou
     module.running_var.mul_(1 - factor).add_(unbiased.to(module.running_var.dtype), alpha=factor)
 
 
-def _refuse(x: torch.Tensor) -> None:
+def refuse_single_values(x: torch.Tensor, scope: Scope) -> None:
     """Say before the first update what would fail at the epoch's end."""
+    if scope.smallest_part * (x.numel() // (x.shape[1] * scope.num_rows)) != 1:
+        return
+    what = "shard of one" if scope.num_shards else "part of one, with --accumulate"
+    remedy = "--drop-last, fewer --shards" if scope.num_shards else "--drop-last"
     raise TaskError(
-        f"a BatchNorm gets {tuple(x.shape[1:])} values a sample, and the smallest batch of an epoch (or part of one, "
-        "with --accumulate) is a single sample: one value a channel has no variance. "
-        "Use --drop-last, or another --batch-size."
+        f"a BatchNorm gets {tuple(x.shape[1:])} values a sample, and the smallest batch of an epoch (or {what}) is a "
+        f"single sample: one value a channel has no variance. Use {remedy}, or another --batch-size."
     )
 
 

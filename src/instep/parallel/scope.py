@@ -48,6 +48,10 @@ class Scope:
         """Rows of this rank in this part; 0 outside of a training step."""
         self.smallest_part = 0
         """Rows, over all ranks, of the smallest part that any step of the training has."""
+        self.shard = 0
+        """In exact mode, the shard that this part is."""
+        self.num_shards = 0
+        """In exact mode, the shards of this step; else 0."""
         self.replicated = False
         """Whether every rank computes this whole part, so that nothing is to be exchanged."""
         self.silent = False
@@ -68,9 +72,9 @@ class Scope:
         """Set the noise key of a global step."""
         self.step_key = mix64(self.seed ^ mix64(step))
 
-    def begin_part(self, first_row: int, num_rows: int, replicated: bool) -> None:
+    def begin_part(self, first_row: int, num_rows: int, replicated: bool, shard: int = 0) -> None:
         """Announce the rows of the coming forward pass."""
-        self.num_rows = num_rows
+        self.num_rows, self.shard = num_rows, shard
         self.replicated = replicated
         if self.noisy:
             for layer in self.noisy:

@@ -30,6 +30,13 @@ class Reducer(ABC):
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         """Add gradients, in place, and `sums` up over all ranks; give the sums. Called on all ranks."""
 
+    def forget(self) -> None:  # noqa: B027 - most keep nothing
+        """Let go of what was gathered in this step so far."""
+
+    def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
+        """Take the gradient of a shard, in exact mode, with what it adds to the step's sums."""
+        raise NotImplementedError
+
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)

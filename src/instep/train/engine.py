@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
+import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -11,7 +13,9 @@ from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.data.order import PartPlan
 from instep.parallel.ddp import Ddp
+from instep.parallel.exact import Exact
 from instep.parallel.scope import Scope, mix64
+from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
 from instep.train.trained import Trained
@@ -37,9 +41,10 @@ class Engine:
         if not self.on_cpu:
             self._generators.append(torch.cuda.default_generators[world.device.index or 0])
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, num_shards: int) -> None:
         """Set the step's noise, and remember what a step that is skipped must not change."""
         self.scope.begin_step(step)
+        self.scope.num_shards = num_shards
         if self.spec.on_nan == "skip":
             self._buffers = [[b.clone() for b in trained.model.buffers()] for trained in self.trained]
 
@@ -56,10 +61,23 @@ class Engine:
 
         `passes` counts how often this step went through its parts before.
         """
-        self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated)
+        self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
         seed = mix64(self.scope.step_key + plan.first_row + (passes << 40)) >> 1
         for generator in self._generators:
             generator.manual_seed(seed)
+        if self.spec.exact:  # a shard is the same one at any world size, so all its noise may be
+            random.seed(seed)
+            numpy.random.seed(seed & 0xFFFFFFFF)
+
+    def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
+        """Take what a shard of exact mode has left in the models: gradients, and what it counted."""
+        for trained in self.trained:
+            trained.reducer.end_shard(sums)
+
+    def settle_statistics(self, apply: bool) -> None:
+        """In exact mode, let the shards' statistics change the running ones. Called on all ranks."""
+        for trained in self.trained:
+            settle_running_statistics(trained.model, self.world, self.scope, apply)
 
     def scalar(self, value: float, like: torch.Tensor) -> torch.Tensor:
         """Give a number as a tensor that fits a loss; the same few are needed in every step."""
@@ -107,4 +125,6 @@ def _choose_strategy(spec: TrainSpec, world: World, scope: Scope) -> Strategy:
             f"strategy=single trains on one process, and there are {world.world_size}. "
             "Use strategy=ddp, or one process."
         )
+    if spec.exact:
+        return Exact(world, scope)
     return Single(world, scope) if world.world_size == 1 else Ddp(world, scope)

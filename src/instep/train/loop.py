@@ -36,8 +36,9 @@ class Loop:
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
         task, model = self._task, self._model
-        # Under the watch nothing would be compiled, now or later.
-        watch = None if any(isinstance(m, OptimizedModule) for m in model.modules()) else NoiseWatch()
+        # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
+        compiled = any(isinstance(m, OptimizedModule) for m in model.modules())
+        watch = None if compiled or self._run.spec.exact else NoiseWatch()
         for step in () if self._run.stopped else self._run.steps(self._train_data, collate=task.collate):
             with watch or contextlib.nullcontext():
                 for batch in step.shards():

@@ -113,7 +113,7 @@ class Run:
         self._saver.restore_rng()
         self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
         self._log_plan(plan, num_steps)
-        if self.spec.accumulate > 1 and self.engine.has_batch_norm():
+        if self.spec.accumulate > 1 and not self.spec.exact and self.engine.has_batch_norm():
             self.notice(
                 f"BatchNorm's statistics cover one part of a batch, so accumulate={self.spec.accumulate} is another "
                 "recipe than accumulate=1 (at any number of processes)."
@@ -245,6 +245,7 @@ class Run:
             batch_size=self.spec.batch_size,
             accumulate=self.spec.accumulate,
             drop_last=self.spec.drop_last,
+            shards=self.spec.num_shards,
         )
 
     def _load_from(self, dataset: Any, plan: BatchPlan, collate: Collate | None) -> TrainLoader:

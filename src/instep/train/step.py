@@ -48,7 +48,7 @@ class Step:
         self._grad_norm: float | None = None
         self._apply = True
         self._passes = 0
-        engine.begin_step(batch.step)
+        engine.begin_step(batch.step, batch.num_shards)
 
     def shards(self) -> Iterator[Any]:
         """Give this rank's parts of the global batch, one after the other."""
@@ -56,6 +56,7 @@ class Step:
             self._engine.begin_part(part.plan, self._passes)
             self._part = part
             yield part.batch
+            self._end_part()
         self._passes += 1
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -86,6 +87,17 @@ class Step:
         else:
             self._engine.backward_in_silence(loss)
 
+    def _end_part(self) -> None:
+        """In exact mode, put a shard's gradient and sums away before the next one adds to them."""
+        if not self._batch.num_shards or self._part is None:
+            return
+        self._engine.end_shard(self._sums())
+        self._part, self._loss_sum, self._weight_sum = None, 0.0, 0.0
+
+    def _sums(self) -> tuple[float | torch.Tensor, ...]:
+        weighted = (float(self._weighted is True), float(self._weighted is not None))
+        return self._loss_sum, self._weight_sum, *weighted
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
         trained = self._engine.trained_by(optimizer)
@@ -105,6 +117,8 @@ class Step:
                     trained.optimizer.step()
                 trained.end_update()
             trained.updated = False
+        if self._batch.num_shards:
+            engine.settle_statistics(self._apply)
         self.record = StepRecord(
             step=self.number,
             epoch=self.epoch,
@@ -121,15 +135,16 @@ class Step:
         """Bring gradients and loss together over all ranks; tell whether to apply them."""
         if self._weighted is None:  # no backward pass since the last update: there is no gradient
             self._engine.clear_gradients()
-        weighted = (float(self._weighted is True), float(self._weighted is not None))
-        loss, weight, num_weighted, num_ranks = trained.reduce((self._loss_sum, self._weight_sum, *weighted))
-        if 0 < num_weighted < num_ranks:
+        self._end_part()
+        loss, weight, num_weighted, num_parts = trained.reduce(self._sums())
+        if 0 < num_weighted < num_parts:
             raise TaskError("loss gave a weight on some ranks and none on others. Give one always, or never.")
+        weighted = num_weighted > 0  # in exact mode a rank may have had no part to know it from
         if self._total_weight is None:  # a second model brings the sums of the same parts again
             self._total_weight = weight
-            self._loss = (loss / weight if weight else 0.0) if self._weighted else loss
+            self._loss = (loss / weight if weight else 0.0) if weighted else loss
             self._apply = math.isfinite(self._loss)
-        if self._weighted and weight:
+        if weighted and weight:
             trained.reducer.scale(1.0 / weight)
         spec = self._engine.spec
         if self._apply and spec.clip_norm is not None:

@@ -103,6 +103,7 @@ class Trained:
         """Forget all gradients, also those of parameters that no optimizer has."""
         for p in self._all:
             p.grad = None
+        self.reducer.forget()
 
     @property
     def lr(self) -> float:

@@ -28,6 +28,7 @@ from instep.train.result import Result
 from instep.train.run import Run
 from instep.train.source import TaskSource
 from instep.train.task import Task
+from instep.world.determinism import deterministic
 from instep.world.world import World, place_here
 
 
@@ -52,13 +53,14 @@ def worker_main(world: World, task: Task, spec: TrainSpec, directory: RunDirecto
 
 @contextlib.contextmanager
 def process_settings(spec: TrainSpec, local_world_size: int) -> Iterator[None]:
-    """Set what is per process, threads and how denormals are treated; a notebook gets its own back."""
+    """Set what is per process (threads, denormals, kernels); a notebook gets its own back."""
     threads, flushes = torch.get_num_threads(), not bool(torch.tensor(1e-40) * 1)
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(spec.threads or max(1, cores // local_world_size))
+    torch.set_num_threads(spec.num_threads or max(1, cores // local_world_size))
     torch.set_flush_denormal(spec.flush_denormals)
     try:
-        yield
+        with deterministic() if spec.exact else contextlib.nullcontext():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(flushes)

@@ -13,7 +13,7 @@ import datetime
 import gc
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,8 @@ from instep.world.environment import detect
 from instep.world.group import SharedGroup
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
+_FOLD_ELEMENTS = 2**20
+"""What is on its way at once: bounded memory, and what comes in is still in the cache when it is added up."""
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -156,6 +158,65 @@ class World:
                 assert work is not None
                 work.wait()
             piece.add_(theirs)
+
+    def fold(
+        self,
+        own: Sequence[torch.Tensor],
+        counts: Sequence[int],
+        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Add up what the ranks bring, in a way of the caller's, and give everyone the total in `out`.
+
+        Each rank brings `counts[rank]` rows, contiguous, 1-D and as long as `out`. `add_up` gets all of them, in the
+        order of the ranks, piece by piece, and may write to what it gets; it gives their total. Called on all ranks.
+        """
+        if self.world_size == 1:
+            out.copy_(add_up(own))
+            return
+        for start in range(0, out.numel(), _FOLD_ELEMENTS):
+            pieces = [row[start : start + _FOLD_ELEMENTS] for row in own]
+            piece = out[start : start + _FOLD_ELEMENTS]
+            if self.world_size == 2:
+                piece.copy_(add_up(self._swap(pieces, counts, piece)))
+            else:
+                self._fold_by_shares(pieces, counts, add_up, piece)
+
+    def _swap(self, own: list[torch.Tensor], counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
+        """Give both ranks' rows: each sends its own whole."""
+        if self.backend != "gloo" or like.device.type != "cpu":
+            padded = like.new_zeros(max(counts), like.numel())
+            for row, mine in zip(padded, own, strict=False):
+                row.copy_(mine)
+            return [row for rank, rows in enumerate(self.gather(padded)) for row in rows[: counts[rank]]]
+        theirs = [torch.empty_like(like) for _ in range(counts[1 - self.rank])]
+        works = [dist.isend(row, 1 - self.rank) for row in own] + [dist.irecv(row, 1 - self.rank) for row in theirs]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return [*theirs, *own] if self.rank else [*own, *theirs]
+
+    def _fold_by_shares(
+        self,
+        own: list[torch.Tensor],
+        counts: Sequence[int],
+        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Add up a share each, and give it to the others."""
+        size = self.world_size
+        length = -(-out.numel() // size)
+        device = torch.device("cpu") if self.backend == "gloo" else out.device  # gloo knows too little of GPUs
+        mine = torch.zeros(size, len(own), length, dtype=out.dtype, device=device)
+        for number, row in enumerate(own):
+            for share, values in zip(mine[:, number], row.split(length), strict=False):
+                share[: values.numel()].copy_(values)
+        got = torch.empty(sum(counts) * length, dtype=out.dtype, device=device)
+        dist.all_to_all_single(
+            got, mine.view(-1), [count * length for count in counts], [len(own) * length for _ in range(size)]
+        )
+        total = add_up(got.view(-1, length).unbind())
+        out.copy_(torch.cat(self.gather(total))[: out.numel()])
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Collect the ranks' tensors of one shape, by rank. Called on all ranks."""
