@@ -191,7 +191,7 @@ class TrainSpec(LaunchSpec):
             return self._check_exact_world(world_size)
         rows = self.batch_size // self.accumulate
         if rows >= world_size:
-            return
+            return None
         ranks = f"ranks {rows}..{world_size - 1}" if rows < world_size - 1 else f"rank {rows}"
         parts = f" in {self.accumulate} parts" if self.accumulate > 1 else ""
         raise SpecError(
@@ -200,7 +200,8 @@ class TrainSpec(LaunchSpec):
         )
 
     def _check_exact_world(self, world_size: int) -> None:
-        rows = -(-(-(-self.batch_size // self.accumulate)) // self.num_shards)
+        micro_rows = -(-self.batch_size // self.accumulate)
+        rows = -(-micro_rows // self.num_shards)
         count = self.accumulate * -(-(self.batch_size // self.accumulate) // rows)
         if count < world_size:
             raise SpecError(

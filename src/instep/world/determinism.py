@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from instep.core.errors import TaskError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_memory: Any = torch.utils.deterministic
 
 
 @contextlib.contextmanager
@@ -20,11 +22,11 @@ def deterministic() -> Iterator[None]:
     An operation that has none is an error which names it. cuBLAS reads its setting when it is first used.
     """
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    filled, tuned = _memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     workspace = os.environ.get(_WORKSPACE)
     os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    _memory.fill_uninitialized_memory = False  # nothing here reads what it has not written
     torch.backends.cudnn.benchmark = False  # it chooses kernels by the clock
     try:
         yield
@@ -37,7 +39,7 @@ def deterministic() -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        _memory.fill_uninitialized_memory = filled
         torch.backends.cudnn.benchmark = tuned
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
