@@ -1,21 +1,19 @@
-"""How much of a second core is won: compute-bound training on 1 and 2 single-threaded processes, side by side.
+"""How much of a second core is won: compute-bound training on 1 and 2 single-threaded processes, in turns.
 
 python benchmarks/scaling.py
 
 The batch a process stays the same, so a perfect second process leaves the time of a step as it was: efficiency is
 ms a step on 1 process / ms a step on 2. "two alone" are two trainings that do not speak with each other, at the
-same time: what the machine itself leaves of the second core.
+same time: what the machine itself leaves of the second core. All take turns of some seconds (turns.py).
 """
 
 import argparse
-import itertools
 import statistics
-import subprocess
 import sys
-import tempfile
+from functools import partial
 
 from machine import BIN, HERE, table, write_result
-from mnist_speed import ends_of, run
+from turns import ratios, step_times
 
 BATCH = {"conv": 32, "transformer": 16}
 WAYS = ("1 process", "2, shared memory", "2, gloo", "two alone")
@@ -24,57 +22,46 @@ GOAL = 0.95
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--turn", type=float, default=3.0, help="seconds")
     args = parser.parse_args()
     lines = []
     for kind in BATCH:
-        found = {way: [] for way in WAYS}
-        for repeat in range(args.repeats):
-            for way in WAYS:
-                found[way].append(measure(kind, way, args.steps))
-                print(f"{kind}  {repeat + 1}/{args.repeats}  {way:<18} {found[way][-1]:.2f} ms", flush=True)
-        lines += summary(kind, found)
+        times = step_times({way: partial(commands, kind, way) for way in WAYS}, args.rounds, args.turn)
+        lines += summary(kind, times)
+        print("\n".join(lines), flush=True)
     write_result("scaling", "Scaling from 1 to 2 processes", lines, sys.argv[1:])
 
 
-def measure(kind, way, steps):
-    """Give the median ms of a step, the first few not counted."""
-    n = 2 if way.startswith("2") else 1
+def commands(kind, way, folder):
     comm = "gloo" if "gloo" in way else "auto"
-    with tempfile.TemporaryDirectory() as folder:
-        other = None
-        if way == "two alone":  # twice as many steps: it must not end first
-            other = subprocess.Popen(list(map(str, command(kind, 1, "auto", 2 * steps, f"{folder}/other"))))
-        run(command(kind, n, comm, steps, f"{folder}/run"))
-        if other is not None:
-            other.terminate()
-            other.wait()
-        ends = [end for epoch in ends_of("instep", None, folder) for end in epoch]
-    return statistics.median([1000 * (b - a) for a, b in itertools.pairwise(ends)][4:])
+    if way == "two alone":
+        return [command(kind, 1, comm, folder / str(number)) for number in range(2)]
+    return [command(kind, 2 if way.startswith("2") else 1, comm, folder)]
 
 
-def command(kind, n, comm, steps, run_dir):
-    return [
-        *(BIN / "instep", "train", HERE / "scaling_task.py", f"kind={kind}", "-n", n, "--steps", steps),
+def command(kind, n, comm, run_dir):
+    words = [
+        *(BIN / "instep", "train", HERE / "scaling_task.py", f"kind={kind}", "-n", n, "--steps", 10**6),
         *("--batch-size", n * BATCH[kind], "--threads", 1, "--comm", comm, "--save-every", "never"),
         *("--run-dir", run_dir, "--quiet", "--json"),
     ]
+    return words, run_dir
 
 
-def summary(kind, found):
-    ms = {way: statistics.median(times) for way, times in found.items()}
+def summary(kind, times):
     rows = []
     for way in WAYS:
-        ratios = sorted(one / other for one, other in zip(found["1 process"], found[way], strict=True))
-        efficiency = statistics.median(ratios)
+        found = sorted(ratios(times, "1 process", way))
+        efficiency = statistics.median(found)
+        low, high = found[len(found) // 4], found[-1 - len(found) // 4]
         verdict = f">= {GOAL}: {'reached' if efficiency >= GOAL else 'missed'}" if way == "2, shared memory" else ""
-        shown = f"{efficiency:.3f} ({ratios[0]:.2f}–{ratios[-1]:.2f})"
-        rows.append([way, f"{ms[way]:.2f}", shown if way != "1 process" else "", verdict])
+        ms = statistics.median(step for turn in times[way] for step in turn)
+        rows.append([way, f"{ms:.1f}", f"{efficiency:.3f} ({low:.2f}–{high:.2f})" if way != WAYS[0] else "", verdict])
     return [
-        f"## {kind}, batch of {BATCH[kind]} a process, medians of {len(found['1 process'])} runs",
+        f"## {kind}, batch of {BATCH[kind]} a process, {len(times[WAYS[0]])} turns each",
         "",
-        *table(["processes", "ms a step", "efficiency (lowest–highest)", "goal"], rows),
+        *table(["processes", "median ms a step", "efficiency by turns: median (quartiles)", "goal"], rows),
         "",
     ]
 

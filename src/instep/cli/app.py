@@ -94,6 +94,22 @@ LOG_DIR = inspect.Parameter(
 )
 
 
+_VERIFY_TOO = ("comm", "data_workers", "json", "quiet")
+"""What `verify` takes besides the recipe: how ranks speak and read, and what is printed."""
+WORLDS = inspect.Parameter(
+    "worlds",
+    inspect.Parameter.KEYWORD_ONLY,
+    default="1,2,3",
+    annotation=Annotated[str, typer.Option("--worlds", help="the numbers of processes to compare; the first is right")],
+)
+STEPS = inspect.Parameter(
+    "steps",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=20,
+    annotation=Annotated[int, typer.Option("--steps", help="optimizer steps of each training")],
+)
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
@@ -110,12 +126,18 @@ def train(task: str, values: list[str] | None, **options: Any) -> None:
     """Load the Task, then conduct its training."""
     spec = make_spec(TrainSpec, options)
     from instep.cli.conduct import conduct
+
+    made, path = _find_task(task, values)
+    conduct(made, spec, path, supervised=True)
+
+
+def _find_task(task: str, values: list[str] | None) -> tuple[Any, Path]:
+    """Make the Task that `FILE.py:Class` and its values name; give it with its file."""
     from instep.train.source import load_file, make_task, task_class
 
     file, _, name = task.partition(":")
     path = Path(file)
-    made = make_task(task_class(load_file(path), path, name), values or [])
-    conduct(made, spec, path, supervised=True)
+    return make_task(task_class(load_file(path), path, name), values or []), path
 
 
 @app.command(
@@ -129,6 +151,18 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     from instep.cli.scripts import run_scripts
 
     run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, make_spec(LaunchSpec, options))
+
+
+@app.command(help="Train a few steps at each number of processes, with a kill and a resume: is the answer the same?")
+@with_options(TrainSpec, TASK, VALUES, WORLDS, STEPS, only=lambda f: f.metadata["recipe"] or f.name in _VERIFY_TOO)
+@guarded
+def verify(task: str, values: list[str] | None, worlds: str, **options: Any) -> None:
+    """Compare trainings of one Task."""
+    spec = make_spec(TrainSpec, options)
+    from instep.cli.verify import verify_task
+
+    made, path = _find_task(task, values)
+    leave(verify_task(made, path, spec, worlds))
 
 
 @app.command(help="Say what this machine can do, and what is wrong with it.")

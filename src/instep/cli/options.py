@@ -17,14 +17,18 @@ from instep.core.spec import LaunchSpec
 S = typing.TypeVar("S", bound=LaunchSpec)
 
 
-def with_options(spec: type[LaunchSpec], *before: inspect.Parameter) -> Callable[[Callable[..., Any]], Any]:
-    """Give a command the parameters in `before`, then one option for each field of a spec."""
+def with_options(
+    spec: type[LaunchSpec], *before: inspect.Parameter, only: Callable[[dataclasses.Field[Any]], bool] = lambda _: True
+) -> Callable[[Callable[..., Any]], Any]:
+    """Give a command the parameters in `before`, then one option for each field of a spec, or for `only` some."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(spec)
         # A spec's own options are what people look for; how machines find each other comes last.
         own = vars(spec).get("__annotations__", {})
-        fields = sorted(dataclasses.fields(spec), key=lambda f: f.name != "processes" and f.name not in own)
+        fields = sorted(
+            filter(only, dataclasses.fields(spec)), key=lambda f: f.name != "processes" and f.name not in own
+        )
         parameters = [*before, *(_parameter(f, hints[f.name]) for f in fields)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -19,6 +19,7 @@ from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
 from instep.train.trained import Trained
+from instep.train.witness import Witness
 from instep.world.seeds import derive
 from instep.world.world import World
 
@@ -35,6 +36,7 @@ class Engine:
         self.strategy = _choose_strategy(spec, world, self.scope)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
+        self.witness: Witness | None = None
         self._buffers: list[list[torch.Tensor]] = []
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._generators = [torch.default_generator]

@@ -36,6 +36,8 @@ class Loop:
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
         task, model = self._task, self._model
+        if self._run.engine.witness is not None and self._run.step == 0:
+            self._evaluate()
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
         compiled = any(isinstance(m, OptimizedModule) for m in model.modules())
         watch = None if compiled or self._run.spec.exact else NoiseWatch()

@@ -18,7 +18,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, NumericsError, TaskError
 from instep.core.spec import TrainSpec
-from instep.data.loader import TrainLoader, evaluation_chunks, num_samples
+from instep.data.loader import GlobalBatch, TrainLoader, evaluation_chunks, num_samples
 from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
@@ -28,6 +28,7 @@ from instep.train.evaluate import evaluate
 from instep.train.saver import Saver
 from instep.train.step import Step
 from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
+from instep.train.witness import Witness
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
@@ -118,8 +119,13 @@ class Run:
                 f"BatchNorm's statistics cover one part of a batch, so accumulate={self.spec.accumulate} is another "
                 "recipe than accumulate=1 (at any number of processes)."
             )
+        witness = self.engine.witness
+        if witness is not None:
+            witness.begin(self.engine.trained[0].model)
         for batch in self._loader.steps(self.step, num_steps):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
+            if witness is not None:
+                self._show(batch, witness)
             step = Step(self.engine, batch, ends_epoch, self._finish_step)
             yield step
             self._pass_on_notices()
@@ -127,6 +133,8 @@ class Run:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             if self._saver.is_due(self.step):
                 self.save()
+            if witness is not None:
+                witness.finished(self.step)
         self.close_data()
 
     def evaluate(
@@ -192,6 +200,13 @@ class Run:
         for name in [name for name in doubts if name not in self._doubted]:
             self._doubted.add(name)
             self.notice(doubts[name])
+
+    def _show(self, batch: GlobalBatch, witness: Witness) -> None:
+        assert self._loader is not None
+        indices = self._loader.sample_indices(batch.step).tolist()
+        for part in batch.parts:
+            first = part.plan.first_row
+            witness.part(batch.step + 1, part.plan, indices[first : first + part.plan.num_rows], part.batch)
 
     def _on_nan(self, step: int, loss: float) -> None:
         assert self._loader is not None

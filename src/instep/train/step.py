@@ -146,6 +146,8 @@ class Step:
             self._apply = math.isfinite(self._loss)
         if weighted and weight:
             trained.reducer.scale(1.0 / weight)
+        if self._engine.witness is not None:
+            self._engine.witness.gradients(self.number, trained.model)
         spec = self._engine.spec
         if self._apply and spec.clip_norm is not None:
             self._grad_norm = float(trained.reducer.clip(spec.clip_norm))

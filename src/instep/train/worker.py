@@ -28,6 +28,7 @@ from instep.train.result import Result
 from instep.train.run import Run
 from instep.train.source import TaskSource
 from instep.train.task import Task
+from instep.train.witness import Witness
 from instep.world.determinism import deterministic
 from instep.world.world import World, place_here
 
@@ -40,10 +41,18 @@ def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: st
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt).to_json()
 
 
-def worker_main(world: World, task: Task, spec: TrainSpec, directory: RunDirectory, attempt: int = 0) -> Result:
+def worker_main(
+    world: World,
+    task: Task,
+    spec: TrainSpec,
+    directory: RunDirectory,
+    attempt: int = 0,
+    witness: Witness | None = None,
+) -> Result:
     """Train a Task as one rank of a world. Called on all ranks."""
     begun = time.monotonic()
     with open_run(world, spec, directory, type(task).__name__, attempt) as run:
+        run.engine.witness = witness
         Loop(run, task).run()
         result = make_result(run, begun, attempt)
         if run.is_main:
@@ -91,7 +100,10 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
 def make_result(run: Run, begun: float, attempt: int) -> Result:
     """Sum a finished run up. Called on all ranks."""
     own = weights_sha256(run.engine.trained[0].model.state_dict())
-    others = [rank for rank, hash_ in enumerate(run.world.tell_all(own)) if hash_ != own]
+    hashes = run.world.tell_all(own)
+    if run.engine.witness is not None:
+        run.engine.witness.ended(hashes)
+    others = [rank for rank, hash_ in enumerate(hashes) if hash_ != own]
     if others:
         run.notice(
             f"ranks {', '.join(map(str, others))} ended with other weights or buffers than rank 0, whose are kept. "

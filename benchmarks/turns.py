@@ -1,0 +1,105 @@
+"""Several trainings at once, of which one works at a time: all meet the same minutes of a machine whose speed changes.
+
+A way to train is one `instep train` command or several that work together. All are started, and then take turns of
+a second or so: the ranks of all others are stopped (SIGSTOP). A step in which a turn ends counts for nobody.
+"""
+
+import bisect
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+START_LIMIT_S = 120
+
+
+def step_times(ways, rounds, turn_s):
+    """Run each way's commands, made by `ways[name](folder)`, in turns; give the ms of the steps by way and turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders, jobs = {}, []
+        try:
+            for name, make in ways.items():
+                commands = make(Path(folder) / str(len(folders)))
+                folders[name] = [run_dir for _, run_dir in commands]
+                for command, _ in commands:
+                    jobs.append(subprocess.Popen(list(map(str, command)), **_SILENT))
+                pids = wait_for_ranks(folders[name], jobs)
+                signal_all(pids, signal.SIGSTOP)
+            turns = take_turns({name: ranks_of(dirs) for name, dirs in folders.items()}, rounds, turn_s)
+            ends = {name: ends_of(dirs[0]) for name, dirs in folders.items()}
+        finally:
+            for job in jobs:
+                job.kill()
+                job.wait()
+            for dirs in folders.values():
+                signal_all(ranks_of(dirs), signal.SIGKILL)
+    return {name: [within(ends[name], turn) for turn in turns[name]] for name in ways}
+
+
+_SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
+def ratios(times, above, below):
+    """Compare two ways turn by turn: the ratio of their mean steps in turns that follow one another."""
+    pairs = zip(times[above], times[below], strict=True)
+    return [statistics.fmean(a) / statistics.fmean(b) for a, b in pairs if a and b]
+
+
+def take_turns(ranks, rounds, turn_s):
+    """Let one way work at a time; give each one's turns, as pairs of moments."""
+    turns = {name: [] for name in ranks}
+    for _ in range(rounds):
+        for name in random.sample(list(ranks), len(ranks)):
+            begun = time.time()
+            signal_all(ranks[name], signal.SIGCONT)
+            time.sleep(turn_s)
+            turns[name].append((begun, time.time()))
+            signal_all(ranks[name], signal.SIGSTOP)
+    return turns
+
+
+def within(ends, turn):
+    """Give the ms of the steps that began and ended within a turn."""
+    first, last = (bisect.bisect(ends, moment) for moment in turn)
+    return [1000 * (b - a) for a, b in itertools.pairwise(ends[first:last])]
+
+
+def wait_for_ranks(run_dirs, jobs):
+    """Wait until a way has made some steps; give its ranks' pids."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while not all(len(ends_of(run_dir)) > 3 for run_dir in run_dirs):
+        if time.monotonic() > deadline or any(job.poll() is not None for job in jobs):
+            sys.exit(
+                f"{[job.args for job in jobs if job.poll() is not None] or run_dirs} did not come to a fourth step"
+            )
+        time.sleep(0.2)
+    return ranks_of(run_dirs)
+
+
+def ranks_of(run_dirs):
+    found = []
+    for path in [path for run_dir in run_dirs for path in (run_dir / "events").glob("rank-*.jsonl")]:
+        found.append(json.loads(path.read_text().splitlines()[0])["pid"])
+    return found
+
+
+def ends_of(run_dir):
+    """When the steps ended, by rank 0's log."""
+    path = run_dir / "events" / "rank-0.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("}")]
+    return [event["time"] for event in events if event["event"] == "step"]
+
+
+def signal_all(pids, number):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

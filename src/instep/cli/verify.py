@@ -1,0 +1,78 @@
+"""`instep verify`: is the answer the same at any number of processes?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from instep.cli.conduct import say
+from instep.core.errors import EXIT_DONE, EXIT_USER, SpecError
+from instep.core.spec import TrainSpec
+from instep.train.source import TaskSource
+from instep.train.task import Task
+from instep.verify.compare import Finding, Kind, is_same
+from instep.verify.trials import Verification, verify
+
+_STYLES = {Kind.SAME: "green", Kind.NEAR: "green", Kind.DIFFERENT: "bold red", Kind.SKIPPED: "dim"}
+
+
+def verify_task(task: Task, path: Path, spec: TrainSpec, worlds: str) -> int:
+    """Verify a Task and print the table; give the exit code."""
+    sizes = _read_worlds(worlds)
+    found = verify(task, TaskSource.of_file(path, task), spec, sizes, (lambda _: None) if spec.quiet else say)
+    same = is_same(found.findings)
+    console = Console(stderr=spec.json)
+    console.print(_table(found))
+    for finding in found.findings:
+        if finding.text:
+            console.print(
+                f"{finding.row}, {finding.run}: {finding.kind}. {finding.text}", soft_wrap=True, highlight=False
+            )
+    console.print(_verdict(found, same, spec.exact), soft_wrap=True, highlight=False)
+    if spec.json:
+        print(json.dumps(_as_json(found, same, spec.exact)), flush=True)
+    return EXIT_DONE if same else EXIT_USER
+
+
+def _read_worlds(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise SpecError(f"worlds={text!r} is not a list of numbers. Use for instance --worlds 1,2,3.") from None
+
+
+def _table(found: Verification) -> Table:
+    """One row for each thing compared, one column for each training compared with the reference."""
+    table = Table(title=f"compared with {found.reference}", title_justify="left")
+    runs = list(dict.fromkeys(finding.run for finding in found.findings))
+    table.add_column("")
+    for run in runs:
+        table.add_column(run)
+    cells = {(finding.row, finding.run): finding.kind for finding in found.findings}
+    for row in dict.fromkeys(finding.row for finding in found.findings):
+        kinds = [cells.get((row, run)) for run in runs]
+        table.add_row(row, *(f"[{_STYLES[kind]}]{kind}[/]" if kind else "" for kind in kinds))
+    return table
+
+
+def _verdict(found: Verification, same: bool, exact: bool) -> str:
+    if same:
+        return "the same: the number of processes changes only the speed." + (" To the last bit." if exact else "")
+    rows = dict.fromkeys(finding.row for finding in found.findings if finding.kind is Kind.DIFFERENT)
+    return f"different: {', '.join(rows)}."
+
+
+def _as_json(found: Verification, same: bool, exact: bool) -> dict[str, object]:
+    return {
+        "same": same,
+        "exact": exact,
+        "reference": found.reference,
+        "findings": [_finding_json(finding) for finding in found.findings],
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, str]:
+    return {"row": finding.row, "run": finding.run, "kind": finding.kind.value, "text": finding.text}

@@ -1,0 +1,84 @@
+"""What a training left behind, read back to be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from instep.checkpoint.weights import load_weights
+from instep.events.read import read_events
+from instep.verify.recorder import GRADIENTS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a global batch, as some rank had it."""
+
+    row: int
+    index: int
+    digest: str
+
+
+@dataclass
+class Evidence:
+    """One training: samples by step, the trajectory, and the end."""
+
+    name: str
+    rows: dict[int, list[Row]] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    lrs: dict[int, float] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    first_metrics: dict[str, float] = field(default_factory=dict)
+    """Before the first step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """In the end."""
+    hashes: list[str] = field(default_factory=list)
+    eps: float = 0.0
+    """Of the coarsest precision that a layer computed in."""
+
+
+def read_evidence(name: str, run_dir: Path, folders: Sequence[Path], metrics: dict[str, float]) -> Evidence:
+    """Put together what the ranks wrote, attempt by attempt: of a step that was made again, the last time counts."""
+    found = Evidence(name, metrics=metrics)
+    for folder in folders:
+        again: dict[int, list[Row]] = {}
+        for path in sorted(folder.glob("rank-*.jsonl")):
+            for record in _lines(path):
+                if "step" in record and record["counted"]:
+                    again.setdefault(record["step"], []).extend(_rows(record))
+                found.hashes = record.get("hashes", found.hashes)
+                found.eps = max(found.eps, record.get("eps", 0.0))
+        found.rows |= {step: sorted(rows, key=lambda row: row.row) for step, rows in again.items()}
+        if (folder / GRADIENTS).exists():
+            found.gradients = load_file(folder / GRADIENTS)
+    for event in read_events(run_dir):
+        if event["event"] == "step":
+            found.losses[event["step"]] = event["loss"]
+            found.lrs[event["step"]] = event["lr"]
+        if event["event"] == "eval" and event["step"] == 0:
+            found.first_metrics = event["metrics"]
+    found.weights = load_weights(run_dir)
+    return found
+
+
+def died_as_planned(folder: Path) -> bool:
+    """Tell whether a rank killed itself, as it was told to."""
+    return any("died_after" in record for path in folder.glob("rank-*.jsonl") for record in _lines(path))
+
+
+def _rows(record: dict[str, Any]) -> list[Row]:
+    pairs = zip(record["indices"], record["digests"], strict=True)
+    return [Row(record["first_row"] + offset, index, digest) for offset, (index, digest) in enumerate(pairs)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Read all whole lines; a rank that was killed may have left half of one."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines if line.endswith("}")]

@@ -1,0 +1,139 @@
+"""Inside a rank: write down what is compared, and do the harm that was planned.
+
+Ranks: all; each writes its own file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from instep.checkpoint.rundir import RunDirectory
+from instep.core.spec import TrainSpec
+from instep.data.nested import tensors
+from instep.data.order import PartPlan
+from instep.train.source import TaskSource
+from instep.train.worker import process_settings, worker_main
+from instep.world.world import World, place_here
+
+GRADIENTS = "gradients.safetensors"
+
+
+@dataclass(frozen=True)
+class WatchPlan:
+    """What to write down, and what to do to the training."""
+
+    folder: str
+    compare_contents: bool = True
+    """Whether a row of a batch is a sample's own; a Task's collate may pad it to its neighbours."""
+    kill_at: int = 0
+    """The step after which the last rank kills itself; 0: none."""
+    disturb: float = 0.0
+    """By how many roundings to disturb every gradient ([Note: The twin]); 0: not at all."""
+
+
+def watched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str, plan: WatchPlan) -> dict[str, Any]:
+    """Be a rank whose training is looked at; the result travels back to the launcher."""
+    place = place_here()
+    task = source.load()
+    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
+        recorder = Recorder(plan, world.rank, world.world_size)
+        return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, recorder).to_json()
+
+
+class Recorder:
+    """A witness that writes to `rank-N.jsonl` of its folder."""
+
+    def __init__(self, plan: WatchPlan, rank: int, world_size: int) -> None:
+        self._plan = plan
+        self._is_main, self._is_last = rank == 0, rank == world_size - 1
+        self._folder = Path(plan.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file = (self._folder / f"rank-{rank}.jsonl").open("w", buffering=1)  # a rank may be killed
+        self._hooks: list[Any] = []
+        self._dtypes: set[torch.dtype] = set()
+
+    def begin(self, model: nn.Module) -> None:
+        """Watch in which precision the layers compute, until the first gradients are there."""
+
+        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._dtypes |= {tensor.dtype for tensor in tensors(output) if tensor.is_floating_point()}
+
+        self._hooks = [module.register_forward_hook(note) for module in model.modules()]
+
+    def part(self, step: int, plan: PartPlan, indices: Sequence[int], batch: Any) -> None:
+        """Write down which samples came, and what was in them."""
+        digests = row_digests(batch, plan.num_rows) if self._plan.compare_contents else None
+        self._write(
+            step=step,
+            first_row=plan.first_row,
+            counted=plan.counted,
+            indices=list(map(int, indices)),
+            digests=digests or [""] * plan.num_rows,
+        )
+
+    def gradients(self, step: int, model: nn.Module) -> None:
+        """Keep the first step's gradients; disturb every step's, if that was asked for."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            self._hooks = []
+            self._write(eps=max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0))
+        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if step == 1 and self._is_main:
+            save_file({name: _plain(grad) for name, grad in named.items()}, self._folder / GRADIENTS)
+        if self._plan.disturb:
+            _disturb(list(named.values()), self._plan.disturb, step)
+
+    def finished(self, step: int) -> None:
+        """Die, if this is the step for it."""
+        if step == self._plan.kill_at and self._is_last:
+            self._write(died_after=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ended(self, hashes: Sequence[str]) -> None:
+        """Write down whether the ranks agree."""
+        self._write(hashes=list(hashes))
+        self._file.close()
+
+    def _write(self, **values: Any) -> None:
+        self._file.write(json.dumps(values) + "\n")
+
+
+def row_digests(batch: Any, num_rows: int) -> list[str] | None:
+    """Name the contents of each row of a batch; None where no tensor has the batch's rows."""
+    columns = [t.detach().cpu().contiguous() for t in tensors(batch) if t.dim() and t.shape[0] == num_rows]
+    if not columns:
+        return None
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(num_rows)]
+    for column in columns:
+        rows = column.reshape(num_rows, -1)
+        raw = rows.view(torch.uint8).numpy() if rows.numel() else rows.numpy()
+        for digest, row in zip(hashes, raw, strict=True):
+            digest.update(row.tobytes())
+    return [digest.hexdigest() for digest in hashes]
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    return grad.detach().to("cpu", copy=True).to_dense().contiguous()
+
+
+def _disturb(grads: list[torch.Tensor], roundings: float, step: int) -> None:
+    """Add noise as large as rounding errors may be: of each tensor's own size, and a little of the largest's."""
+    largest = max((float(grad.abs().max()) for grad in grads if grad.numel()), default=0.0)
+    generator = torch.Generator().manual_seed(step)
+    for grad in grads:
+        if grad.numel() and not grad.is_sparse:
+            size = torch.finfo(grad.dtype).eps * (roundings * float(grad.abs().max()) + largest)
+            noise = torch.rand(grad.shape, generator=generator, dtype=torch.float64) * 2 - 1
+            grad.add_((noise * size).to(grad))

@@ -1,0 +1,142 @@
+"""Train the same few steps at each world size, once more with a kill and a resume, and compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
+from instep.core.spec import TrainSpec
+from instep.data.loader import num_samples
+from instep.launch.local import launch
+from instep.launch.logs import LogPlan
+from instep.train.source import TaskSource
+from instep.train.task import Task
+from instep.verify.compare import Finding, Limits, compare, compare_twin
+from instep.verify.evidence import Evidence, died_as_planned, read_evidence
+from instep.verify.recorder import WatchPlan, watched_main
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: the world sizes of its attempts, all but the last of which end in a kill."""
+
+    name: str
+    worlds: tuple[int, ...]
+    disturb: float = 0.0
+
+
+def plan_trials(worlds: Sequence[int], spec: TrainSpec) -> list[Trial]:
+    """Decide what is trained: the reference first, a twin if rounding is allowed, then what is compared with it."""
+    assert spec.steps is not None
+    if len(set(worlds)) != len(worlds) or not worlds or min(worlds) < 1:
+        raise SpecError(f"worlds={','.join(map(str, worlds))} must be different numbers of processes. Use 1,2,3 say.")
+    for world_size in worlds:
+        spec.check_world(world_size)
+    trials = [Trial(processes(worlds[0]), (worlds[0],))]
+    if not spec.exact:
+        trials.append(Trial("the twin", (worlds[0],), disturb=float(spec.batch_size) ** 0.5))
+    trials += [Trial(processes(size), (size,)) for size in worlds[1:]]
+    if spec.steps >= 2:
+        first, then = worlds[-1], worlds[-2] if len(worlds) > 1 else worlds[-1]
+        trials.append(Trial(f"{first}, killed, then {then}", (first, then)))
+    return trials
+
+
+def processes(count: int) -> str:
+    """Name a world size."""
+    return f"{count} process" + "es" * (count > 1)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What came out of it."""
+
+    reference: str
+    findings: tuple[Finding, ...]
+
+
+def verify(
+    task: Task, source: TaskSource, spec: TrainSpec, worlds: Sequence[int], say: Callable[[str], None]
+) -> Verification:
+    """Do all trials and compare them with the first one; `say` is told what goes on.
+
+    Unless the spec says otherwise every process has one thread: else the worlds would not compute alike.
+    """
+    spec = dataclasses.replace(spec, threads=spec.threads or 1)
+    trials = plan_trials(worlds, spec)
+    with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
+        found = []
+        for number, trial in enumerate(trials):
+            say(f"{number + 1}/{len(trials)}  training {spec.steps} steps: {_describe(trial)}")
+            found.append(_train(trial, task, source, spec, Path(folder) / str(number)))
+    reference, *others = found
+    twin = None if spec.exact else others.pop(0)
+    limits = Limits(spec.batch_size, _num_samples(task, spec), twin)
+    findings = [finding for other in others for finding in compare(reference, other, limits)]
+    if twin is not None:
+        findings.append(compare_twin(reference, limits))
+    return Verification(reference.name, tuple(findings))
+
+
+def _describe(trial: Trial) -> str:
+    return f"{trial.name}, gradients disturbed by as much as rounding may" if trial.disturb else trial.name
+
+
+def _num_samples(task: Task, spec: TrainSpec) -> int:
+    """How many samples an epoch goes through."""
+    count = num_samples(task.train_data(), task.collate)
+    return count - count % spec.batch_size if spec.drop_last else count
+
+
+def _train(trial: Trial, task: Task, source: TaskSource, spec: TrainSpec, folder: Path) -> Evidence:
+    assert spec.steps is not None
+    kill_at = max(1, spec.steps // 2)
+    folders = []
+    result: dict[str, Any] = {}
+    for attempt, world_size in enumerate(trial.worlds):
+        dies = attempt < len(trial.worlds) - 1
+        folders.append(folder / f"attempt-{attempt}")
+        plan = WatchPlan(
+            folder=str(folders[-1]),
+            compare_contents=task.collate is None,
+            kill_at=kill_at if dies else 0,
+            disturb=trial.disturb,
+        )
+        options = dataclasses.replace(
+            spec,
+            processes=world_size,
+            max_restarts=0,
+            save_every=str(max(1, kill_at - 1)) if len(trial.worlds) > 1 else "never",
+            eval_every="never",
+        )
+        result = _launch(source, options, folder / "run", plan, dies) or result
+    return read_evidence(trial.name, folder / "run", folders, result["metrics"])
+
+
+def _launch(source: TaskSource, spec: TrainSpec, run_dir: Path, plan: WatchPlan, dies: bool) -> dict[str, Any] | None:
+    """Train on new processes; give the result, or None if the planned death came."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    printed = io.StringIO()
+    try:
+        results = launch(
+            watched_main,
+            (source, spec, str(run_dir), plan),
+            spec,
+            LogPlan(run_dir / "logs", split=False),
+            stdout=printed,
+            stderr=printed,
+        )
+    except RanksFailed:
+        if dies and died_as_planned(Path(plan.folder)):
+            return None
+        raise
+    if dies:
+        raise EnvironmentFailed(f"the rank that should have been killed after step {plan.kill_at} was not.")
+    found: dict[str, Any] = results[min(results)]
+    return found

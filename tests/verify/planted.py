@@ -1,0 +1,154 @@
+"""Tasks with a mistake each that shows only at another number of processes, or after a resume; and one without."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import instep
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@dataclass(kw_only=True)
+class Sound(instep.Task):
+    """Nothing wrong: dropout, BatchNorm, a schedule, state that is checkpointed."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    def scheduler(self, optimizer: Any, num_steps: int) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_steps)
+
+    def train_data(self) -> Any:
+        return made_up(100, seed=1)
+
+    def eval_data(self) -> Any:
+        return made_up(30, seed=2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return {"accuracy": model(x).argmax(1) == y}
+
+
+def made_up(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 8, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+
+
+@dataclass(kw_only=True)
+class SummedLoss(Sound):
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x), y, reduction="sum")
+
+
+@dataclass(kw_only=True)
+class RankNoise(Sound):
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        torch.manual_seed(1000 * rank() + int(y.sum()))
+        return F.cross_entropy(model(x + 0.01 * torch.randn_like(x)), y)
+
+
+class ProcessItems(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = made_up(100, seed=1)
+        return x[index] * (1 + 0.001 * (os.getpid() % 1000)), y[index]
+
+
+@dataclass(kw_only=True)
+class ItemsOfTheProcess(Sound):
+    def train_data(self) -> Any:
+        return ProcessItems()
+
+
+class OwnNorm(nn.Module):
+    """Batch statistics by hand: nobody can synchronise what nobody knows of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        return (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt()
+
+
+@dataclass(kw_only=True)
+class UnsyncedNorm(Sound):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), OwnNorm(), nn.ReLU(), nn.Linear(16, 3))
+
+
+class Clocked(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0.01 * (time.time() % 1))
+
+
+@dataclass(kw_only=True)
+class TimeInForward(Sound):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Clocked(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class Ranked(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0.001 * rank())
+
+
+@dataclass(kw_only=True)
+class RankInForward(Sound):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Ranked(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+@dataclass(kw_only=True)
+class HiddenState(Sound):
+    """Warms its loss up by a counter that no checkpoint knows."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        return super().loss(model, batch) * (1 + 0.1 * self.__dict__.get("calls", 0))
+
+
+@dataclass(kw_only=True)
+class LocalSchedule(Sound):
+    def scheduler(self, optimizer: Any, num_steps: int) -> Any:
+        world_size = int(os.environ["WORLD_SIZE"])
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step * world_size))
+
+
+class Counting(nn.Linear):
+    """A buffer that follows the local rows."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("average", torch.zeros(sizes[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.lerp_(x.mean(0), 0.1)
+        return super().forward(x - self.average)
+
+
+@dataclass(kw_only=True)
+class LocalBuffer(Sound):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Counting(8, 16), nn.ReLU(), nn.Linear(16, 3))
