@@ -1,4 +1,4 @@
-"""Two compute-bound jobs for scaling.py, on made-up data: a conv net and a small transformer."""
+"""Jobs for scaling.py and exact_cost.py, on made-up data: a conv net, a small transformer, a smaller MLP."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,13 +15,15 @@ class Scaling(instep.Task):
     kind: str = "conv"
 
     def model(self):
-        return conv_net() if self.kind == "conv" else Transformer()
+        return {"conv": conv_net, "transformer": Transformer, "mlp": mlp}[self.kind]()
 
     def optimizer(self, params):
         return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
 
     def train_data(self):
         generator = torch.Generator().manual_seed(0)
+        if self.kind == "mlp":
+            return torch.randn(2048, 784, generator=generator), torch.randint(10, (2048,), generator=generator)
         if self.kind == "conv":
             return torch.randn(2048, 3, 32, 32, generator=generator), torch.randint(10, (2048,), generator=generator)
         tokens = torch.randint(VOCABULARY, (2048, 65), generator=generator)
@@ -39,6 +41,11 @@ def conv_net():
     for inner, outer in itertools.pairwise(widths):
         layers += [nn.Conv2d(inner, outer, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def mlp():
+    """The MNIST job's."""
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 VOCABULARY = 2000

@@ -65,10 +65,12 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
         "batch_size",
         "clip_norm",
         "drop_last",
+        "exact",
         "flush_denormals",
         "init_from",
         "on_nan",
         "seed",
+        "shards",
         "threads",
     }
 

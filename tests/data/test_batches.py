@@ -105,3 +105,33 @@ def test_what_cannot_be_is_said() -> None:
         BatchPlan(7, 0)
     with pytest.raises(SpecError, match="accumulate=0"):
         BatchPlan(7, 1, 0)
+
+
+sharded = st.builds(
+    lambda samples, batch, accumulate, shards: BatchPlan(samples, batch, accumulate, shards=min(shards, batch)),
+    st.integers(1, 200),
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.integers(1, 20),
+)
+
+
+@settings(deadline=None)
+@given(sharded, worlds, st.integers(0, 10**6))
+def test_shards_do_not_depend_on_the_world_size(plan: BatchPlan, world_size: int, step: int) -> None:
+    size = plan.batch(step).size
+    alone = plan.parts(size, 1, 0)
+    assert [part for rank in range(world_size) for part in plan.parts(size, world_size, rank)] == list(alone)
+    assert [part.shard for part in alone] == list(range(plan.num_shards(size)))
+    rows = [row for part in alone for row in range(part.first_row, part.first_row + part.num_rows)]
+    assert rows == list(range(size))
+
+
+def test_shards_are_of_one_size_and_only_the_last_is_smaller() -> None:
+    plan = BatchPlan(103, batch_size=50, shards=16)
+    assert [part.num_rows for part in plan.parts(50, 1, 0)] == [4] * 12 + [2]
+    assert [part.num_rows for part in plan.parts(3, 1, 0)] == [3]
+    assert [len(plan.parts(3, 4, rank)) for rank in range(4)] == [0, 0, 0, 1]
+    assert plan.smallest_part == 2
+    twice = BatchPlan(100, batch_size=20, accumulate=2, shards=3)
+    assert [part.num_rows for part in twice.parts(20, 1, 0)] == [4, 4, 2, 4, 4, 2]

@@ -154,6 +154,10 @@ class ExactReducer(Reducer):
             return total.parts[0][1]
 
         counts = [len(covered) for covered in nodes]
+        if counts == [1, 1]:  # two halves: any way to add two numbers gives the same
+            for flat in parts[0].flats:
+                self._world.sum(flat)
+            return parts[0]
         whole = self._rows.get()
         for number, out in enumerate(whole.flats):
             self._world.fold([row.flats[number] for row in parts], counts, add_up, out)

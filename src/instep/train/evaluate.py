@@ -26,7 +26,8 @@ class _Mean:
     def __init__(self) -> None:
         self._values, self._weights = ExactSum(), ExactSum()
 
-    def add(self, name: str, found: Any, num_rows: int) -> None:
+    def add(self, name: str, found: Any, num_rows: int, exact: bool) -> None:
+        del exact  # it always is
         values, weights = found if isinstance(found, tuple) else (found, None)
         array = _array(name, values)
         if isinstance(found, tuple) and weights is None:  # a mean over all rows
@@ -54,44 +55,70 @@ class _Mean:
 
 
 class _Summed:
-    """A metric object: its tensors are added up over batches and ranks, then it computes, on rank 0."""
+    """A metric object: its tensors are added up over batches and ranks, then it computes, on rank 0.
+
+    Floats are added up in the order of the chunks, whoever had them. An object that the Task keeps, and that counts on
+    by itself, has added up its rank's chunks in its own way: exact mode refuses that.
+    """
 
     def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
+        self._states: list[dict[str, torch.Tensor]] = []
+        """One a chunk; of an object that counts on by itself, the last one only."""
         self._metric: Any = None
 
-    def add(self, name: str, metric: Any, num_rows: int) -> None:
+    def add(self, name: str, metric: Any, num_rows: int, exact: bool) -> None:
         del num_rows
         state = {key: _wide(value) for key, value in vars(metric).items() if isinstance(value, torch.Tensor)}
         if not state:
             raise TaskError(f"metric {name!r} is a {type(metric).__name__} without tensors, so nothing can be summed.")
-        if metric is self._metric:  # it went on counting by itself
-            self._sums = state
-        else:
-            self._sums = {key: value + self._sums.get(key, 0) for key, value in state.items()}
+        if metric is self._metric:
+            if exact and any(value.is_floating_point() for value in state.values()):
+                raise TaskError(
+                    f"metric {name!r} is one {type(metric).__name__} that counts on over all batches, in floats: their "
+                    "sum depends on the number of processes. In exact mode, give a new one for each batch."
+                )
+            self._states.clear()
+        self._states.append(state)
         self._metric = metric
 
     def agree(self, world: World) -> float:
-        # A rank without a sample has made no object; it adds zeros of rank 0's shapes.
-        shapes = world.tell({key: [list(t.shape), t.is_floating_point()] for key, t in self._sums.items()})
-        totals: dict[str, torch.Tensor] = {}
-        for key, (shape, is_float) in shapes.items():
-            own = self._sums.get(key, torch.zeros(shape, dtype=torch.float64 if is_float else torch.int64))
-            totals[key] = world.sum(own.to(world.device)).cpu()
+        # A rank without a sample has made no object; rank 0 has one if anybody has.
+        shapes = world.tell({key: [list(t.shape), t.is_floating_point()] for key, t in self._first().items()})
+        totals = {key: self._total(world, key, shape, is_float) for key, (shape, is_float) in shapes.items()}
         if not world.is_main:
             return float(world.tell(None))
         whole = copy.copy(self._metric)  # the Task may keep its own, and count on
         vars(whole).update(totals)
         return float(world.tell(float(whole.compute())))
 
+    def _first(self) -> dict[str, torch.Tensor]:
+        return self._states[0] if self._states else {}
 
-def evaluate(metrics_of: MetricsOf, chunks: Iterable[tuple[Any, int]], world: World) -> dict[str, float]:
+    def _total(self, world: World, key: str, shape: list[int], is_float: bool) -> torch.Tensor:
+        """Add one tensor up over all chunks of all ranks. Called on all ranks."""
+        dtype = torch.float64 if is_float else torch.int64
+        counts = [int(count) for count in world.tell_all(len(self._states))]
+        padded = torch.zeros(max(counts), *shape, dtype=dtype)
+        for row, state in zip(padded, self._states, strict=False):
+            row.copy_(state[key])
+        by_rank = [part.cpu() for part in world.gather(padded.to(world.device))]
+        total = torch.zeros(shape, dtype=dtype)
+        for number in range(max(counts)):  # chunk c was rank c % world_size's
+            for part, count in zip(by_rank, counts, strict=True):
+                if number < count:
+                    total += part[number]
+        return total
+
+
+def evaluate(
+    metrics_of: MetricsOf, chunks: Iterable[tuple[Any, int]], world: World, exact: bool = False
+) -> dict[str, float]:
     """Go through this rank's chunks, then agree with the others. Called on all ranks."""
     found: dict[str, _Mean | _Summed] = {}
     for batch, num_rows in chunks:
         for name, value in metrics_of(batch).items():
             kind = _Summed if hasattr(value, "update") and hasattr(value, "compute") else _Mean
-            found.setdefault(name, kind()).add(name, value, num_rows)
+            found.setdefault(name, kind()).add(name, value, num_rows, exact)
     # A rank may have had no chunk, or none in which a metric came up; all need all names, in one order.
     kinds: dict[str, bool] = {}
     for told in world.tell_all({name: type(entry) is _Mean for name, entry in found.items()}):

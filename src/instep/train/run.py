@@ -112,6 +112,11 @@ class Run:
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
         self._saver.restore_rng()
+        if self.spec.exact and self._saver.moved:
+            self.notice(
+                f"exact mode: this run goes on with {self._saver.moved}. Kernels may round differently "
+                "there, so its weights may not be those of a run that stayed."
+            )
         self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
         self._log_plan(plan, num_steps)
         if self.spec.accumulate > 1 and not self.spec.exact and self.engine.has_batch_norm():
@@ -150,7 +155,8 @@ class Run:
         model.eval()
         self.engine.scope.end_part()
         with torch.no_grad():
-            found = evaluate(lambda batch: metrics(model, batch), self._chunks(dataset, collate), self.world)
+            chunks = self._chunks(dataset, collate)
+            found = evaluate(lambda batch: metrics(model, batch), chunks, self.world, self.spec.exact)
         for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
             module.training = training
         self.metrics = found

@@ -21,6 +21,7 @@ from instep.core.spec import Cadence, TrainSpec
 from instep.events.schema import NoticeRecord, SaveRecord
 from instep.events.write import EventLog
 from instep.train.trained import Trained
+from instep.world.determinism import platform_of
 from instep.world.world import World
 
 
@@ -32,6 +33,7 @@ class Saver:
         self.spec = spec
         self._log = log
         self._is_main = world.is_main
+        self._platform = platform_of(world.device)
         self._cadence = Cadence.parse("save_every", spec.save_every)
         self._saved_at = time.monotonic()
         self._kept: dict[str, Any] = {}
@@ -49,6 +51,13 @@ class Saver:
     def progress(self) -> Mapping[str, Any]:
         """What the checkpoint tells of the run so far."""
         return dict(self.checkpoint.part("progress")) if self.checkpoint is not None else {}
+
+    @property
+    def moved(self) -> str:
+        """What of the platform is not what it was when the checkpoint was written, in words; empty: nothing."""
+        before = dict(self.checkpoint.part("platform")) if self.checkpoint and "platform" in self.checkpoint else {}
+        changed = [name for name, value in before.items() if self._platform.get(name) != value]
+        return ", ".join(f"{name} {self._platform.get(name)} instead of {before[name]}" for name in changed)
 
     def keep(self, name: str, thing: Any) -> None:
         """Checkpoint a thing that has state_dict and load_state_dict, and restore it now."""
@@ -109,6 +118,7 @@ class Saver:
         numpy_state = (kind, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), *rest)
         state["rng"] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
         state["progress"] = dict(progress)
+        state["platform"] = self._platform
         state["spec"] = asdict(self.spec)
         return state
 
