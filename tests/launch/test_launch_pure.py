@@ -1,11 +1,15 @@
 """Blame, restarts and counts, without a process."""
 
+import signal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from instep.core.errors import FailureRecord, NumericsError, RanksFailed, SpecError
+from instep.core.errors import EnvironmentFailed, FailureRecord, NumericsError, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec
+from instep.launch import local
 from instep.launch.failures import complete_failures, describe, failure_of_exception, order_failures
 from instep.launch.processes import check_process_count
 from instep.launch.rendezvous import plan_rendezvous
@@ -141,3 +145,25 @@ def test_where_machines_meet():
     ):
         with pytest.raises(SpecError):
             plan_rendezvous(wrong)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, EnvironmentFailed), (signal.SIGINT, KeyboardInterrupt)]
+)
+@pytest.mark.parametrize("disguise", [None, UnboundLocalError, RuntimeError])
+def test_a_signal_is_found_behind_what_elastic_makes_of_it(monkeypatch, tmp_path, number, expected, message, disguise):
+    class Agent:
+        def __init__(self, *_):
+            pass
+
+        def __call__(self, *_):
+            try:
+                raise SignalException("in the midst of its bookkeeping", number)
+            finally:
+                if disguise is not None:
+                    raise disguise("a variable is not set yet")
+
+    monkeypatch.setattr(local, "elastic_launch", Agent)
+    logs = local.LogPlan(tmp_path, split=False)
+    with pytest.raises(expected, match=message):
+        local.launch(print, (), LaunchSpec(), logs, stdout=None, stderr=None)

@@ -74,11 +74,25 @@ def launch(
             payload = cloudpickle.dumps((entry, args))
             job = Job(payload, scratch, logs, dict(os.environ), grace_s, 0, spec.max_restarts)
             return _Launch(rendezvous, count, job, spec, relay, stderr).run()
-    except SignalException as interruption:
+    except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
+        interruption = _signal_behind(error)
+        if interruption is None:
+            raise
         if interruption.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         name = signal.Signals(interruption.sigval).name
         raise EnvironmentFailed(f"ended by {name}: someone, or the scheduler, asked this job to stop.") from None
+
+
+def _signal_behind(error: BaseException | None) -> SignalException | None:
+    """Find the signal that an error came of.
+
+    Elastic raises from its signal handler, wherever the process is just then. Within its own bookkeeping that becomes
+    another error: one about a variable that was not set yet, for instance.
+    """
+    while error is not None and not isinstance(error, SignalException):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +80,21 @@ class SharedGroup(dist.ProcessGroup):
         else:
             self._background.drain()
             self._run(self._reduce([tensor], Reduction.SUM))
+
+    def folds(self, out: torch.Tensor) -> bool:
+        """Tell whether `fold_now` can be used for such a tensor: all ranks share a machine."""
+        return not self.refusal and self._between is None and out.dtype in DTYPES and out.device.type == "cpu"
+
+    def fold_now(
+        self,
+        own: Sequence[torch.Tensor],
+        counts: Sequence[int],
+        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Add up the ranks' rows in a way of the caller's (World.fold). Called on all ranks."""
+        self._background.drain()
+        self._run(self._own_lane().fold(own, counts, add_up, out))
 
     # Called by PyTorch, spelled as PyTorch spells it.
 

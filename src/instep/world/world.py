@@ -174,6 +174,9 @@ class World:
         if self.world_size == 1:
             out.copy_(add_up(own))
             return
+        if self._group is not None and self._group.folds(out):
+            self._group.fold_now(own, counts, add_up, out)
+            return
         for start in range(0, out.numel(), _FOLD_ELEMENTS):
             pieces = [row[start : start + _FOLD_ELEMENTS] for row in own]
             piece = out[start : start + _FOLD_ELEMENTS]

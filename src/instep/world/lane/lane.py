@@ -179,6 +179,36 @@ class Lane:
             for slot, out in zip(slots, outs, strict=True):
                 out[start : start + piece.numel()].copy_(slot[: piece.numel()])
 
+    def fold(
+        self,
+        own: Sequence[torch.Tensor],
+        counts: Sequence[int],
+        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        out: torch.Tensor,
+    ) -> Steps:
+        """Add up the ranks' rows, `counts` of them, in a way of the caller's: each rank a share of every chunk, in
+        the staging itself, which it then shows to the others. Contiguous and 1-D. Called on all ranks of the lane.
+        """
+        length = self._chunk_bytes // out.element_size() // max(counts)
+        for start in range(0, out.numel(), length):
+            piece = out[start : start + length]
+            slots = self._next_slots(out.dtype)
+            for number, row in enumerate(own):
+                slots[self.place][number * length :][: piece.numel()].copy_(row[start : start + length])
+            yield "fold"
+            width = -(-piece.numel() // self.size)
+            shares = [slice(width * place, width * (place + 1)) for place in range(self.size)]
+            rows = [
+                slot[n * length :][: piece.numel()]
+                for slot, count in zip(slots, counts, strict=True)
+                for n in range(count)
+            ]
+            total = add_up([row[shares[self.place]] for row in rows])
+            slots[self.place][: piece.numel()][shares[self.place]].copy_(total)
+            yield "fold"
+            for slot, share in zip(slots, shares, strict=True):
+                piece[share].copy_(slot[: piece.numel()][share])
+
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Overwrite the tensor with that of the rank at `root`; contiguous and 1-D. Called on all ranks."""
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
