@@ -147,9 +147,10 @@ def test_where_machines_meet():
             plan_rendezvous(wrong)
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGTERM, EnvironmentFailed), (signal.SIGINT, KeyboardInterrupt)]
-)
+SIGNALS = [(signal.SIGTERM, EnvironmentFailed, "ended by SIGTERM"), (signal.SIGINT, KeyboardInterrupt, None)]
+
+
+@pytest.mark.parametrize(("number", "expected", "message"), SIGNALS)
 @pytest.mark.parametrize("disguise", [None, UnboundLocalError, RuntimeError])
 def test_a_signal_is_found_behind_what_elastic_makes_of_it(monkeypatch, tmp_path, number, expected, message, disguise):
     class Agent:
