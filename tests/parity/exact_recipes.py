@@ -66,6 +66,28 @@ class Bag(nn.Module):
         return self.head(h)
 
 
+class Average(nn.Linear):
+    """Follows its inputs with a moving average, in place, and counts its passes, by another tensor each time."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("average", torch.zeros(sizes[0]))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.lerp_(x.detach().mean(0), 0.1)
+            self.passes = self.passes + 1
+        return super().forward(x - self.average) * (1 + 0.01 * self.passes)
+
+
+def with_buffers() -> nn.Module:
+    """Make a model whose forward pass leaves something in its buffers."""
+    spectral = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(spectral(nn.Linear(36, 24)), nn.Tanh(), Average(24, 12), nn.BatchNorm1d(12), nn.Linear(12, 5))
+
+
+BUFFERED = {"buffers": with_buffers}
 MODELS = {
     "mlp": lambda: nn.Sequential(nn.Linear(36, 24), nn.Tanh(), nn.Dropout(0.2), nn.Linear(24, 5)),
     "conv": Conv,
@@ -108,7 +130,7 @@ class Recipe(Task):
     bf16: bool = False
 
     def model(self) -> nn.Module:
-        return MODELS[self.model_name]()
+        return (MODELS | BUFFERED)[self.model_name]()
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.optimizer_name](params)

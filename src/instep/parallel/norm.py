@@ -133,7 +133,7 @@ def sync_batch_norm(model: nn.Module, world: World, scope: Scope) -> int:
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             kind = type(module)
             if world.world_size > 1:
-                _refuse_own_way(kind)
+                refuse_own_way(kind)
             if kind not in _synced_classes:
                 _synced_classes[kind] = type(f"Synced{kind.__name__}", (kind, _Synced), {})
             module.__class__ = _synced_classes[kind]
@@ -143,7 +143,7 @@ def sync_batch_norm(model: nn.Module, world: World, scope: Scope) -> int:
     return num_synced
 
 
-def _refuse_own_way(kind: type) -> None:
+def refuse_own_way(kind: type) -> None:
     """Refuse a subclass that never asks its base class: its statistics would be those of one rank."""
     if kind.forward is not _BatchNorm.forward and "super" not in kind.forward.__code__.co_names:  # type: ignore[attr-defined]
         raise TaskError(

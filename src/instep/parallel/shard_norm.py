@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.tree import run_of
-from instep.parallel.norm import refuse_single_values
+from instep.parallel.norm import refuse_own_way, refuse_single_values
 from instep.parallel.scope import Scope
 from instep.world.world import World
 
@@ -52,11 +52,17 @@ class _ByShard(_BatchNorm):
 _classes: dict[type, type] = {}
 
 
+def is_by_shard(module: nn.Module) -> bool:
+    """Tell whether a module's running statistics are looked after here."""
+    return isinstance(module, _ByShard)
+
+
 def own_batch_norm(model: nn.Module, scope: Scope) -> None:
     """Make the BatchNorms of a model keep to one shard; the modules stay what they are."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             kind = type(module)
+            refuse_own_way(kind)
             if kind not in _classes:
                 _classes[kind] = type(f"Shard{kind.__name__}", (kind, _ByShard), {})
             module.__class__ = _classes[kind]

@@ -15,6 +15,7 @@ from instep.data.order import PartPlan
 from instep.parallel.ddp import Ddp
 from instep.parallel.exact import Exact
 from instep.parallel.scope import Scope, mix64
+from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
@@ -47,6 +48,10 @@ class Engine:
         """Set the step's noise, and remember what a step that is skipped must not change."""
         self.scope.begin_step(step)
         self.scope.num_shards = num_shards
+        for trained in self.trained if num_shards else ():
+            if trained.shard_buffers is None:
+                trained.shard_buffers = ShardBuffers(trained.model)
+            trained.shard_buffers.begin_step()
         if self.spec.on_nan == "skip":
             self._buffers = [[b.clone() for b in trained.model.buffers()] for trained in self.trained]
 
@@ -72,14 +77,17 @@ class Engine:
             numpy.random.seed(seed & 0xFFFFFFFF)
 
     def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
-        """Take what a shard of exact mode has left in the models: gradients, and what it counted."""
+        """Take what a shard of exact mode has left in the models: buffers, gradients, and what it counted."""
+        num_changed = sum(t.shard_buffers.end_shard() for t in self.trained if t.shard_buffers is not None)
         for trained in self.trained:
-            trained.reducer.end_shard(sums)
+            trained.reducer.end_shard((*sums[:-1], float(num_changed)))
 
-    def settle_statistics(self, apply: bool) -> None:
-        """In exact mode, let the shards' statistics change the running ones. Called on all ranks."""
+    def end_exact_step(self, apply: bool, buffers_changed: bool) -> None:
+        """In exact mode, let what the shards left in the models be what the next step finds. Called on all ranks."""
         for trained in self.trained:
             settle_running_statistics(trained.model, self.world, self.scope, apply)
+            if trained.shard_buffers is not None and buffers_changed:
+                trained.shard_buffers.end_step(self.world, apply)
 
     def scalar(self, value: float, like: torch.Tensor) -> torch.Tensor:
         """Give a number as a tensor that fits a loss; the same few are needed in every step."""

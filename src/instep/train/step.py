@@ -47,6 +47,7 @@ class Step:
         self._loss = 0.0
         self._grad_norm: float | None = None
         self._apply = True
+        self._buffers_changed = False
         self._passes = 0
         engine.begin_step(batch.step, batch.num_shards)
 
@@ -96,7 +97,7 @@ class Step:
 
     def _sums(self) -> tuple[float | torch.Tensor, ...]:
         weighted = (float(self._weighted is True), float(self._weighted is not None))
-        return self._loss_sum, self._weight_sum, *weighted
+        return self._loss_sum, self._weight_sum, *weighted, 0.0
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
@@ -118,7 +119,7 @@ class Step:
                 trained.end_update()
             trained.updated = False
         if self._batch.num_shards:
-            engine.settle_statistics(self._apply)
+            engine.end_exact_step(self._apply, self._buffers_changed)
         self.record = StepRecord(
             step=self.number,
             epoch=self.epoch,
@@ -136,7 +137,8 @@ class Step:
         if self._weighted is None:  # no backward pass since the last update: there is no gradient
             self._engine.clear_gradients()
         self._end_part()
-        loss, weight, num_weighted, num_parts = trained.reduce(self._sums())
+        loss, weight, num_weighted, num_parts, num_changed = trained.reduce(self._sums())
+        self._buffers_changed |= num_changed > 0
         if 0 < num_weighted < num_parts:
             raise TaskError("loss gave a weight on some ranks and none on others. Give one always, or never.")
         weighted = num_weighted > 0  # in exact mode a rank may have had no part to know it from

@@ -11,10 +11,12 @@ from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
 from instep.core.errors import CheckpointError, TaskError
+from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import Strategy
 
-NUM_SUMS = 4
-"""Numbers that travel with the gradients: the loss times its weight, the weight, and how many ranks gave one."""
+NUM_SUMS = 5
+"""Numbers that travel with the gradients: the loss times its weight, the weight, how many parts came with one, how many
+there were, and in exact mode how many buffers they changed."""
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -52,6 +54,8 @@ class Trained:
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
         self._strategy = strategy
         self.reducer = strategy.reducer(self._in_groups(), NUM_SUMS)
+        self.shard_buffers: ShardBuffers | None = None
+        """In exact mode, once the first step begins."""
         self.scheduler: Any = None
         self.updated = False
         """Whether this step has updated it already."""

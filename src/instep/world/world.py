@@ -229,14 +229,14 @@ class World:
         dist.all_gather(parts, tensor.contiguous())
         return parts
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite the tensors with rank 0's. Called on all ranks."""
-        if self.world_size == 1:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Overwrite the tensors with rank 0's, or another one's. Called on all ranks."""
+        if self.world_size == 1 or not tensors:
             return
         # As one run of bytes: one call a tensor would cost a round trip each, and gloo does not know all dtypes.
         whole = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
         flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, src=source)
         for tensor, piece in zip(
             [tensor for tensor in tensors if tensor.numel()],
             flat.split([tensor.numel() * tensor.element_size() for tensor in whole]),
