@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -27,10 +28,9 @@ def verify_task(task: Task, path: Path, spec: TrainSpec, worlds: str) -> int:
     console = Console(stderr=spec.json)
     console.print(_table(found))
     for finding in found.findings:
-        if finding.text:
-            console.print(
-                f"{finding.row}, {finding.run}: {finding.kind}. {finding.text}", soft_wrap=True, highlight=False
-            )
+        if finding.text or finding.run == found.reference:
+            text = f"{finding.row}, {finding.run}: {finding.kind}" + f". {finding.text}" * bool(finding.text)
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
     console.print(_verdict(found, same, spec.exact), soft_wrap=True, highlight=False)
     if spec.json:
         print(json.dumps(_as_json(found, same, spec.exact)), flush=True)
@@ -46,15 +46,15 @@ def _read_worlds(text: str) -> list[int]:
 
 def _table(found: Verification) -> Table:
     """One row for each thing compared, one column for each training compared with the reference."""
-    table = Table(title=f"compared with {found.reference}", title_justify="left")
-    runs = list(dict.fromkeys(finding.run for finding in found.findings))
+    table = Table(title=f"compared with {found.reference}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    compared = [finding for finding in found.findings if finding.run != found.reference]
+    runs = list(dict.fromkeys(finding.run for finding in compared))
     table.add_column("")
     for run in runs:
         table.add_column(run)
-    cells = {(finding.row, finding.run): finding.kind for finding in found.findings}
-    for row in dict.fromkeys(finding.row for finding in found.findings):
-        kinds = [cells.get((row, run)) for run in runs]
-        table.add_row(row, *(f"[{_STYLES[kind]}]{kind}[/]" if kind else "" for kind in kinds))
+    cells = {(finding.row, finding.run): finding.kind for finding in compared}
+    for row in dict.fromkeys(finding.row for finding in compared):
+        table.add_row(row, *(f"[{_STYLES[kind]}]{kind}[/]" for kind in (cells[row, run] for run in runs)))
     return table
 
 
