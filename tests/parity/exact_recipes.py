@@ -67,18 +67,24 @@ class Bag(nn.Module):
 
 
 class Average(nn.Linear):
-    """Follows its inputs with a moving average, in place, and counts its passes, by another tensor each time."""
+    """Follows its inputs with a moving average, in place, and without a trace; counts its passes, by another tensor
+    each time, and its calls, those of an evaluation too.
+    """
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
         self.register_buffer("average", torch.zeros(sizes[0]))
         self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("silent", torch.zeros(sizes[0]))
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.average.lerp_(x.detach().mean(0), 0.1)
             self.passes = self.passes + 1
-        return super().forward(x - self.average) * (1 + 0.01 * self.passes)
+            self.silent.data.lerp_(x.detach().mean(0), 0.2)
+        self.calls += 1
+        return super().forward(x - self.average + self.silent) * (1 + 0.01 * self.passes + 0.001 * self.calls)
 
 
 def with_buffers() -> nn.Module:
@@ -100,6 +106,20 @@ OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=2e-3),
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=2e-3, fused=True),
 }
+
+
+class Langevin(torch.optim.SGD):
+    """Draws noise in its step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+OPTIMIZERS_TOO = {"langevin": lambda params: Langevin(params, lr=0.05)}
 SHARDS = (12, 16)
 SHAPES = ((49, 23, 1), (61, 24, 1), (50, 32, 2), (47, 13, 3))
 """Samples, batch, accumulate: the first has a last batch of 3, fewer shards than ranks."""
@@ -133,7 +153,7 @@ class Recipe(Task):
         return (MODELS | BUFFERED)[self.model_name]()
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.optimizer_name](params)
+        return (OPTIMIZERS | OPTIMIZERS_TOO)[self.optimizer_name](params)
 
     def scheduler(self, optimizer: Any, num_steps: int) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=num_steps + 1)
@@ -177,7 +197,7 @@ def train_case(world: World, case: Case, steps: int = 7) -> dict[str, Any]:
         clip_norm=case.clip_norm,
         exact=True,
         shards=min(case.shards, batch_size),
-        eval_every="never",
+        eval_every="3",
         save_every="never",
         seed=5,
     )

@@ -18,6 +18,7 @@ SPECIAL = [
     (Case("conv", "sgd", 12, (61, 24, 1), bf16=True), 2),
     (Case("mlp", "adamw", 12, (50, 32, 2), bf16=True, clip_norm=0.1), 4),
     (Case("buffers", "sgd", 12, (50, 24, 1)), 3),
+    (Case("mlp", "langevin", 12, (49, 23, 1)), 3),
     (Case("buffers", "adamw", 4, (48, 32, 2)), 5),
     (Case("lstm", "sgd", 16, (49, 23, 1), clip_norm=0.05), 5),
 ]

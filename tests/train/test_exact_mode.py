@@ -61,6 +61,54 @@ def test_two_models_and_several_passes(tmp_path: Path) -> None:
         assert run_ranks(two_players, world_size, str(tmp_path / str(world_size))) == [alone] * world_size
 
 
+def with_another_group(world: World, run_dir: str, in_the_middle: bool) -> list[list[float]]:
+    """Train a second layer from step 3 on."""
+    spec = instep.TrainSpec(exact=True, shards=5, batch_size=13, steps=6, seed=2)
+    with open_run(world, spec, RunDirectory(Path(run_dir)), "loop") as run:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+        model, optimizer = run.prepare(model, lambda _: torch.optim.SGD(model[0].parameters(), lr=0.1))
+        for step in run.steps(Small().train_data()[0].float()):
+            for x in step.shards():
+                step.backward(model(x).square().mean())
+            if in_the_middle and step.number == 2:
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            step.finish()
+            if not in_the_middle and step.number == 2:
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+        make_result(run, 0.0, 0)
+        return [p.flatten().tolist() for p in model.parameters()]
+
+
+def test_a_group_of_parameters_that_is_added_later(tmp_path: Path) -> None:
+    alone = with_another_group(World.join(Place()), str(tmp_path / "1"), False)
+    for world_size in (2, 3):
+        found = run_ranks(with_another_group, world_size, str(tmp_path / str(world_size)), False)
+        assert found == [alone] * world_size
+    with pytest.raises(TaskError, match="in the middle of a step"):
+        with_another_group(World.join(Place()), str(tmp_path / "middle"), True)
+
+
+class Lazy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = torch.ones(())
+        return super().forward(x) * self.scale
+
+
+@dataclass(kw_only=True)
+class LazyBuffer(Small):
+    def model(self) -> nn.Module:
+        return Lazy().double()
+
+
+def test_a_buffer_that_comes_into_being_in_a_forward_pass_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="buffer 'scale' of a Lazy is filled in its forward pass"):
+        train(LazyBuffer(), tmp_path)
+
+
 @dataclass(kw_only=True)
 class Poisoned(Small):
     """A NaN in one sample: that step is skipped, statistics and all."""

@@ -103,5 +103,7 @@ def test_the_plan() -> None:
     for worlds in ([], [2, 2], [0, 1]):
         with pytest.raises(SpecError, match="different numbers of processes"):
             plan_trials(worlds, spec)
+    with pytest.raises(SpecError, match="leave nothing to compare"):
+        plan_trials([2], TrainSpec(steps=1, batch_size=16))
     with pytest.raises(SpecError, match="at most 16 processes"):
         plan_trials([1, 17], exact)

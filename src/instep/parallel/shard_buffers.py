@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from instep.core.errors import TaskError
 from instep.parallel.shard_norm import is_by_shard
 from instep.world.world import World
 
@@ -22,6 +23,8 @@ class _Watched:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
         self.left: torch.Tensor | None = None
+        self._restless = False
+        """Whether it changes unnoticed, written to through `.data`."""
         self._look()
 
     def begin_step(self) -> None:
@@ -35,7 +38,12 @@ class _Watched:
         self._version = self.current._version
 
     def _is_changed(self) -> bool:
-        return self.current is not self._seen or self.current._version != self._version
+        return self._restless or self.current is not self._seen or self.current._version != self._version
+
+    def look_closely(self) -> None:
+        """Find out whether it was changed without a trace."""
+        if not self._is_changed() and not torch.equal(self.current, self.begun):
+            self._restless = True
 
     @property
     def current(self) -> torch.Tensor:
@@ -70,13 +78,13 @@ class ShardBuffers:
     """The buffers of a model, seen from one rank."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._watched = [
-            _Watched(module, name)
-            for module in model.modules()
-            if not is_by_shard(module)
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        named = [(module, name) for module in model.modules() if not is_by_shard(module) for name in module._buffers]
+        self._empty = [(module, name) for module, name in named if module._buffers[name] is None]
+        distinct = {
+            id(module._buffers[name]): (module, name) for module, name in named if module._buffers[name] is not None
+        }
+        self._watched = [_Watched(module, name) for module, name in distinct.values()]
+        self._is_new = True
 
     def begin_step(self) -> None:
         """Take over what was done to the buffers between two steps."""
@@ -85,6 +93,16 @@ class ShardBuffers:
 
     def end_shard(self) -> int:
         """Put back what a shard changed; give how many buffers that were."""
+        for module, name in self._empty:
+            if module._buffers[name] is not None:
+                raise TaskError(
+                    f"the buffer {name!r} of a {type(module).__name__} is filled in its forward pass. In exact mode "
+                    "every shard must find the same: give it a tensor in __init__."
+                )
+        if self._is_new:  # the first shard shows who writes without a trace
+            self._is_new = False
+            for watched in self._watched:
+                watched.look_closely()
         return sum([watched.put_back() for watched in self._watched])
 
     def end_step(self, world: World, apply: bool) -> None:

@@ -49,6 +49,7 @@ class Engine:
         self.scope.begin_step(step)
         self.scope.num_shards = num_shards
         for trained in self.trained if num_shards else ():
+            trained.begin_step()
             if trained.shard_buffers is None:
                 trained.shard_buffers = ShardBuffers(trained.model)
             trained.shard_buffers.begin_step()
@@ -69,7 +70,13 @@ class Engine:
         `passes` counts how often this step went through its parts before.
         """
         self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
-        seed = mix64(self.scope.step_key + plan.first_row + (passes << 40)) >> 1
+        self._seed(mix64(self.scope.step_key + plan.first_row + (passes << 40)) >> 1)
+
+    def begin_update(self) -> None:
+        """Seed the noise of an optimizer that draws some: not by what this rank's parts left."""
+        self._seed(mix64(self.scope.step_key ^ 0x55504441) >> 1)
+
+    def _seed(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
         if self.spec.exact:  # a shard is the same one at any world size, so all its noise may be

@@ -153,10 +153,13 @@ class Run:
         model = self.engine.trained[0].model
         was_training = [module.training for module in model.modules()]
         model.eval()
+        buffers = [
+            (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+        ]
         self.engine.scope.end_part()
         with torch.no_grad():
             chunks = self._chunks(dataset, collate)
-            found = evaluate(lambda batch: metrics(model, batch), chunks, self.world, self.spec.exact)
+            found = evaluate(metrics_of, chunks, self.world, self.spec.exact)
         for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
             module.training = training
         self.metrics = found
@@ -307,6 +310,20 @@ class Run:
                 reading=self._loader.describe(),
             )
         )
+
+
+def _buffers_of(model: nn.Module) -> Callable[[], None]:
+    """Remember a model's buffers; give what puts them back as they are now."""
+    named = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    kept = [(*each, each[2].detach().clone()) for each in named]
+
+    def put_back() -> None:
+        for module, name, buffer, value in kept:
+            if module._buffers[name] is not buffer or not torch.equal(buffer, value):
+                module._buffers[name] = buffer
+                buffer.copy_(value)
+
+    return put_back
 
 
 def _load_into(model: nn.Module, source: Path) -> None:

@@ -103,6 +103,7 @@ class Step:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
         trained = self._engine.trained_by(optimizer)
         if self._agree(trained):
+            self._engine.begin_update()
             trained.optimizer.step()
         trained.end_update()
         self._total_weight, self._weighted = None, None
@@ -115,6 +116,7 @@ class Step:
         for trained in engine.trained:
             if not trained.updated:
                 if self._agree(trained):
+                    engine.begin_update()
                     trained.optimizer.step()
                 trained.end_update()
             trained.updated = False

@@ -88,11 +88,24 @@ class Trained:
             parts["scheduler"] = self.scheduler.state_dict()
         return {part + self._suffix: state for part, state in parts.items()}
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        """Agree with the other ranks on gradients; also on those of a group that was added since."""
-        if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters):
+    def begin_step(self) -> None:
+        """Be ready for a step, with a group of parameters that was added since the last one, too."""
+        if self._has_other_groups():
             self.reducer = self._strategy.reducer(self._in_groups(), NUM_SUMS)
+
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+        """Agree with the other ranks on gradients; also on those of a group that was added in this step."""
+        if self._has_other_groups():
+            if self.shard_buffers is not None:
+                raise TaskError(
+                    "a group of parameters was added to the optimizer in the middle of a step. In exact mode, add it "
+                    "after step.finish() or before the first step: the shards that are done know nothing of it."
+                )
+            self.begin_step()
         return self.reducer.reduce(sums)
+
+    def _has_other_groups(self) -> bool:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
 
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -204,7 +204,8 @@ def _tensors(
 def _ranks_agree(other: Evidence) -> Found:
     strangers = [rank for rank, digest in enumerate(other.hashes) if digest != other.hashes[0]]
     if strangers:
-        return Kind.DIFFERENT, f"ranks {', '.join(map(str, strangers))} ended with other weights or buffers than rank 0"
+        who = f"rank{'s' * (len(strangers) > 1)} {', '.join(map(str, strangers))}"
+        return Kind.DIFFERENT, f"{who} ended with other weights or buffers than rank 0"
     return Kind.SAME, ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.data.loader import num_samples
+from instep.events.read import read_events
 from instep.launch.local import launch
 from instep.launch.logs import LogPlan
 from instep.train.source import TaskSource
@@ -42,9 +44,11 @@ def plan_trials(worlds: Sequence[int], spec: TrainSpec) -> list[Trial]:
     if not spec.exact:
         trials.append(Trial("the twin", (worlds[0],), disturb=float(spec.batch_size) ** 0.5))
     trials += [Trial(processes(size), (size,)) for size in worlds[1:]]
-    if spec.steps >= 2:
+    if spec.steps >= 2:  # a checkpoint after the first step at least, and a death after another one
         first, then = worlds[-1], worlds[-2] if len(worlds) > 1 else worlds[-1]
         trials.append(Trial(f"{first}, killed, then {then}", (first, then)))
+    elif len(worlds) == 1:
+        raise SpecError(f"worlds={worlds[0]} and steps=1 leave nothing to compare. Use --worlds 1,2, or more --steps.")
     return trials
 
 
@@ -70,11 +74,18 @@ def verify(
     """
     spec = dataclasses.replace(spec, threads=spec.threads or 1)
     trials = plan_trials(worlds, spec)
-    with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
-        found = []
-        for number, trial in enumerate(trials):
-            say(f"{number + 1}/{len(trials)}  training {spec.steps} steps: {_describe(trial)}")
-            found.append(_train(trial, task, source, spec, Path(folder) / str(number)))
+    folder = Path(tempfile.mkdtemp(prefix="instep-verify-"))
+    found = []
+    for number, trial in enumerate(trials):
+        say(f"{number + 1}/{len(trials)}  {_describe(trial)}, steps 1 to {spec.steps}")
+        try:
+            found.append(_train(trial, task, source, spec, folder / str(number)))
+        except RanksFailed:
+            raise  # its message names what the ranks printed, which stays
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    shutil.rmtree(folder, ignore_errors=True)
     reference, *others = found
     twin = None if spec.exact else others.pop(0)
     limits = Limits(spec.batch_size, _num_samples(task, spec), twin)
@@ -96,7 +107,7 @@ def _num_samples(task: Task, spec: TrainSpec) -> int:
 
 def _train(trial: Trial, task: Task, source: TaskSource, spec: TrainSpec, folder: Path) -> Evidence:
     assert spec.steps is not None
-    kill_at = max(1, spec.steps // 2)
+    kill_at = max(2, spec.steps // 2)
     folders = []
     result: dict[str, Any] = {}
     for attempt, world_size in enumerate(trial.worlds):
@@ -112,10 +123,13 @@ def _train(trial: Trial, task: Task, source: TaskSource, spec: TrainSpec, folder
             spec,
             processes=world_size,
             max_restarts=0,
-            save_every=str(max(1, kill_at - 1)) if len(trial.worlds) > 1 else "never",
+            save_every=str(kill_at - 1) if len(trial.worlds) > 1 else "never",
             eval_every="never",
         )
         result = _launch(source, options, folder / "run", plan, dies) or result
+    plans = [event for event in read_events(folder / "run") if event["event"] == "plan"]
+    if len(trial.worlds) > 1 and not plans[-1]["first_step"]:
+        raise EnvironmentFailed(f"{trial.name}: the run began anew after the kill, where it should have gone on.")
     return read_evidence(trial.name, folder / "run", folders, result["metrics"])
 
 

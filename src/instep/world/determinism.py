@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from instep.core.errors import TaskError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _memory: Any = torch.utils.deterministic
+_dynamo: Any = torch._dynamo.config
 
 
 @contextlib.contextmanager
@@ -23,11 +25,12 @@ def deterministic() -> Iterator[None]:
     """
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, tuned = _memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    workspace = os.environ.get(_WORKSPACE)
+    workspace, dynamic = os.environ.get(_WORKSPACE), _dynamo.automatic_dynamic_shapes
     os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     _memory.fill_uninitialized_memory = False  # nothing here reads what it has not written
     torch.backends.cudnn.benchmark = False  # it chooses kernels by the clock
+    _dynamo.automatic_dynamic_shapes = False  # else a kernel depends on the shapes that this process met before
     try:
         yield
     except RuntimeError as error:
@@ -41,6 +44,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(was, warn_only=warns)
         _memory.fill_uninitialized_memory = filled
         torch.backends.cudnn.benchmark = tuned
+        _dynamo.automatic_dynamic_shapes = dynamic
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
 
