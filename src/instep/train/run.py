@@ -153,9 +153,13 @@ class Run:
         model = self.engine.trained[0].model
         was_training = [module.training for module in model.modules()]
         model.eval()
-        buffers = [
-            (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-        ]
+        put_back = _buffers_of(model)
+
+        def metrics_of(batch: Any) -> dict[str, Any]:
+            found = metrics(model, batch)
+            put_back()  # which chunks a rank has gone through before must not matter, now or later
+            return found
+
         self.engine.scope.end_part()
         with torch.no_grad():
             chunks = self._chunks(dataset, collate)
