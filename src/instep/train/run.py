@@ -112,18 +112,10 @@ class Run:
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
         self._saver.restore_rng()
-        if self.spec.exact and self._saver.moved:
-            self.notice(
-                f"exact mode: this run goes on with {self._saver.moved}. Kernels may round differently "
-                "there, so its weights may not be those of a run that stayed."
-            )
+        moved = self._saver.moved
         self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
         self._log_plan(plan, num_steps)
-        if self.spec.accumulate > 1 and not self.spec.exact and self.engine.has_batch_norm():
-            self.notice(
-                f"BatchNorm's statistics cover one part of a batch, so accumulate={self.spec.accumulate} is another "
-                "recipe than accumulate=1 (at any number of processes)."
-            )
+        self._warn(moved)
         witness = self.engine.witness
         if witness is not None:
             witness.begin(self.engine.trained[0].model)
@@ -296,6 +288,19 @@ class Run:
             "workers": self.spec.data_workers,
             "seed": self.spec.seed,
         }
+
+    def _warn(self, moved: str) -> None:
+        """Say what of this run a person may not expect; `moved`: what of the platform is new."""
+        if self.spec.exact and moved:
+            self.notice(
+                f"exact mode: this run goes on with {moved}. Kernels may round differently "
+                "there, so its weights may not be those of a run that stayed."
+            )
+        if self.spec.accumulate > 1 and not self.spec.exact and self.engine.has_batch_norm():
+            self.notice(
+                f"BatchNorm's statistics cover one part of a batch, so accumulate={self.spec.accumulate} is another "
+                "recipe than accumulate=1 (at any number of processes)."
+            )
 
     def _log_plan(self, plan: BatchPlan, num_steps: int) -> None:
         assert self._loader is not None

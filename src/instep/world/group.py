@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ from instep.world.gloo_side import GlooSide
 from instep.world.lane.between import Between
 from instep.world.lane.lane import Lane, Steps
 from instep.world.lane.opening import open_lane
-from instep.world.lane.reduction import DTYPES, Reduction
+from instep.world.lane.reduction import DTYPES, AddUp, Reduction
 from instep.world.rail import GlooRail
 
 _REDUCTIONS = (
@@ -89,7 +89,7 @@ class SharedGroup(dist.ProcessGroup):
         self,
         own: Sequence[torch.Tensor],
         counts: Sequence[int],
-        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        add_up: AddUp,
         out: torch.Tensor,
     ) -> None:
         """Add up the ranks' rows in a way of the caller's (World.fold). Called on all ranks."""

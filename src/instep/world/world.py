@@ -13,7 +13,7 @@ import datetime
 import gc
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from instep.core.topology import Place
 from instep.world import autoload
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
+from instep.world.lane.reduction import AddUp
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
 _FOLD_ELEMENTS = 2**20
@@ -163,7 +164,7 @@ class World:
         self,
         own: Sequence[torch.Tensor],
         counts: Sequence[int],
-        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        add_up: AddUp,
         out: torch.Tensor,
     ) -> None:
         """Add up what the ranks bring, in a way of the caller's, and give everyone the total in `out`.
@@ -203,7 +204,7 @@ class World:
         self,
         own: list[torch.Tensor],
         counts: Sequence[int],
-        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        add_up: AddUp,
         out: torch.Tensor,
     ) -> None:
         """Add up a share each, and give it to the others."""

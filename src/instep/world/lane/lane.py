@@ -33,7 +33,7 @@ import torch
 from instep.core.errors import PeerLost
 from instep.world.lane.block import Block
 from instep.world.lane.peers import Peers
-from instep.world.lane.reduction import STEPS, Reduction, combine, divide, spare_dtype
+from instep.world.lane.reduction import STEPS, AddUp, Reduction, combine, divide, spare_dtype
 from instep.world.lane.semaphores import CELL_BYTES, create, has_post, post, try_wait, wait
 
 _AREA_BYTES = 16 * 2**20
@@ -183,7 +183,7 @@ class Lane:
         self,
         own: Sequence[torch.Tensor],
         counts: Sequence[int],
-        add_up: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        add_up: AddUp,
         out: torch.Tensor,
     ) -> Steps:
         """Add up the ranks' rows, `counts` of them, in a way of the caller's: each rank a share of every chunk, in

@@ -16,6 +16,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+AddUp = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""A caller's own way to add rows up, number by number; it may write to the rows that it gets."""
+
+
 class Reduction(Enum):
     """How the ranks' numbers become one; of integers, a mean is rounded towards zero."""
 
