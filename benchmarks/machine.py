@@ -8,15 +8,17 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BIN = Path(sys.executable).parent
 
 
-def write_result(name, title, lines, argv):
-    """Print the result and write it to results/NAME.md."""
+def write_result(name, title, lines, argv, file=None):
+    """Print the result and write it to results/FILE.md, by default named after the benchmark."""
     print("\n".join(lines))
-    path = HERE / "results" / f"{name}.md"
+    path = HERE / "results" / f"{file or name}.md"
     path.parent.mkdir(exist_ok=True)
     command = shlex.join(["python", f"benchmarks/{name}.py", *argv])
     path.write_text("\n".join([f"# {title}", "", *describe(command), "", *lines, ""]))
@@ -29,6 +31,7 @@ def describe(command):
     versions = ", ".join(f"{package} {version(package)}" for package in ("instep", "torch", "numpy"))
     return [
         f"- machine: {len(os.sched_getaffinity(0))} cores of {_cpu()}, {pages / 2**30:.0f} GiB, {platform.system()}",
+        *([f"- GPU: {torch.cuda.get_device_name()}"] if torch.cuda.is_available() else []),
         f"- versions: Python {platform.python_version()}, {versions}",
         f"- load average at the end of the measurement: {os.getloadavg()[0]:.2f}",
         f"- command: `{command}`",

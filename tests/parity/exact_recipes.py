@@ -136,9 +136,10 @@ class Case:
     shape: tuple[int, int, int]
     bf16: bool = False
     clip_norm: float | None = None
+    compiled: bool = False
 
     def __str__(self) -> str:
-        extra = "-bf16" * self.bf16 + "-clip" * (self.clip_norm is not None)
+        extra = "-bf16" * self.bf16 + "-clip" * (self.clip_norm is not None) + "-compiled" * self.compiled
         return f"{self.model}-{self.optimizer}-{self.shards}-{'x'.join(map(str, self.shape))}{extra}"
 
 
@@ -148,9 +149,13 @@ class Recipe(Task):
     optimizer_name: str
     num_samples: int
     bf16: bool = False
+    compiled: bool = False
 
     def model(self) -> nn.Module:
-        return (MODELS | BUFFERED)[self.model_name]()
+        model = (MODELS | BUFFERED)[self.model_name]()
+        if self.compiled:
+            model.compile()
+        return model
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
         return (OPTIMIZERS | OPTIMIZERS_TOO)[self.optimizer_name](params)
@@ -165,7 +170,7 @@ class Recipe(Task):
         return self._made_up(37, seed=2)
 
     def loss(self, model: Any, batch: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(batch["x"].device.type, torch.bfloat16, enabled=self.bf16):
             out = model(batch["x"])
         if self.model_name != "tied":
             return F.cross_entropy(out.float(), batch["y"])
@@ -189,7 +194,13 @@ class Recipe(Task):
 def train_case(world: World, case: Case, steps: int = 7) -> dict[str, Any]:
     """Train one case as a rank, and give all that is compared."""
     num_samples, batch_size, accumulate = case.shape
-    task = Recipe(model_name=case.model, optimizer_name=case.optimizer, num_samples=num_samples, bf16=case.bf16)
+    task = Recipe(
+        model_name=case.model,
+        optimizer_name=case.optimizer,
+        num_samples=num_samples,
+        bf16=case.bf16,
+        compiled=case.compiled,
+    )
     spec = TrainSpec(
         steps=steps,
         batch_size=batch_size,

@@ -21,6 +21,7 @@ from instep.parallel.dropout import own_dropout
 from instep.parallel.scope import Scope
 from instep.parallel.shard_norm import own_batch_norm
 from instep.parallel.strategy import Reducer, Strategy
+from instep.world.determinism import first_matmul
 from instep.world.world import World
 
 
@@ -135,8 +136,7 @@ class ExactReducer(Reducer):
         runs = [run_of(rank, size, num_shards) for rank in range(size)]
         width = self._num_sums + len(self.parameters)
         own = torch.zeros(max(last - first for first, last in runs), width, dtype=torch.float64)
-        for row, values in zip(own, counted, strict=False):
-            row.copy_(torch.tensor([float(value) for value in values], dtype=torch.float64))
+        own[: len(counted)] = _as_numbers(counted, width)
         gathered = self._world.gather(own.to(self._world.device))
         return torch.cat([part[: last - first] for part, (first, last) in zip(gathered, runs, strict=True)]).cpu()
 
@@ -166,6 +166,15 @@ class ExactReducer(Reducer):
         return whole
 
 
+def _as_numbers(rows: list[list[float | torch.Tensor]], width: int) -> torch.Tensor:
+    """Bring values to the CPU, those of a device together: each transfer by itself would wait for it once more."""
+    flat = [value for row in rows for value in row]
+    tensors = [value.detach().double() for value in flat if isinstance(value, torch.Tensor)]
+    found = iter(torch.stack(tensors).tolist() if tensors else [])
+    numbers = [next(found) if isinstance(value, torch.Tensor) else value for value in flat]
+    return torch.tensor(numbers, dtype=torch.float64).view(-1, width)
+
+
 def _in_order(rows: torch.Tensor) -> torch.Tensor:
     """Add rows up from the first to the last."""
     total = torch.zeros_like(rows[0])
@@ -180,6 +189,7 @@ class Exact(Strategy):
     name = "exact"
 
     def spread(self, model: nn.Module) -> nn.Module:
+        first_matmul(self.world.device)
         model = own_dropout(model, self.scope)
         own_batch_norm(model, self.scope)
         model = model.to(self.world.device)

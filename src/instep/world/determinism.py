@@ -9,30 +9,43 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor.config
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from instep.core.errors import TaskError
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_memory: Any = torch.utils.deterministic
-_dynamo: Any = torch._dynamo.config
+_WORKSPACE, _SIZES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+_MAX_SHAPES = 64
+_SETTINGS: tuple[tuple[Any, str, Any], ...] = (
+    (torch.utils.deterministic, "fill_uninitialized_memory", False),  # nothing here reads what it has not written
+    (torch.backends.cudnn, "benchmark", False),  # it chooses kernels by the clock
+    (torch._inductor.config, "deterministic", True),  # and so does this
+    (torch._dynamo.config, "automatic_dynamic_shapes", False),  # else a kernel depends on the shapes met before
+    (torch._dynamo.config, "recompile_limit", _MAX_SHAPES),
+    (torch._dynamo.config, "fail_on_recompile_limit_hit", True),  # after so many it would go on uncompiled
+)
 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Use deterministic kernels only; what was set before is set again in the end.
 
-    An operation that has none is an error which names it. cuBLAS reads its setting when it is first used.
+    An operation that has none is an error which names it.
     """
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, tuned = _memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    workspace, dynamic = os.environ.get(_WORKSPACE), _dynamo.automatic_dynamic_shapes
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    before = [getattr(where, name) for where, name, _ in _SETTINGS]
+    workspace = os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, _SIZES)
     torch.use_deterministic_algorithms(True)
-    _memory.fill_uninitialized_memory = False  # nothing here reads what it has not written
-    torch.backends.cudnn.benchmark = False  # it chooses kernels by the clock
-    _dynamo.automatic_dynamic_shapes = False  # else a kernel depends on the shapes that this process met before
+    for where, name, value in _SETTINGS:
+        setattr(where, name, value)
     try:
         yield
+    except FailOnRecompileLimitHit as error:
+        raise TaskError(
+            f"exact mode compiles each shape by itself, and a compiled function met more than {_MAX_SHAPES} of them.\n"
+            "Pad samples to few lengths, or train without torch.compile."
+        ) from error
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
@@ -42,11 +55,24 @@ def deterministic() -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warns)
-        _memory.fill_uninitialized_memory = filled
-        torch.backends.cudnn.benchmark = tuned
-        _dynamo.automatic_dynamic_shapes = dynamic
-        if workspace is None:
-            os.environ.pop(_WORKSPACE, None)
+        for (where, name, _), value in zip(_SETTINGS, before, strict=True):
+            setattr(where, name, value)
+        os.environ.pop(_WORKSPACE, None)
+        if workspace is not None:
+            os.environ[_WORKSPACE] = workspace
+
+
+def first_matmul(device: torch.device) -> None:
+    """Have torch look at cuBLAS's setting, once and for all, then take it away unless it is another one.
+
+    Within `deterministic` torch asks for that variable when it first multiplies, and never again. But as long as it is
+    set, torch reads the size of cuBLAS's workspace from it at every multiplication, with a regular expression: some
+    100 µs each. The workspace is torch's own either way, which is what makes cuBLAS deterministic.
+    """
+    if device.type == "cuda" and os.environ.get(_WORKSPACE) == _SIZES:
+        one = torch.ones(1, 1, device=device)
+        one.mm(one)
+        del os.environ[_WORKSPACE]
 
 
 def platform_of(device: torch.device) -> dict[str, str]:
