@@ -19,8 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.checkpoint import files, layout
-from instep.checkpoint.files import Checkpoint, write_checkpoint
+from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.files import write_checkpoint as write_snapshot
+from instep.checkpoint.layout import Keeping
 from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.snapshot import Stage
 from instep.checkpoint.tree import put_together, take_apart
 from instep.core.errors import CheckpointError
 
@@ -36,6 +39,10 @@ TREES = st.recursive(
     ),
     max_leaves=12,
 )
+
+
+def write_checkpoint(root: Path, step: int, state: dict[str, Any]) -> tuple[Path, int]:
+    return write_snapshot(root, step, Stage().take(state))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -127,7 +134,7 @@ def test_a_write_that_fails_leaves_no_trace(failing: str, tmp_path: Path, monkey
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    target = {"write": (files, "write_synced"), "fsync": (os, "fsync"), "rename": (os, "replace")}[failing]
+    target = {"write": (files, "write_tensors"), "fsync": (os, "fsync"), "rename": (os, "replace")}[failing]
     monkeypatch.setattr(*target, fail)
     with pytest.raises(CheckpointError, match=r"step-00000006 could not be written: the disk .* is full"):
         example(tmp_path, 6)
@@ -138,10 +145,12 @@ def test_a_write_that_fails_leaves_no_trace(failing: str, tmp_path: Path, monkey
 WRITER = """
 import sys, torch, pathlib
 from instep.checkpoint.files import write_checkpoint
-step = 0
+from instep.checkpoint.snapshot import Stage
+step, stage = 0, Stage()
 while True:
     step += 1
-    write_checkpoint(pathlib.Path(sys.argv[1]), step, {"model": {"w": torch.full((200_000,), float(step))}})
+    state = {"model": {"w": torch.full((200_000,), float(step))}}
+    write_checkpoint(pathlib.Path(sys.argv[1]), step, stage.take(state))
     print(step, flush=True)
 """
 
@@ -166,12 +175,12 @@ def test_killed_while_writing_there_are_only_whole_ones(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for step in (1, 2, 30, 100):
-        directory.save(step, {"progress": {"step": step}}, keep=2)
+        directory.save(step, Stage().take({"progress": {"step": step}}), Keeping(newest=2))
     assert directory.names() == ["step-00000100", "step-00000030"]
 
 
 @given(st.lists(st.integers(0, 10**9), unique=True), st.integers(1, 5))
 def test_pruning_keeps_the_newest(steps: list[int], keep: int) -> None:
     names = [layout.name_of(step) for step in steps]
-    pruned = layout.to_prune([*names, ".step-00000001.77", "notes.txt"], keep)
+    pruned = Keeping(newest=keep).to_prune([*names, ".step-00000001.77", "notes.txt"], {})
     assert sorted(set(names) - set(pruned)) == sorted(layout.name_of(s) for s in sorted(steps)[-keep:])

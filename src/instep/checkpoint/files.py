@@ -12,22 +12,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 
 from instep.checkpoint import layout
-from instep.checkpoint.tree import put_together, take_apart
+from instep.checkpoint.snapshot import Snapshot
+from instep.checkpoint.stream import write_synced, write_tensors
+from instep.checkpoint.tree import put_together
 from instep.core.errors import CheckpointError
 
 
-def write_checkpoint(root: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, int]:
-    """Write a state under its step's name and give its path and size.
+def write_checkpoint(
+    root: Path, step: int, snapshot: Snapshot, scores: dict[str, float] | None = None
+) -> tuple[Path, int]:
+    """Write a snapshot under its step's name and give its path and size; `scores`: this step's evaluation.
 
     Other steps are never touched. An earlier checkpoint of this step is there until the new one is whole.
     """
@@ -37,7 +39,7 @@ def write_checkpoint(root: Path, step: int, state: Mapping[str, Any]) -> tuple[P
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        num_bytes = _write_into(scratch, step, state)
+        num_bytes = _write_into(scratch, step, snapshot, scores or {})
         old = root / f".{final.name}.old.{os.getpid()}"
         if final.exists():
             os.replace(final, old)
@@ -50,17 +52,15 @@ def write_checkpoint(root: Path, step: int, state: Mapping[str, Any]) -> tuple[P
     return final, num_bytes
 
 
-def _write_into(directory: Path, step: int, state: Mapping[str, Any]) -> int:
-    skeletons: dict[str, Any] = {}
+def _write_into(directory: Path, step: int, snapshot: Snapshot, scores: dict[str, float]) -> int:
     files: dict[str, layout.FileEntry] = {}
-    for part, tree in state.items():
-        skeletons[part], tensors = take_apart(tree, where=part)
+    for part, tensors in snapshot.tensors.items():
         if tensors:
             name = f"{part}.safetensors"
-            files[name] = write_synced(directory / name, save_safetensors(tensors))
-    files[layout.STATE] = write_synced(directory / layout.STATE, json.dumps(skeletons).encode())
-    manifest = layout.Manifest(layout.FORMAT_VERSION, step, files)
-    write_synced(directory / layout.MANIFEST, json.dumps(manifest.to_json(), indent=1).encode())
+            files[name] = write_tensors(directory / name, tensors)
+    files[layout.STATE] = write_synced(directory / layout.STATE, [json.dumps(snapshot.skeletons).encode()])
+    manifest = layout.Manifest(layout.FORMAT_VERSION, step, files, scores)
+    write_synced(directory / layout.MANIFEST, [json.dumps(manifest.to_json(), indent=1).encode()])
     sync_directory(directory)
     return sum(entry.num_bytes for entry in files.values())
 
@@ -70,7 +70,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._manifest = _read_manifest(path)
+        self._manifest = read_manifest(path)
         self.step = self._manifest.step
         self._data = {name: self._read(name) for name in self._manifest.files}
         self._skeletons: dict[str, Any] = json.loads(self._data[layout.STATE])
@@ -104,7 +104,8 @@ class Checkpoint:
         return data
 
 
-def _read_manifest(path: Path) -> layout.Manifest:
+def read_manifest(path: Path) -> layout.Manifest:
+    """Read what a checkpoint consists of."""
     try:
         manifest = layout.Manifest.from_json(json.loads((path / layout.MANIFEST).read_bytes()))
     except (OSError, ValueError) as error:
@@ -114,20 +115,11 @@ def _read_manifest(path: Path) -> layout.Manifest:
     return manifest
 
 
-def write_synced(path: Path, data: bytes) -> layout.FileEntry:
-    """Write a file through to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return layout.FileEntry(len(data), hashlib.sha256(data).hexdigest())
-
-
 def replace_synced(path: Path, data: bytes) -> None:
     """Write a file so that at any instant the old one or the new one is there, whole."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_synced(scratch, data)
+        write_synced(scratch, [data])
         os.replace(scratch, path)
         sync_directory(path.parent)
     except OSError as error:
@@ -149,4 +141,4 @@ def _write_failed(path: Path, error: OSError) -> str:
         room = "the disk (or the quota) is full. Free some room"
     else:
         room = f"{error.strerror or error}. Look into that"
-    return f"{path} could not be written: {room}, then run the same command again: earlier checkpoints are untouched."
+    return f"{path} could not be written: {room}. Earlier checkpoints are untouched."

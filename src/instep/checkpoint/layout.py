@@ -10,9 +10,10 @@ A directory under another name is not a checkpoint: one being written begins wit
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT_VERSION = 1
@@ -36,6 +37,8 @@ class Manifest:
     version: int
     step: int
     files: dict[str, FileEntry]
+    scores: dict[str, float] = field(default_factory=dict)
+    """The evaluation of this very step, when there was one."""
 
     def to_json(self) -> dict[str, Any]:
         """Give the object that is written."""
@@ -51,12 +54,13 @@ class Manifest:
         try:
             files = {name: FileEntry(int(e["num_bytes"]), str(e["sha256"])) for name, e in data["files"].items()}
             step = int(data["step"])
+            scores = {str(name): float(value) for name, value in data.get("scores", {}).items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a manifest ({error!r})") from error
         for name in files:
             if not _FILE.fullmatch(name):  # a path in a name could lead out of the checkpoint
                 raise ValueError(f"file name {name!r}")
-        return cls(data["version"], step, files)
+        return cls(data["version"], step, files, scores)
 
 
 def name_of(step: int) -> str:
@@ -75,6 +79,41 @@ def newest_first(names: Iterable[str]) -> list[str]:
     return sorted((n for n in names if step_of(n) is not None), key=lambda n: step_of(n) or 0, reverse=True)
 
 
-def to_prune(names: Sequence[str], keep: int) -> list[str]:
-    """Choose the checkpoints that are more than `keep` behind the newest."""
-    return newest_first(names)[keep:]
+@dataclass(frozen=True)
+class Keeping:
+    """Which checkpoints stay."""
+
+    newest: int = 3
+    every: int | None = None
+    """Also those of every so manyth step."""
+    best_by: str | None = None
+    """Also the best by this metric."""
+    smallest: bool = False
+    """Whether the best is the smallest."""
+
+    @classmethod
+    def of(cls, newest: int, every: int | None, best: str | None) -> Keeping:
+        """Read the spec's words; `best` is a metric, with `:min` where less is better."""
+        name, _, which = (best or "").partition(":")
+        return cls(newest, every, name or None, which == "min")
+
+    @property
+    def sign(self) -> int:
+        """What makes the best value the largest."""
+        return -1 if self.smallest else 1
+
+    def best_of(self, scores: Mapping[str, Mapping[str, float]]) -> tuple[str, float] | None:
+        """Find the best checkpoint by its scores, and the value that it was best by; of equals the newest."""
+        by = self.best_by or ""
+        known = {name: found[by] for name, found in scores.items() if not math.isnan(found.get(by, math.nan))}
+        best = max(known, key=lambda name: (self.sign * known[name], step_of(name) or 0), default=None)
+        return None if best is None else (best, known[best])
+
+    def to_prune(self, names: Sequence[str], scores: Mapping[str, Mapping[str, float]]) -> list[str]:
+        """Choose those that go; `scores` are those of the checkpoints that have some, by name."""
+        best = self.best_of(scores)
+        return [
+            name
+            for name in newest_first(names)[self.newest :]
+            if (best is None or name != best[0]) and (self.every is None or (step_of(name) or 0) % self.every)
+        ]

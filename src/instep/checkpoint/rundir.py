@@ -5,6 +5,7 @@ Ranks: one, rank 0 or the process that launches; the others are told.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import json
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from instep.checkpoint import layout
-from instep.checkpoint.files import Checkpoint, replace_synced, write_checkpoint
+from instep.checkpoint.files import Checkpoint, read_manifest, replace_synced, write_checkpoint
+from instep.checkpoint.snapshot import Snapshot
 from instep.core.errors import CheckpointError
 
 SPEC, RESULT = "spec.json", "result.json"
@@ -146,8 +148,7 @@ class RunDirectory:
         """Find the newest good checkpoint; set damaged ones aside, and clear away what a kill left half-written."""
         newest, complaints = self.newest()
         for name in self.names()[: len(complaints)]:  # those newer than the newest good one
-            shutil.rmtree(self.checkpoints / f"damaged-{name}", ignore_errors=True)
-            os.replace(self.checkpoints / name, self.checkpoints / f"damaged-{name}")
+            self.set_aside(name, "damaged")
         for entry in self.checkpoints.glob(".step-*"):
             shutil.rmtree(entry, ignore_errors=True)
         return newest, complaints
@@ -158,12 +159,35 @@ class RunDirectory:
             return []
         return layout.newest_first(entry.name for entry in self.checkpoints.iterdir())
 
-    def save(self, step: int, state: Mapping[str, Any], keep: int) -> tuple[Path, int]:
-        """Write a checkpoint, then drop those that are too old; give its path and size."""
-        written = write_checkpoint(self.checkpoints, step, state)
-        for name in layout.to_prune(self.names(), keep):
-            shutil.rmtree(self.checkpoints / name, ignore_errors=True)
+    def save(
+        self, step: int, snapshot: Snapshot, keeping: layout.Keeping, scores: dict[str, float] | None = None
+    ) -> tuple[Path, int]:
+        """Write a checkpoint, then drop those that need not stay; give its path and size."""
+        written = write_checkpoint(self.checkpoints, step, snapshot, scores)
+        for name in keeping.to_prune(self.names(), self.scores() if keeping.best_by else {}):
+            self._remove(name)
         return written
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Take a checkpoint out of use without deleting it: `damaged-step-…`, `doubtful-step-…`."""
+        aside = self.checkpoints / f"{why}-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(self.checkpoints / name, aside)
+
+    def _remove(self, name: str) -> None:
+        """Delete a checkpoint; first its name, so that half of one is never found under it."""
+        going = self.checkpoints / f".{name}.going"
+        shutil.rmtree(going, ignore_errors=True)
+        os.replace(self.checkpoints / name, going)
+        shutil.rmtree(going, ignore_errors=True)
+
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Give what was evaluated when each checkpoint was made, by its name."""
+        found = {}
+        for name in self.names():
+            with contextlib.suppress(CheckpointError):  # a damaged one is nobody's best
+                found[name] = read_manifest(self.checkpoints / name).scores
+        return found
 
 
 def _move_aside(path: Path) -> None:

@@ -19,7 +19,7 @@ from instep.core.errors import CheckpointError
 
 
 def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split a state into its skeleton and its tensors; `where` names it in errors."""
+    """Split a state into its skeleton and its tensors, which are not copied; `where` names it in errors."""
     tensors: dict[str, torch.Tensor] = {}
     names: dict[tuple[Any, ...], str] = {}
 
@@ -76,6 +76,5 @@ def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], na
     while name in tensors:  # "a.b" and "b" inside "a" have one path
         name += "'"
     names[identity] = name
-    # A copy, so that neither another view of the same memory nor the next step can be seen through it.
-    tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    tensors[name] = tensor.detach()
     return name

@@ -100,9 +100,22 @@ class TrainSpec(LaunchSpec):
         "1epoch", "evaluate every N steps, every Nepoch, or never (then only at the end)", "--eval-every"
     )
     save_every: str = option(
-        "10m", "checkpoint every N steps or every so often (30s, 10m, 2h), and at the end", "--save-every"
+        "10m",
+        "checkpoint every N steps or every so often (30s, 10m, 2h), and at the end; auto: as often as it pays, "
+        "for a failure a day, or auto:6h for one in so long",
+        "--save-every",
+    )
+    save_busy: Literal["wait", "skip"] = option(
+        "wait", "when a checkpoint is due and the last one is still being written: wait, or skip it", "--save-busy"
     )
     keep: int = option(3, "how many of the newest checkpoints are kept", "--keep")
+    keep_every: int | None = option(None, "also keep the checkpoints of every so manyth step", "--keep-every")
+    keep_best: str | None = option(
+        None,
+        "also save and keep the best by this metric; METRIC:min where less is better",
+        "--keep-best",
+        metavar="METRIC",
+    )
     threads: int | None = option(
         None,
         "CPU threads a process (unless given, the cores shared out; 1 with --exact)",
@@ -139,7 +152,7 @@ class TrainSpec(LaunchSpec):
         super().__post_init__()
         for name, least in (("batch_size", 1), ("accumulate", 1), ("keep", 1)):
             _check_at_least(name, getattr(self, name), least)
-        for name in ("epochs", "steps", "threads", "shards"):
+        for name in ("epochs", "steps", "threads", "shards", "keep_every"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
         if self.epochs is not None and self.steps is not None:
@@ -154,6 +167,10 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
         if self.on_nan not in ("stop", "skip"):
             raise SpecError(f"on_nan={self.on_nan!r} is unknown. Choose stop or skip.")
+        if self.save_busy not in ("wait", "skip"):
+            raise SpecError(f"save_busy={self.save_busy!r} is unknown. Choose wait or skip.")
+        if self.keep_best is not None and not re.fullmatch(r"[^:]+(:(min|max))?", self.keep_best):
+            raise SpecError(f"keep_best={self.keep_best!r} is not a metric. Write accuracy, or eval_loss:min.")
         self._check_shards()
         if self.batch_size < self.accumulate:
             raise SpecError(
@@ -226,6 +243,8 @@ class Cadence:
     steps: int | None = None
     epochs: int | None = None
     seconds: float | None = None
+    between_failures_s: float | None = None
+    """As often as it pays, for a failure in so long."""
 
     @classmethod
     def parse(cls, name: str, text: str | int) -> Cadence:
@@ -237,10 +256,18 @@ class Cadence:
             return cls(steps=int(text))
         if name == "eval_every" and (match := re.fullmatch(r"([1-9]\d*)? ?epochs?", text)):
             return cls(epochs=int(match[1] or 1))
-        if name == "save_every" and (match := _DURATION.fullmatch(text)) and float(match[1]) > 0:
-            return cls(seconds=float(match[1]) * _SECONDS[match[2]])
-        forms = "100 (steps), 1epoch or never" if name == "eval_every" else "100 (steps), 30s, 10m, 2h or never"
+        if name == "save_every" and (seconds := _seconds(text)):
+            return cls(seconds=seconds)
+        if name == "save_every" and text.startswith("auto") and (seconds := _seconds(text[4:].lstrip(":") or "24h")):
+            return cls(between_failures_s=seconds)
+        forms = "100 (steps), 1epoch or never" if name == "eval_every" else "100 (steps), 30s, 10m, 2h, auto or never"
         raise SpecError(f"{name}={text!r} is not an interval. Write for instance {forms}.")
+
+
+def _seconds(text: str) -> float | None:
+    """Read `30s`, `10m` or `2h`."""
+    match = _DURATION.fullmatch(text)
+    return float(match[1]) * _SECONDS[match[2]] if match else None
 
 
 def _check_processes(processes: int | str) -> None:

@@ -87,6 +87,19 @@ class SaveRecord:
     path: str
     num_bytes: int
     seconds: float
+    """From the snapshot until it was complete."""
+    stall_s: float = 0.0
+    """Of these, how long training waited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailedRecord:
+    """A checkpoint could not be written; earlier ones are untouched, and the training goes on."""
+
+    event: ClassVar[str] = "save_failed"
+    step: int
+    error: str
+    retry_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +120,7 @@ class EndRecord:
     error: str = ""
 
 
-Record = StartRecord | PlanRecord | StepRecord | EvalRecord | SaveRecord | NoticeRecord | EndRecord
+Record = StartRecord | PlanRecord | StepRecord | EvalRecord | SaveRecord | SaveFailedRecord | NoticeRecord | EndRecord
 
 
 def to_line(record: Record, time_s: float) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class ProgressState:
             return f"step {event['step']}  " + metrics_text(self.metrics)
         if kind == "notice":
             return f"note: {event['text']}"
+        if kind == "save_failed":
+            return f"error: {event['error']} The next try comes in {event['retry_s']:.0f} s; training goes on."
         return None
 
     def _take_plan(self, event: dict[str, Any]) -> str:

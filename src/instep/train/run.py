@@ -49,6 +49,7 @@ class Run:
         self.directory = directory
         self.metrics: dict[str, float] = {}
         """What the newest evaluation gave."""
+        self._evaluated_at: int | None = None
         self.log = log
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
@@ -128,8 +129,9 @@ class Run:
             self._pass_on_notices()
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
-            if self._saver.is_due(self.step):
-                self.save()
+            self._saver.look(self.engine.trained)
+            if self._saver.is_due(self.step, self._scores()):
+                self._save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
         self.close_data()
@@ -158,14 +160,18 @@ class Run:
             found = evaluate(metrics_of, chunks, self.world, self.spec.exact)
         for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
             module.training = training
-        self.metrics = found
+        self.metrics, self._evaluated_at = found, self.step
         seconds = round(time.monotonic() - begun, 6)
         self.log.write(EvalRecord(step=self.step, metrics=found, seconds=seconds))
         return found
 
     def save(self) -> None:
-        """Write a checkpoint of this moment."""
-        self._saver.save(self.step, self.engine.trained, self._progress())
+        """Take a checkpoint of this moment; it is written beside the training."""
+        self._save(may_skip=False)
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete."""
+        self._saver.finish()
 
     @property
     def is_saved(self) -> bool:
@@ -190,7 +196,11 @@ class Run:
     def close(self) -> None:
         """Let go of models and data; the process group is left after this."""
         self.close_data()
+        self._saver.close()
         self.engine.trained.clear()
+
+    def _save(self, may_skip: bool) -> None:
+        self._saver.save(self.step, self.engine.trained, self._progress(), self._scores(), may_skip)
 
     def _finish_step(self, record: StepRecord) -> None:
         self.step, self.loss = record.step, record.loss
@@ -230,6 +240,10 @@ class Run:
         weights = [p for trained in self.engine.trained for p in trained.model.parameters()]
         lost = not all(bool(torch.isfinite(p).all()) for p in weights)
         return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
+
+    def _scores(self) -> dict[str, float]:
+        """This step's evaluation, if there was one."""
+        return self.metrics if self._evaluated_at == self.step else {}
 
     def _progress(self) -> dict[str, Any]:
         return {

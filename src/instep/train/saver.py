@@ -1,5 +1,10 @@
 """When to checkpoint, what goes into one, and where a run goes on from.
 
+[Note: Saving beside the training]
+A step waits only for the snapshot into host memory. Whether its weights are finite, its hashes, the files and the
+rename that makes it a checkpoint follow in a thread, one save at a time. What became of a save is collected between two
+later steps: a disk that refuses is told and tried again, anything else is raised there. The last one is waited for.
+
 Ranks: rank 0 writes; all read the same one.
 """
 
@@ -8,21 +13,51 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from instep.checkpoint.background import Background
 from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.interval import FIRST_SAVE_S, best_interval
+from instep.checkpoint.layout import Keeping
 from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.snapshot import Snapshot, Stage
 from instep.core.errors import CheckpointError, NumericsError, TaskError
 from instep.core.spec import Cadence, TrainSpec
-from instep.events.schema import NoticeRecord, SaveRecord
+from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
 from instep.train.trained import Trained
 from instep.world.determinism import platform_of
 from instep.world.world import World
+
+_RETRY_S = 30.0
+"""How soon a save that failed is tried again."""
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save on its way."""
+
+    step: int
+    snapshot: Snapshot
+    scores: dict[str, float]
+    begun: float
+    stall_s: float
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A save that is complete."""
+
+    save: _Save
+    path: Path
+    num_bytes: int
+    seconds: float
 
 
 class Saver:
@@ -35,10 +70,16 @@ class Saver:
         self._is_main = world.is_main
         self._platform = platform_of(world.device)
         self._cadence = Cadence.parse("save_every", spec.save_every)
+        self._interval_s = self._cadence.seconds or (FIRST_SAVE_S if self._cadence.between_failures_s else None)
         self._saved_at = time.monotonic()
+        self._retry_at: float | None = None
         self._kept: dict[str, Any] = {}
+        self._stage = Stage()
+        self._reserved = self._cadence == Cadence()  # nothing will be saved before the end, when nobody waits
+        self._background: Background[_Saved | None] = Background()
+        self._best = self._best_so_far() if world.is_main else None
         self.saved_step: int | None = None
-        """The step of the newest checkpoint that this process wrote."""
+        """The step of the newest checkpoint that this process has taken."""
         self.checkpoint = self._agree_on_checkpoint(world)
         """Where the run goes on from; None for a new one."""
 
@@ -77,28 +118,135 @@ class Saver:
         numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
         torch.set_rng_state(rng["torch"])
 
-    def is_due(self, step: int) -> bool:
-        """Tell whether the time for a checkpoint has come."""
-        if self._cadence.steps is not None:
-            return step % self._cadence.steps == 0
-        seconds = self._cadence.seconds
-        return seconds is not None and time.monotonic() - self._saved_at >= seconds
+    def is_due(self, step: int, scores: Mapping[str, float]) -> bool:
+        """Tell whether the time for a checkpoint has come; `scores`: this step's evaluation, if there was one."""
+        now = time.monotonic()
+        if self._retry_at is not None and now >= self._retry_at:
+            return True
+        if self._cadence.steps is not None and step % self._cadence.steps == 0:
+            return True
+        if self._interval_s is not None and now - self._saved_at >= self._interval_s:
+            return True
+        return self._is_best(scores)
 
-    def save(self, step: int, trained: list[Trained], progress: Mapping[str, Any]) -> None:
-        """Write a checkpoint of this moment, unless its weights are worthless."""
+    def save(
+        self,
+        step: int,
+        trained: list[Trained],
+        progress: Mapping[str, Any],
+        scores: Mapping[str, float],
+        may_skip: bool,
+    ) -> None:
+        """Take a snapshot of this moment, and have it written ([Note: Saving beside the training]).
+
+        `may_skip`: not if the last one is still being written.
+        """
         if not self._is_main:
             return
-        for each in trained:
-            if not all(bool(torch.isfinite(p).all()) for p in each.model.parameters()):
-                raise NumericsError(
-                    f"the weights of step {step} are not finite, so no checkpoint is made. {self.newest()}"
-                )
-        self.saved_step = step
         begun = time.monotonic()
-        path, num_bytes = self._directory.save(step, self._state(trained, progress), self.spec.keep)
+        if may_skip and self._background.busy:
+            self._log.write(
+                NoticeRecord(text=f"the checkpoint of step {step} is skipped: the last one is still being written")
+            )
+            self._saved_at = begun
+            return
+        self._collect()
+        snapshot = self._stage.take(self._state(trained, progress))
         self._saved_at = time.monotonic()
-        seconds = round(self._saved_at - begun, 6)
-        self._log.write(SaveRecord(step=step, path=str(path), num_bytes=num_bytes, seconds=seconds))
+        save = _Save(step, snapshot, dict(scores), begun, self._saved_at - begun)
+        self.saved_step, self._retry_at, self._reserved = step, None, True
+        self._background.start(partial(self._write, save))
+
+    def look(self, trained: list[Trained]) -> None:
+        """See what became of a save, if it has ended since; called between steps."""
+        if self._background.done:
+            self._collect()
+        elif not self._reserved and self._is_main:  # after the first step: now the optimizer has its state
+            self._reserved = True
+            state = self._state(trained, {})
+            self._background.start(lambda: self._stage.reserve(state))
+
+    def finish(self) -> None:
+        """Wait for the save that is on its way; raise if it failed, for there is no later one."""
+        if (error := self._collect()) is not None:
+            raise CheckpointError(f"{error} Then run the same command again: it goes on from the newest checkpoint.")
+
+    def close(self) -> None:
+        """Wait for the save that is on its way, after an error that is worth more than what becomes of it."""
+        try:
+            self._collect()
+        except NumericsError as error:
+            self._log.write(NoticeRecord(text=str(error)))
+
+    def _is_best(self, scores: Mapping[str, float]) -> bool:
+        """Tell whether an evaluation is the best so far by the metric that the spec names."""
+        keeping = self._keeping
+        if keeping.best_by is None or not scores:
+            return False
+        if keeping.best_by not in scores:
+            raise TaskError(
+                f"keep_best={self.spec.keep_best}: there is no such metric. This Task has {', '.join(scores)}."
+            )
+        value = scores[keeping.best_by] * keeping.sign
+        if self._best is not None and not value > self._best:
+            return False
+        self._best = value
+        return True
+
+    def _best_so_far(self) -> float | None:
+        best = self._keeping.best_of(self._directory.scores())
+        return None if best is None else best[1] * self._keeping.sign
+
+    @property
+    def _keeping(self) -> Keeping:
+        return Keeping.of(self.spec.keep, self.spec.keep_every, self.spec.keep_best)
+
+    def _write(self, save: _Save) -> _Saved:
+        """Write a snapshot, unless its weights are worthless; beside the training."""
+        for part, tensors in save.snapshot.tensors.items():
+            if part.startswith("model") and not all(map(_is_finite, tensors.values())):
+                raise NumericsError(
+                    f"the weights of step {save.step} are not finite, so no checkpoint is made. {self.newest()}"
+                )
+        path, num_bytes = self._directory.save(save.step, save.snapshot, self._keeping, save.scores)
+        return _Saved(save, path, num_bytes, time.monotonic() - save.begun)
+
+    def _collect(self) -> CheckpointError | None:
+        """Wait for the save on its way and note what became of it; give the error of a disk that refused."""
+        step = self.saved_step or 0
+        try:
+            saved = self._background.collect()
+        except CheckpointError as error:
+            self._retry_at, self.saved_step = time.monotonic() + _RETRY_S, None
+            self._log.write(SaveFailedRecord(step=step, error=str(error), retry_s=_RETRY_S))
+            return error
+        if saved is not None:
+            save, seconds = saved.save, round(saved.seconds, 6)
+            self._log.write(
+                SaveRecord(
+                    step=save.step,
+                    path=str(saved.path),
+                    num_bytes=saved.num_bytes,
+                    seconds=seconds,
+                    stall_s=round(save.stall_s, 6),
+                )
+            )
+            self._choose_interval(save.stall_s, seconds)
+        return None
+
+    def _choose_interval(self, stall_s: float, write_s: float) -> None:
+        assumed, before = self._cadence.between_failures_s, self._interval_s
+        if assumed is None or before is None:
+            return
+        self._interval_s = best_interval(stall_s, write_s, assumed)
+        if not 0.5 <= self._interval_s / before <= 2:  # said again when it changes by much
+            self._log.write(
+                NoticeRecord(
+                    text=f"save_every=auto: a save holds training up for {stall_s * 1000:.0f} ms and takes "
+                    f"{write_s:.1f} s in all; for a failure every {assumed / 3600:.3g} h one every "
+                    f"{self._interval_s:.0f} s costs least"
+                )
+            )
 
     def newest(self) -> str:
         """Name the newest checkpoint, for a message."""
@@ -138,3 +286,10 @@ class Saver:
             raise CheckpointError(
                 f"{error} Rank 0 can read it: is the run directory on a disk that all nodes share?"
             ) from error
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor holds only finite numbers; by its extremes, ten times as fast as one by one."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())

@@ -99,6 +99,7 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
 
 def make_result(run: Run, begun: float, attempt: int) -> Result:
     """Sum a finished run up. Called on all ranks."""
+    run.finish_saving()
     own = weights_sha256(run.engine.trained[0].model.state_dict())
     hashes = run.world.tell_all(own)
     if run.engine.witness is not None:

@@ -1,0 +1,63 @@
+"""Write tensors in the safetensors format, hashing as they go.
+
+safetensors' own writer makes a copy of everything in memory first and holds the interpreter while it does: training
+would stand still for as long. The format is small: the header's length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from instep.checkpoint.layout import FileEntry
+from instep.core.errors import CheckpointError
+
+_CHUNK_BYTES = 4 << 20
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write a .safetensors file through to the disk; the tensors are contiguous and on the CPU."""
+    header: dict[str, dict[str, object]] = {}
+    offset = 0
+    # As safetensors itself orders them: then every tensor lies at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, tensor in ordered:
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is of {tensor.dtype}, which safetensors cannot hold. Keep it in another.")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return write_synced(path, (len(text).to_bytes(8, "little"), text, *(_bytes_of(tensor) for _, tensor in ordered)))
+
+
+def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write a file through to the disk; give its size and hash."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with path.open("wb", buffering=1 << 20) as file:
+        for piece in pieces:
+            view = memoryview(piece)
+            for first in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[first : first + _CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+            num_bytes += len(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(num_bytes, digest.hexdigest())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
