@@ -71,6 +71,13 @@ class PeerLost(EnvironmentFailed):
         super().__init__(message)
 
 
+class Preempted(SystemExit):
+    """The run was asked to stop, has saved, and goes on when the same command is run again. Not an error: exit 0."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_DONE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
     """How one rank ended, when it did not end well."""

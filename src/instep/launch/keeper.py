@@ -31,7 +31,7 @@ from instep.launch.scratch import Scratch
 from instep.launch.worker import FAILURE_GRACE_S, name_process, work
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_HANDLED = {*_STOPS, signal.SIGCHLD}
+_HANDLED = {*_STOPS, signal.SIGUSR1, signal.SIGCHLD}
 _TORCHRUN_NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -49,6 +49,8 @@ class Job:
     environ: dict[str, str]
     grace_s: float
     """How long a worker may take to end when it is asked to, and nobody has failed."""
+    preemptable: bool
+    """Whether a worker listens for SIGUSR1, and is to be spared of it until it does."""
     attempt: int | None
     """Which attempt this is; None: elastic counts."""
     max_restarts: int
@@ -74,12 +76,16 @@ def keep(job: Job) -> None:
     if worker_pid == 0:
         for fd in (inbox, outbox, lifeline):
             os.close(fd)
-        work(job.payload, job.scratch, rank, attempt, str(job.logs.error_file(rank)), _HANDLED)
+        held_back = {signal.SIGUSR1} if job.preemptable else set()
+        work(job.payload, job.scratch, rank, attempt, str(job.logs.error_file(rank)), _HANDLED - held_back)
     with contextlib.suppress(OSError):  # the worker does it too; whoever comes first
         os.setpgid(worker_pid, worker_pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     name_process(f"instep:keep{rank}")
     keeper = _Keeper(job, rank, attempt, worker_pid, lifeline, inbox)
+    job.scratch.announce_keeper(attempt, rank, os.getpid())
+    if job.scratch.is_marked("asked"):  # before there was anybody to tell
+        keeper.pass_on(signal.SIGUSR1)
     keeper.watch()
     keeper.settle()
     for number in _HANDLED:  # nothing is left to pass signals on to: elastic's word ends this process
@@ -137,15 +143,29 @@ class _Keeper:
             os._exit(EXIT_ENVIRONMENT)
         if self.inbox in ready:
             for number in os.read(self.inbox, 512):
-                if number != signal.SIGCHLD and self.stopped_ns is None:
+                if number == signal.SIGUSR1:
+                    self.pass_on(number)
+                elif number != signal.SIGCHLD and self.stopped_ns is None:
                     self._stop(signal.Signals(number))
 
-    def _stop(self, number: signal.Signals) -> None:
-        self.stopped_ns = time.time_ns()
-        failed = bool(self.job.scratch.load_failures(self.attempt))
-        self.deadline = time.monotonic() + (FAILURE_GRACE_S if failed else self.job.grace_s)
+    def pass_on(self, number: int) -> None:
+        """Let the worker have a signal."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.worker_pid, number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        failed = bool(self.job.scratch.load_failures(self.attempt))
+        if (
+            number == signal.SIGTERM
+            and self.job.preemptable
+            and not failed
+            and not self.job.scratch.is_marked("ending")
+        ):
+            return self.pass_on(signal.SIGUSR1)  # a scheduler asks every process of a job at once
+        self.stopped_ns = time.time_ns()
+        self.deadline = time.monotonic() + (FAILURE_GRACE_S if failed else self.job.grace_s)
+        self.pass_on(number)
+        return None
 
     def _sweep(self) -> None:
         """End the worker and everything that it started."""

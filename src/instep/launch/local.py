@@ -29,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed
 from instep.core.spec import LaunchSpec
+from instep.core.stop import StopRequest
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
@@ -53,11 +54,13 @@ def launch(
     stdout: TextIO,
     stderr: TextIO,
     grace_s: float = 2.0,
+    preemptable: bool = False,
 ) -> dict[int, Any]:
     """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank: plain values.
 
     Raises RanksFailed, the first cause first; KeyboardInterrupt and EnvironmentFailed when no worker is left.
-    A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`.
+    A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`. Where the entry is `preemptable`, SIGTERM and
+    SIGUSR1 are passed on to all ranks as SIGUSR1, and waited for; the second one ends everything.
     """
     count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
     rendezvous = plan_rendezvous(spec)
@@ -72,7 +75,9 @@ def launch(
             _PROCESS_WIDE,
         ):
             payload = cloudpickle.dumps((entry, args))
-            job = Job(payload, scratch, logs, dict(os.environ), grace_s, 0, spec.max_restarts)
+            job = Job(payload, scratch, logs, dict(os.environ), grace_s, preemptable, 0, spec.max_restarts)
+            if preemptable:
+                _pass_on_stops(scratch)
             return _Launch(rendezvous, count, job, spec, relay, stderr).run()
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = _signal_behind(error)
@@ -145,9 +150,10 @@ class _Launch:
 
     def _elastic_config(self) -> LaunchConfig:
         values: dict[str, Any] = dataclasses.asdict(self.rendezvous)
-        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        if nohup and "signals_to_handle" in LaunchConfig.__dataclass_fields__:
-            values["signals_to_handle"] = "SIGTERM,SIGINT,SIGQUIT"
+        ours = {"SIGTERM"} if self.job.preemptable else set()
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+            ours.add("SIGHUP")
+        values["signals_to_handle"] = ",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours)
         return LaunchConfig(
             min_nodes=self.spec.min_nodes,
             max_nodes=self.spec.max_nodes,
@@ -166,6 +172,28 @@ class _Launch:
         for failure in failures:
             self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
         return RanksFailed(failures)
+
+
+def _pass_on_stops(scratch: Scratch) -> None:
+    """Have the first SIGTERM or SIGUSR1 ask all ranks of this machine to save and leave, the second end them."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    request = StopRequest()
+
+    def on_signal(number: int, _frame: types.FrameType | None) -> None:
+        known = request.asked
+        if request.ask():
+            scratch.mark("ending")
+            raise SignalException(f"second signal {number}", sigval=signal.Signals(number))
+        if known:
+            return
+        scratch.mark("asked")
+        for pid in scratch.keepers(scratch.last_attempt()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, on_signal)
 
 
 @contextlib.contextmanager
@@ -241,7 +269,7 @@ def _signals_restored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # elastic leaves them alone then
         return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

@@ -1,7 +1,9 @@
 """The folder through which the launching process, the keepers and the workers tell each other things.
 
     lifeline                   a FIFO whose only writer is the launching process: its end is everybody's end
+    asked, ending              the launching process was asked to stop; it ends everything now
     logs/rank-1.json           where rank 1's output goes, and from which byte on it is this launch's
+    attempt-0/rank-1.keeper    the process that watches over rank 1, from when it does
     attempt-0/rank-1.json      how rank 1 failed, a FailureRecord
     attempt-0/rank-1.result    what rank 1's entry returned, as JSON
 
@@ -20,7 +22,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from instep.core.errors import FailureRecord
 from instep.launch.logs import LogStart
@@ -50,6 +52,23 @@ class Scratch:
             for path in sorted((self.folder / "logs").glob("*.json"))
             if path.name not in known
         }
+
+    def announce_keeper(self, attempt: int, rank: int, pid: int) -> None:
+        """Say who passes signals on to a rank."""
+        _write(self._of(attempt, rank, "keeper"), str(pid).encode())
+
+    def mark(self, what: Literal["asked", "ending"]) -> None:
+        """Let everybody know that the launching process was asked to stop, or that it ends everything now."""
+        _write(self.folder / what, b"")
+
+    def is_marked(self, what: Literal["asked", "ending"]) -> bool:
+        """Tell whether the launching process has let everybody know."""
+        return (self.folder / what).exists()
+
+    def keepers(self, attempt: int) -> list[int]:
+        """Return the processes that watch over an attempt's ranks."""
+        paths = sorted((self.folder / f"attempt-{attempt}").glob("*.keeper"))
+        return [int(path.read_bytes()) for path in paths]
 
     def save_failure(self, attempt: int, record: FailureRecord) -> None:
         """Note how a rank failed."""

@@ -67,6 +67,7 @@ def _settle_in(rank: int, blocked: Iterable[signal.Signals]) -> None:
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     name_process(f"instep:r{rank}")
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     for number in blocked:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)

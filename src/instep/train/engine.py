@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
+from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
 from instep.parallel.ddp import Ddp
 from instep.parallel.exact import Exact
@@ -38,6 +39,7 @@ class Engine:
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
         self.witness: Witness | None = None
+        self.stop_request = StopRequest()
         self._buffers: list[list[torch.Tensor]] = []
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._generators = [torch.default_generator]

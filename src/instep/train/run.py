@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights
-from instep.core.errors import CheckpointError, NumericsError, TaskError
+from instep.core.errors import CheckpointError, NumericsError, Preempted, TaskError
 from instep.core.spec import TrainSpec
 from instep.data.loader import GlobalBatch, TrainLoader, evaluation_chunks, num_samples
 from instep.data.order import BatchPlan, SampleOrder
@@ -60,6 +60,8 @@ class Run:
         self._doubted: set[str] = set()
         self.stopped = bool(self._saver.progress.get("stopped"))
         """Whether the Task asked to stop early."""
+        self.preempted = False
+        """Whether it ends early because somebody asked it to."""
         self.settled = True
         """Whether spec.json says what this run is; for a loop of one's own, `steps` finds out."""
         self.steps_per_epoch = 0
@@ -100,7 +102,8 @@ class Run:
         """Give the steps that are still to be made, each with this rank's part of its global batch.
 
         What is not given comes from the spec. A checkpoint that is due is written between two steps, so
-        that it holds what the loop's body did after `finish`, an average of the weights for instance.
+        that it holds what the loop's body did after `finish`, an average of the weights for instance. Asked to
+        stop (SIGTERM, SIGUSR1), it saves and raises Preempted, which ends a script with exit code 0.
         """
         if not self.engine.trained:
             raise TaskError("run.steps() before run.prepare(): there is no model to train yet.")
@@ -130,6 +133,8 @@ class Run:
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.look(self.engine.trained)
+            if step.stop_asked:
+                self._leave()
             if self._saver.is_due(self.step, self._scores()):
                 self._save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
@@ -188,6 +193,11 @@ class Run:
         """Epochs gone through so far."""
         return self.step // self.steps_per_epoch if self.steps_per_epoch else 0
 
+    @property
+    def status(self) -> Literal["complete", "preempted"]:
+        """How it ends, when it ends well."""
+        return "preempted" if self.preempted else "complete"
+
     def close_data(self) -> None:
         """End the processes that load samples."""
         if self._loader is not None:
@@ -198,6 +208,16 @@ class Run:
         self.close_data()
         self._saver.close()
         self.engine.trained.clear()
+
+    def _leave(self) -> NoReturn:
+        """Save and end the run early, because this step's ranks agreed that one of them was asked to stop."""
+        self.notice(f"asked to stop: saving at step {self.step}. The same command goes on from there.")
+        if not self.is_saved:
+            self.save()
+        self.finish_saving()
+        self.close_data()
+        self.preempted = True
+        raise Preempted
 
     def _save(self, may_skip: bool) -> None:
         self._saver.save(self.step, self.engine.trained, self._progress(), self._scores(), may_skip)

@@ -35,6 +35,8 @@ class Step:
         self.ends_epoch = ends_epoch
         self.record: StepRecord | None = None
         """What happened; there once the step is finished."""
+        self.stop_asked = False
+        """Whether a rank was asked to stop; once the step is finished, all ranks know alike."""
         self._engine = engine
         self._batch = batch
         self._on_finish = on_finish
@@ -97,7 +99,7 @@ class Step:
 
     def _sums(self) -> tuple[float | torch.Tensor, ...]:
         weighted = (float(self._weighted is True), float(self._weighted is not None))
-        return self._loss_sum, self._weight_sum, *weighted, 0.0
+        return self._loss_sum, self._weight_sum, *weighted, float(self._engine.stop_request.asked), 0.0
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
@@ -139,8 +141,9 @@ class Step:
         if self._weighted is None:  # no backward pass since the last update: there is no gradient
             self._engine.clear_gradients()
         self._end_part()
-        loss, weight, num_weighted, num_parts, num_changed = trained.reduce(self._sums())
+        loss, weight, num_weighted, num_parts, num_asked, num_changed = trained.reduce(self._sums())
         self._buffers_changed |= num_changed > 0
+        self.stop_asked |= num_asked > 0
         if 0 < num_weighted < num_parts:
             raise TaskError("loss gave a weight on some ranks and none on others. Give one always, or never.")
         weighted = num_weighted > 0  # in exact mode a rank may have had no part to know it from

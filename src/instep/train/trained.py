@@ -14,9 +14,9 @@ from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import Strategy
 
-NUM_SUMS = 5
+NUM_SUMS = 6
 """Numbers that travel with the gradients: the loss times its weight, the weight, how many parts came with one, how many
-there were, and in exact mode how many buffers they changed."""
+there were, how many ranks were asked to stop, and in exact mode how many buffers the parts changed."""
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]

@@ -19,11 +19,13 @@ import torch
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import weights_sha256
+from instep.core.errors import Preempted
 from instep.core.spec import TrainSpec
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
 from instep.train.loop import Loop
+from instep.train.preempt import stop_requests
 from instep.train.result import Result
 from instep.train.run import Run
 from instep.train.source import TaskSource
@@ -53,9 +55,10 @@ def worker_main(
     begun = time.monotonic()
     with open_run(world, spec, directory, type(task).__name__, attempt) as run:
         run.engine.witness = witness
-        Loop(run, task).run()
+        with contextlib.suppress(Preempted):
+            Loop(run, task).run()
         result = make_result(run, begun, attempt)
-        if run.is_main:
+        if run.is_main and not run.preempted:
             directory.write_result(result.to_json())
     return Result.from_json(result.to_json(), task)
 
@@ -82,11 +85,17 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
     log.write(_start_record(world, attempt))
     run: Run | None = None
     try:
-        run = Run(world, spec, directory, log, name)
-        if world.comm_notice:
-            run.notice(world.comm_notice)
-        yield run
-        log.write(EndRecord(status="complete", step=run.step))
+        with stop_requests() as request:
+            run = Run(world, spec, directory, log, name)
+            run.engine.stop_request = request
+            if world.comm_notice:
+                run.notice(world.comm_notice)
+            yield run
+        log.write(EndRecord(status=run.status, step=run.step))
+    except Preempted:
+        assert run is not None
+        log.write(EndRecord(status=run.status, step=run.step))
+        raise
     except BaseException as error:  # no collective from here on: the others may not be there to answer
         summary = f"{type(error).__name__}: {error}"
         log.write(EndRecord(status="failed", step=run.step if run is not None else 0, error=summary))
@@ -120,7 +129,7 @@ def make_result(run: Run, begun: float, attempt: int) -> Result:
         wall_s=round(time.monotonic() - begun, 3),
         run_dir=str(run.directory.path),
         weights_sha256=own,
-        status="complete",
+        status=run.status,
     )
 
 

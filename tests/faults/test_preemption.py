@@ -1,0 +1,150 @@
+"""Asked to stop: all ranks save at one step and leave with exit code 0; the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import TESTS, descendants, is_alive, pids_of, result_of, run, start, steps_in, wait_for
+from instep.checkpoint.rundir import RunDirectory
+from instep.events.read import read_events
+
+TASK = str(TESTS / "faults" / "slow_task.py")
+OPTIONS = [
+    "--epochs",
+    "3",
+    "--batch-size",
+    "10",
+    "--seed",
+    "9",
+    "--exact",
+    "--shards",
+    "5",
+    "--drop-last",
+    "--save-every",
+    "never",
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: Any) -> str:
+    folder = str(tmp_path_factory.mktemp("undisturbed"))
+    return result_of(run("python", TASK, *OPTIONS, "--json", "pause_s=0.05", "--run-dir", folder))["weights_sha256"]
+
+
+def targets(whom: str, job: subprocess.Popen[str], run_dir: Path) -> list[int]:
+    """Find whom to signal: the command, one rank, or every process, as a scheduler does that ends a job."""
+    if whom == "rank 1":
+        return pids_of(run_dir, 2)[1:]
+    return [job.pid] if whom == "the command" else [*descendants(job.pid), job.pid]
+
+
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [
+        ("the command", signal.SIGTERM),
+        ("the command", signal.SIGUSR1),
+        ("rank 1", signal.SIGTERM),
+        ("rank 1", signal.SIGUSR1),
+        ("every process", signal.SIGTERM),
+    ],
+)
+def test_preempted_and_continued(whom: str, number: signal.Signals, tmp_path: Path, undisturbed: str) -> None:
+    words = ["instep", "train", TASK, *OPTIONS, "--json", "pause_s=0.05", "--run-dir", str(tmp_path)]
+    job = start(*words, "-n", "2")
+    wait_for(lambda: len(steps_in(tmp_path)) >= 3, timeout_s=30)
+    workers = pids_of(tmp_path, 2)
+    for pid in targets(whom, job, tmp_path):
+        os.kill(pid, number)
+    out, err = job.communicate(timeout=20)
+    assert job.returncode == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["status"] == "preempted"
+    assert 3 <= result["steps"] < 30
+    assert not (tmp_path / "result.json").exists()
+    assert not any(map(is_alive, workers))
+    assert RunDirectory(tmp_path).names() == [f"step-{result['steps']:08d}"]
+    for rank in range(2):  # at one step, all of them
+        last = [e for e in read_events(tmp_path, rank) if e["event"] == "end"][-1]
+        assert (last["status"], last["step"]) == ("preempted", result["steps"])
+    done = result_of(run(*words, "-n", "3"))
+    assert (done["status"], done["steps"], done["weights_sha256"]) == ("complete", 30, undisturbed)
+
+
+def test_the_wish_is_heeded_that_comes_before_the_ranks_listen(tmp_path: Path) -> None:
+    job = start("instep", "train", TASK, *OPTIONS, "--json", "pause_s=0.05", "--run-dir", str(tmp_path), "-n", "2")
+    wait_for(lambda: any("instep:keep" in name_of(pid) for pid in descendants(job.pid)))
+    os.kill(job.pid, signal.SIGTERM)
+    out, err = job.communicate(timeout=20)
+    assert job.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["steps"] == 1
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    job = start("instep", "train", TASK, *OPTIONS, "pause_s=8", "--run-dir", str(tmp_path), "-n", "2")
+    wait_for(lambda: len(pids_of(tmp_path, 2)) == 2, timeout_s=30)
+    time.sleep(0.5)
+    workers = pids_of(tmp_path, 2)
+    os.kill(job.pid, signal.SIGTERM)
+    time.sleep(1.3)
+    assert job.poll() is None
+    begun = time.monotonic()
+    os.kill(job.pid, signal.SIGTERM)
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 3
+    assert "ended by SIGTERM" in err
+    assert time.monotonic() - begun < 4
+    assert not any(map(is_alive, workers))
+
+
+def test_under_torchrun(tmp_path: Path, undisturbed: str) -> None:
+    words = ["torchrun", "--nproc-per-node", "2", TASK, *OPTIONS, "pause_s=0.05", "--run-dir", str(tmp_path)]
+    job = start(*words)
+    wait_for(lambda: len(steps_in(tmp_path)) >= 3, timeout_s=40)
+    os.kill(job.pid, signal.SIGTERM)
+    job.communicate(timeout=30)
+    assert [e["status"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted"]
+    done = result_of(run("python", TASK, *OPTIONS, "--json", "pause_s=0.05", "--run-dir", str(tmp_path)))
+    assert done["weights_sha256"] == undisturbed
+
+
+LOOP = """
+import sys, time, torch, instep
+with instep.start(seed=3, run_dir=sys.argv[1], steps=60, batch_size=8, save_every="never") as run:
+    model, _ = run.prepare(torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+    for step in run.steps(torch.arange(160.0).view(40, 4) / 160):
+        for x in step.shards():
+            step.backward((model(x) - 1).square().mean())
+        step.finish()
+        time.sleep(float(sys.argv[2]))
+    print("done", run.step)
+"""
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    whole = run("python", str(script), str(tmp_path / "whole"), "0")
+    job = start("python", str(script), str(tmp_path / "run"), "0.05")
+    wait_for(lambda: len(steps_in(tmp_path / "run")) >= 3, timeout_s=30)
+    os.kill(job.pid, signal.SIGUSR1)
+    out, err = job.communicate(timeout=20)
+    assert (job.returncode, out) == (0, ""), err
+    done = run("python", str(script), str(tmp_path / "run"), "0")
+    assert done.stdout == whole.stdout == "done 60\n"
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "run")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
