@@ -175,6 +175,24 @@ def test_a_write_that_fails_leaves_what_was_there(failing: str, tmp_path: Path, 
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
+def test_interrupted_between_two_renames_no_index_leads_to_a_mixture(tmp_path: Path, monkeypatch: Any) -> None:
+    _, checkpoint = write(tmp_path)
+    export(checkpoint, ExportSpec(tmp_path / "out", 1000))
+    replace, renamed = os.replace, []
+
+    def stop(source: Path, target: Path) -> None:
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(target)
+        replace(source, target)
+
+    _, newer = write(tmp_path, step=4)
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export(newer, ExportSpec(tmp_path / "out", 1000, force=True))
+    assert list((tmp_path / "out").iterdir()) == renamed
+
+
 def test_a_tensor_named_like_a_path_stays_a_name(tmp_path: Path) -> None:
     names = ["../../escaped", "/absolute", "a/b"]
     state = {"model": {name: torch.ones(4) * i for i, name in enumerate(names)}}

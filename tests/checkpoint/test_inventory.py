@@ -234,6 +234,13 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
     assert len(take_inventory(tmp_path / "run").entries) == 1
 
 
+def test_what_a_kept_link_leads_to_is_kept(tmp_path: Path) -> None:
+    real, _ = write(tmp_path, 1, 2)
+    (real.parent / "step-00000003").symlink_to(real.name)
+    plan = plan_pruning(take_inventory(tmp_path), 1, damaged_too=True)
+    assert (names(plan.kept), names(plan.doomed)) == (["step-00000003", real.name], ["step-00000002"])
+
+
 def test_a_delete_that_is_killed_leaves_no_broken_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     write(tmp_path, 1, 2)
     plan = plan_pruning(take_inventory(tmp_path), 1, damaged_too=False)

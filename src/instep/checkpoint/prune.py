@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from instep.checkpoint.files import sync_directory
 from instep.checkpoint.inventory import Entry, Inventory, Kind, newest_good
@@ -32,7 +33,9 @@ def plan_pruning(
     unless a look shows that they are damaged.
     """
     kept, bad = newest_good(found.checkpoints, keep, progress)
-    read = {entry.path for entry in (*kept, *bad)}
+    homes = {entry.path.resolve() for entry in kept}  # a link may have been kept: what it leads to is kept with it
+    kept += [e for e in found.entries if e.path not in _paths(kept) and e.path.resolve() in homes]
+    read = _paths([*kept, *bad])
     rest = [entry for entry in found.entries if entry.path not in read and entry.path.exists()]
     doomed = [entry for entry in rest if entry.is_whole]
     unusable = [*bad, *(entry for entry in rest if not entry.is_whole)]
@@ -40,6 +43,10 @@ def plan_pruning(
         doomed += [entry for entry in unusable if entry.kind is not Kind.FOREIGN]
         unusable = [entry for entry in unusable if entry.kind is Kind.FOREIGN]
     return PrunePlan(tuple(kept), tuple(doomed), tuple(unusable))
+
+
+def _paths(entries: Iterable[Entry]) -> set[Path]:
+    return {entry.path for entry in entries}
 
 
 def prune(plan: PrunePlan) -> Iterator[Entry]:
