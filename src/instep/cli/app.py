@@ -176,6 +176,42 @@ def doctor(
     sys.exit(examine(as_json))
 
 
+@app.command(help="List, verify, prune or export the checkpoints of a run.")
+@guarded
+def checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's directory, or a single checkpoint's")],
+    verify: Annotated[bool, typer.Option("--verify", help="read every file and compare its size and hash")] = False,
+    prune: Annotated[int | None, typer.Option("--prune", metavar="N", help="keep the newest N good ones only")] = None,
+    damaged: Annotated[bool, typer.Option("--damaged", help="prune damaged and half-written ones too")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what --prune would delete")] = False,
+    export: Annotated[
+        str | None, typer.Option("--export", metavar="TARGET", help="write the weights to a folder or a .safetensors")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="export this step, not the newest good one")] = None,
+    max_shard: Annotated[
+        str | None, typer.Option("--max-shard", metavar="SIZE", help="the size of an exported file [default: 5GB]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace what an earlier export wrote")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was found or done as one line of JSON")] = False,
+) -> None:
+    """Look after a run's checkpoints."""
+    from instep.cli.checkpoints import CheckpointsSpec, look_after
+
+    spec = CheckpointsSpec(
+        run=Path(run),
+        verify=verify,
+        prune=prune,
+        damaged=damaged,
+        dry_run=dry_run,
+        export=Path(export) if export is not None else None,
+        step=step,
+        max_shard=max_shard,
+        force=force,
+        json=as_json,
+    )
+    leave(look_after(spec))
+
+
 def main(task: type, argv: list[str] | None = None) -> None:
     """Be the command line of one Task: `instep.main`."""
     one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -1,0 +1,277 @@
+"""`instep checkpoints`: list, verify, prune and export the checkpoints of a run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from instep.checkpoint.inventory import Entry, Inventory, Kind, newest_good, take_inventory, verify
+from instep.core.errors import EXIT_DONE, EXIT_USER, CheckpointError, SpecError
+from instep.monitor.reading import reading, size_text
+
+if TYPE_CHECKING:  # they need torch, and a list does not
+    from instep.checkpoint.export import ExportResult, ExportSpec
+    from instep.checkpoint.prune import PrunePlan
+
+_STYLES = {"good": "green", "sizes agree": "green", "damaged": "bold red", "other format": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointsSpec:
+    """What was asked for."""
+
+    run: Path
+    verify: bool = False
+    prune: int | None = None
+    damaged: bool = False
+    dry_run: bool = False
+    export: Path | None = None
+    step: int | None = None
+    max_shard: str | None = None
+    force: bool = False
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        asked = {"--verify": self.verify, "--prune": self.prune is not None, "--export": self.export is not None}
+        given = [option for option, is_given in asked.items() if is_given]
+        if len(given) > 1:
+            raise SpecError(
+                f"{' and '.join(given)} are two tasks. Give one: --prune and --export verify by themselves."
+            )
+        if self.prune is not None and self.prune < 1:
+            raise SpecError(f"--prune {self.prune} would leave no checkpoint. Keep 1 or more, or delete the run.")
+        self._need("--prune", asked["--prune"], {"--damaged": self.damaged, "--dry-run": self.dry_run})
+        more = {"--step": self.step is not None, "--max-shard": self.max_shard is not None, "--force": self.force}
+        self._need("--export", asked["--export"], more)
+
+    @staticmethod
+    def _need(option: str, is_given: bool, more: dict[str, bool]) -> None:
+        alone = [name for name, there in more.items() if there]
+        if alone and not is_given:
+            raise SpecError(f"{', '.join(alone)} says how to {option.strip('-')}, and {option} is missing. Add it.")
+
+
+def look_after(spec: CheckpointsSpec) -> int:
+    """Do what was asked for, say it, and give the exit code."""
+    console = Console(stderr=spec.json, highlight=False)
+    if spec.prune is not None:
+        ok, told = _prune(spec, spec.prune, console)
+    elif spec.export is not None:
+        ok, told = _export(spec, spec.export, console)
+    else:
+        ok, told = _list(spec, console)
+    if spec.json:
+        print(json.dumps({"ok": ok, **told}), flush=True)
+    return EXIT_DONE if ok else EXIT_USER
+
+
+def _list(spec: CheckpointsSpec, console: Console) -> tuple[bool, dict[str, Any]]:
+    found = take_inventory(spec.run)
+    if spec.verify:
+        total = sum(entry.num_bytes for entry in found.entries if entry.kind is not Kind.UNFINISHED)
+        with reading("verifying", total) as progress:
+            checked = [verify(entry, progress) for entry in found.entries]
+        found = replace(found, entries=tuple(entry for entry in checked if entry is not None))
+    _show_entries(console, found.entries)
+    _say(console, _verdict(found, spec.verify))
+    told = {"run": str(found.path), "verified": spec.verify, "checkpoints": [_as_json(e) for e in found.entries]}
+    return found.ok, told
+
+
+def _prune(spec: CheckpointsSpec, keep: int, console: Console) -> tuple[bool, dict[str, Any]]:
+    from instep.checkpoint.prune import plan_pruning, prune
+
+    found = take_inventory(spec.run)
+    if not found.is_run:
+        raise SpecError(f"{spec.run} is a single checkpoint, and --prune chooses among those of a run. Give the run.")
+    with _locked(found.path, spec.dry_run):
+        found = take_inventory(found.path)  # as it is now that no training can change it
+        with reading("verifying what is kept") as progress:
+            plan = plan_pruning(found, keep, spec.damaged, progress)
+        for entry in plan.kept:
+            _say(console, f"keep {entry.name}  good")
+        for entry in plan.doomed if spec.dry_run else prune(plan):
+            _say(console, f"{'would delete' if spec.dry_run else 'deleted'} {entry.name}  {size_text(entry.num_bytes)}")
+    ok = bool(plan.kept) or not found.entries
+    _say(console, _prune_verdict(plan, spec, ok))
+    return ok, {
+        "run": str(found.path),
+        "dry_run": spec.dry_run,
+        "kept": [entry.name for entry in plan.kept],
+        "deleted": [entry.name for entry in plan.doomed],
+        "left": [_as_json(entry) for entry in plan.left],
+        "num_bytes_deleted": sum(entry.num_bytes for entry in plan.doomed),
+    }
+
+
+@contextmanager
+def _locked(path: Path, dry_run: bool) -> Iterator[None]:
+    """Keep trainings out of the run while checkpoints are deleted; to look needs no lock."""
+    if dry_run:
+        yield
+        return
+    from instep.checkpoint.rundir import RunDirectory
+
+    directory = RunDirectory(path)
+    try:
+        directory.lock()
+    except CheckpointError as error:
+        owner = (path / ".lock").read_text(errors="replace") or "unknown"
+        raise CheckpointError(
+            f"{path} is being trained in by process {owner}, which deletes its old checkpoints itself (--keep). "
+            "Nothing was deleted: wait for it, or end it; --dry-run works meanwhile."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be locked: {error.strerror}. Nothing was deleted.") from error
+    try:
+        yield
+    finally:
+        directory.unlock()
+
+
+def _prune_verdict(plan: PrunePlan, spec: CheckpointsSpec, ok: bool) -> str:
+    if not ok:
+        return f"{spec.run} holds no good checkpoint, so nothing is deleted: something may be saved from the others."
+    total = sum(entry.num_bytes for entry in plan.doomed)
+    would = "would be " if spec.dry_run else ""
+    lines = [f"{len(plan.kept)} kept, {len(plan.doomed)} {would}deleted, {size_text(total)} {would}freed."]
+    for entry in plan.left:
+        why = "never deleted" if entry.kind is Kind.FOREIGN else "left; --damaged clears it away"
+        lines.append(f"{entry.name} is {entry.state}: {why}.")
+    return "\n".join(lines)
+
+
+def _export(spec: CheckpointsSpec, target: Path, console: Console) -> tuple[bool, dict[str, Any]]:
+    from instep.checkpoint.export import check_target, export
+
+    wanted = _export_spec(spec, target)
+    found = take_inventory(spec.run)
+    candidates = _candidates(found, spec.step)
+    check_target(wanted, candidates[0].path)
+    with reading("verifying") as progress:
+        good, damaged = newest_good(candidates, 1, progress)
+    for entry in damaged:
+        _say(console, f"{entry.name} is {entry.state}: {'; '.join(map(str, entry.problems))}.", "bold red")
+    skipped = [_as_json(entry) for entry in damaged]
+    if not good:
+        _say(console, "Nothing was exported. " + _advice(found, spec))
+        return False, {"checkpoint": None, "files": [], "skipped": skipped}
+    if damaged:
+        _say(console, f"The older {good[0].name} is exported instead.", "yellow")
+    done = export(good[0].path, wanted)
+    _say_export(console, good[0], done)
+    return True, {"checkpoint": str(good[0].path), "step": good[0].step, **_export_json(done), "skipped": skipped}
+
+
+def _export_spec(spec: CheckpointsSpec, target: Path) -> ExportSpec:
+    from instep.checkpoint.export import ExportSpec, read_size
+
+    made = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force)
+    if made.is_file and spec.max_shard is not None:
+        raise SpecError(f"--export {target} asks for one file, and --max-shard for several. Leave one of them out.")
+    return made
+
+
+def _candidates(found: Inventory, step: int | None) -> tuple[Entry, ...]:
+    """Choose what may be exported, newest first: one's own choice only, if there is one."""
+    there = found.checkpoints if found.is_run else found.entries
+    if step is not None:
+        chosen = tuple(entry for entry in there if entry.step == step)
+        if not chosen:
+            steps = ", ".join(str(entry.step) for entry in there) or "none"
+            raise CheckpointError(f"{found.path} holds no checkpoint of step {step}. There: {steps}.")
+        return chosen
+    if not there:
+        raise CheckpointError(f"{found.path} holds no checkpoint yet, so there is nothing to export. Train on.")
+    return there
+
+
+def _advice(found: Inventory, spec: CheckpointsSpec) -> str:
+    if spec.step is not None and len(found.checkpoints) > 1:
+        return "Without --step the newest good one is taken."
+    return "No good checkpoint is left: restore one from a copy, or train on."
+
+
+def _export_json(done: ExportResult) -> dict[str, Any]:
+    return {
+        "files": [str(path) for path in done.files],
+        "num_tensors": done.num_tensors,
+        "num_bytes": done.num_bytes,
+        "weights_sha256": done.weights_sha256,
+        "replaced": [str(path) for path in done.replaced],
+        "left_out": list(done.left_out),
+        "other_models": list(done.other_models),
+    }
+
+
+def _say_export(console: Console, entry: Entry, done: ExportResult) -> None:
+    for path in done.replaced:
+        _say(console, f"replaced {path}")
+    for path in done.files:
+        _say(console, str(path))
+    if done.left_out:
+        names = ", ".join(done.left_out)
+        _say(console, f"Left out, for they are no tensors: {names}. Load with strict=False.", "yellow")
+    if done.other_models:
+        _say(console, f"Not exported: {', '.join(done.other_models)}. Only the first model of a loop is.", "yellow")
+    _say(console, f"{entry.name}: {done.num_tensors} tensors, {size_text(done.num_bytes)} exported.")
+
+
+def _show_entries(console: Console, entries: Sequence[Entry]) -> None:
+    if not entries:
+        return
+    width = max(len(entry.name) for entry in entries)
+    _say(console, f"{'':<{width}}  {'step':>9}  {'when':<16}  {'size':>9}  {'files':>5}  state", "dim")
+    for entry in entries:
+        when = datetime.datetime.fromtimestamp(entry.saved_at_s).strftime("%Y-%m-%d %H:%M")
+        step = "?" if entry.step is None else f"{entry.step:,}"
+        line = f"{entry.name:<{width}}  {step:>9}  {when}  {size_text(entry.num_bytes):>9}  {entry.num_files:>5}  "
+        console.print(Text.assemble(line, (_state(entry), _STYLES.get(entry.state, "yellow"))), soft_wrap=True)
+        for problem in entry.problems:
+            _say(console, f"{'':<{width}}  {problem}")
+
+
+def _state(entry: Entry) -> str:
+    if entry.kind is Kind.UNFINISHED:
+        return "half-written, or being written now"
+    if entry.kind is Kind.ASIDE:
+        return "set aside as damaged" + (", though all its files are good" * (entry.verified and not entry.problems))
+    return entry.state
+
+
+def _verdict(found: Inventory, verified: bool) -> Text:
+    num_damaged = sum(entry.is_damaged for entry in found.entries)
+    num_good = sum(entry.is_whole for entry in found.entries)
+    if not found.entries:
+        return Text(f"{found.path} holds no checkpoints yet.")
+    if num_damaged:
+        return Text(f"{num_damaged} damaged, {num_good} {'good' if verified else 'with the right sizes'}.", "red")
+    if verified:
+        return Text(f"{num_good} good: every file was read and is as it was written.", "green")
+    return Text(f"{num_good} with the right sizes; --verify reads them.", "green")
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    saved_at = datetime.datetime.fromtimestamp(entry.saved_at_s, datetime.UTC)
+    return {
+        "name": entry.name,
+        "path": str(entry.path),
+        "step": entry.step,
+        "state": entry.state,
+        "saved_at": saved_at.isoformat(timespec="seconds"),
+        "num_bytes": entry.num_bytes,
+        "num_files": entry.num_files,
+        "problems": [{"file": problem.file, "text": problem.text} for problem in entry.problems],
+    }
+
+
+def _say(console: Console, text: str | Text, style: str = "") -> None:
+    console.print(text if isinstance(text, Text) else Text(text, style), soft_wrap=True)

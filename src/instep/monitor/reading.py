@@ -1,0 +1,69 @@
+"""How far a long read of files is, on standard error: a live line on a terminal, plain lines elsewhere.
+
+A read that takes no longer than a person's patience says nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.status import Status
+
+PATIENCE_S = 2.0
+LIVE_EVERY_S = 0.1
+PLAIN_EVERY_S = 5.0
+
+
+class ReadingDisplay:
+    """Called with every number of bytes that was read."""
+
+    def __init__(self, what: str, total_bytes: int | None = None) -> None:
+        self._what, self._total_bytes, self._done_bytes = what, total_bytes, 0
+        self._console = Console(stderr=True, highlight=False)
+        self._status: Status | None = None
+        self._next = time.monotonic() + PATIENCE_S
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if now < self._next:
+            return
+        total = f" of {size_text(self._total_bytes)}" if self._total_bytes is not None else ""
+        text = f"{self._what}: {size_text(self._done_bytes)}{total} read …"
+        if not self._console.is_terminal:
+            self._next = now + PLAIN_EVERY_S
+            self._console.print(text, soft_wrap=True, markup=False)
+            return
+        self._next = now + LIVE_EVERY_S
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        self._status.update(text)
+
+    def stop(self) -> None:
+        """Take the live line away."""
+        if self._status is not None:
+            self._status.stop()
+
+
+@contextmanager
+def reading(what: str, total_bytes: int | None = None) -> Iterator[ReadingDisplay]:
+    """Show how far a read is while the block lasts."""
+    display = ReadingDisplay(what, total_bytes)
+    try:
+        yield display
+    finally:
+        display.stop()
+
+
+def size_text(num_bytes: int) -> str:
+    """Write a number of bytes for a person."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
