@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from instep.checkpoint import files, layout
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.files import write_checkpoint as write_snapshot
 from instep.checkpoint.layout import Keeping
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.snapshot import Stage
 from instep.checkpoint.tree import put_together, take_apart
 from instep.core.errors import CheckpointError
+from states import write_state
 
 KEYS = st.one_of(st.text(max_size=4), st.integers(), st.booleans())
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
@@ -39,10 +39,6 @@ TREES = st.recursive(
     ),
     max_leaves=12,
 )
-
-
-def write_checkpoint(root: Path, step: int, state: dict[str, Any]) -> tuple[Path, int]:
-    return write_snapshot(root, step, Stage().take(state))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -71,25 +67,25 @@ def test_trees_come_back_as_they_were(tree: Any) -> None:
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = (torch.randn(4, 3) * 3).to(dtype)
     state = {"model": {"a": tensor.t(), "b": tensor[0], "scalar": tensor[0, 0], "empty": tensor[:0]}}
-    path, _ = write_checkpoint(tmp_path, 3, state)
+    path, _ = write_state(tmp_path, 3, state)
     assert same(Checkpoint(path).part("model"), {k: v.contiguous() for k, v in state["model"].items()})
 
 
 def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     weight = torch.randn(100, 100)
-    path, num_bytes = write_checkpoint(tmp_path, 1, {"model": {"in": weight, "out": weight}})
+    path, num_bytes = write_state(tmp_path, 1, {"model": {"in": weight, "out": weight}})
     assert num_bytes < 1.5 * weight.numel() * 4
     assert same(Checkpoint(path).part("model"), {"in": weight, "out": weight})
 
 
 def test_what_would_need_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer: groups\.0\.fn is a function"):
-        write_checkpoint(tmp_path, 1, {"optimizer": {"groups": [{"fn": same}]}})
+        write_state(tmp_path, 1, {"optimizer": {"groups": [{"fn": same}]}})
     assert not (tmp_path / "step-00000001").exists()
 
 
 def example(tmp_path: Path, step: int = 5) -> Path:
-    return write_checkpoint(
+    return write_state(
         tmp_path / "checkpoints", step, {"model": {"w": torch.arange(1000.0)}, "progress": {"step": step}}
     )[0]
 

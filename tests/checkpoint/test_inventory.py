@@ -16,16 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.checkpoint import inventory
-from instep.checkpoint.files import Checkpoint, write_checkpoint
+from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.inventory import Entry, Inventory, Kind, look_at, take_inventory, verify
 from instep.checkpoint.prune import plan_pruning, prune
 from instep.core.errors import CheckpointError
+from states import write_state
 
 
 def write(run: Path, *steps: int) -> list[Path]:
     """Make a run directory with checkpoints of these steps."""
     state = {"model": {"w": torch.arange(1000.0)}, "progress": {"a": 1}}
-    return [write_checkpoint(run / "checkpoints", step, state)[0] for step in steps]
+    return [write_state(run / "checkpoints", step, state)[0] for step in steps]
 
 
 def flip(path: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from instep.checkpoint import layout
-from instep.checkpoint.files import sync_directory, write_synced
+from instep.checkpoint.files import sync_directory
+from instep.checkpoint.stream import write_synced, write_tensors
 from instep.checkpoint.tree import put_together
 from instep.checkpoint.weights import weights_sha256
 from instep.core.errors import CheckpointError, SpecError
@@ -175,9 +175,9 @@ def _write(shards: list[Shard], spec: ExportSpec, taken: tuple[Path, ...]) -> li
     scratch = {final: final.with_name(f".{final.name}.{os.getpid()}") for final in finals}
     try:
         for final, shard in zip(finals, shards, strict=False):
-            _save(shard, scratch[final])
+            write_tensors(scratch[final], shard, {"format": "pt"})  # transformers refuses a file without that
         if indexed:
-            write_synced(scratch[finals[-1]], _index(names, shards))
+            write_synced(scratch[finals[-1]], [_index(names, shards)])
             _remove(taken)  # an old index must not lead to new shards
         for final, written in scratch.items():  # the index last: whoever finds it finds the shards
             os.replace(written, final)
@@ -206,15 +206,6 @@ def _index(names: list[str], shards: list[Shard]) -> bytes:
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _save(shard: Shard, path: Path) -> None:
-    path.touch()
-    mode = path.stat().st_mode  # safetensors would let nobody else read the file, whatever the umask
-    save_file(shard, path, metadata={"format": "pt"})  # transformers refuses a file that does not say this
-    path.chmod(stat.S_IMODE(mode))
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

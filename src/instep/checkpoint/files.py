@@ -40,7 +40,7 @@ def write_checkpoint(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         num_bytes = _write_into(scratch, step, snapshot, scores or {})
-        old = root / f".{final.name}.old.{os.getpid()}"
+        old = root / layout.replaced(final.name)
         if final.exists():
             os.replace(final, old)
         os.replace(scratch, final)
@@ -73,7 +73,10 @@ class Checkpoint:
         self._manifest = read_manifest(path)
         self.step = self._manifest.step
         self._data = {name: self._read(name) for name in self._manifest.files}
-        self._skeletons: dict[str, Any] = json.loads(self._data[layout.STATE])
+        try:
+            self._skeletons: dict[str, Any] = json.loads(self._data[layout.STATE])
+        except ValueError as error:
+            raise CheckpointError(f"{path}/{layout.STATE} is not JSON: {error}.") from error
 
     def __contains__(self, part: str) -> bool:
         return part in self._skeletons

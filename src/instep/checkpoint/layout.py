@@ -74,6 +74,11 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def replaced(name: str) -> str:
+    """Name a checkpoint for the moment in which a new one of its step takes its place."""
+    return f".{name}.old"
+
+
 def newest_first(names: Iterable[str]) -> list[str]:
     """Order checkpoint names, newest first; other names are left out."""
     return sorted((n for n in names if step_of(n) is not None), key=lambda n: step_of(n) or 0, reverse=True)

@@ -146,6 +146,7 @@ class RunDirectory:
 
     def take_stock(self) -> tuple[Checkpoint | None, list[str]]:
         """Find the newest good checkpoint; set damaged ones aside, and clear away what a kill left half-written."""
+        self._put_back()
         newest, complaints = self.newest()
         for name in self.names()[: len(complaints)]:  # those newer than the newest good one
             self.set_aside(name, "damaged")
@@ -173,6 +174,13 @@ class RunDirectory:
         aside = self.checkpoints / f"{why}-{name}"
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(self.checkpoints / name, aside)
+
+    def _put_back(self) -> None:
+        """Give a checkpoint its name again that a kill found while another was to take its place."""
+        for entry in self.checkpoints.glob(layout.replaced("step-*")):
+            name = entry.name.removeprefix(".").removesuffix(".old")
+            if layout.step_of(name) is not None and not (self.checkpoints / name).exists():
+                os.replace(entry, self.checkpoints / name)
 
     def _remove(self, name: str) -> None:
         """Delete a checkpoint; first its name, so that half of one is never found under it."""

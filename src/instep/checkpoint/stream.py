@@ -26,9 +26,11 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
     """Write a .safetensors file through to the disk; the tensors are contiguous and on the CPU."""
-    header: dict[str, dict[str, object]] = {}
+    header: dict[str, Mapping[str, object]] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     # As safetensors itself orders them: then every tensor lies at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
