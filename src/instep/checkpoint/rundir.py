@@ -154,6 +154,11 @@ class RunDirectory:
             shutil.rmtree(entry, ignore_errors=True)
         return newest, complaints
 
+    def newest_step(self) -> int:
+        """Give the step of the newest checkpoint, by its name; 0: there is none."""
+        names = self.names()
+        return (layout.step_of(names[0]) or 0) if names else 0
+
     def names(self) -> list[str]:
         """Name the checkpoints, newest first."""
         if not self.checkpoints.is_dir():

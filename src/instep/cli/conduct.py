@@ -66,7 +66,13 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
             output = display.stream(sys.stderr if spec.json else sys.stdout)
             logs = LogPlan(directory.path / "logs", split=False)
             args = (source, spec, str(directory.path))
-            results = launch(launched_main, args, spec, logs, stdout=output, stderr=sys.stderr, preemptable=True)
+            results = launch(
+                *(launched_main, args, spec, logs),
+                stdout=output,
+                stderr=sys.stderr,
+                preemptable=True,
+                progress=directory.newest_step,
+            )
     finally:
         directory.unlock()
     return _show(Result.from_json(results[min(results)], task), spec)

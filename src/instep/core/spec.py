@@ -70,7 +70,9 @@ class LaunchSpec:
 class TrainSpec(LaunchSpec):
     """How to train: everything that is not the Task itself."""
 
-    max_restarts: int = option(3, "restarts allowed after a failure", "--max-restarts")
+    max_restarts: int = option(
+        3, "restarts allowed after a failure, counted anew whenever the run has come further", "--max-restarts"
+    )
     epochs: int | None = option(None, "passes over the training data (3, unless --steps is given)", "--epochs")
     steps: int | None = option(None, "optimizer steps, instead of --epochs", "--steps")
     batch_size: int = option(

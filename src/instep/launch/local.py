@@ -55,12 +55,14 @@ def launch(
     stderr: TextIO,
     grace_s: float = 2.0,
     preemptable: bool = False,
+    progress: Callable[[], int] | None = None,
 ) -> dict[int, Any]:
     """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank: plain values.
 
     Raises RanksFailed, the first cause first; KeyboardInterrupt and EnvironmentFailed when no worker is left.
     A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`. Where the entry is `preemptable`, SIGTERM and
-    SIGUSR1 are passed on to all ranks as SIGUSR1, and waited for; the second one ends everything.
+    SIGUSR1 are passed on to all ranks as SIGUSR1, and waited for; the second one ends everything. `progress` tells how
+    far a run has come, for good; restarts that bring it further are not counted.
     """
     count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
     rendezvous = plan_rendezvous(spec)
@@ -78,7 +80,7 @@ def launch(
             job = Job(payload, scratch, logs, dict(os.environ), grace_s, preemptable, 0, spec.max_restarts)
             if preemptable:
                 _pass_on_stops(scratch)
-            return _Launch(rendezvous, count, job, spec, relay, stderr).run()
+            return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0)).run()
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = _signal_behind(error)
         if interruption is None:
@@ -108,22 +110,25 @@ class _Launch:
     spec: LaunchSpec
     relay: Relay
     stderr: TextIO
+    progress: Callable[[], int]
 
     def run(self) -> dict[int, Any]:
         """Try until it is done, or until another try is of no use."""
         if self.spec.max_nodes > 1:  # only elastic itself can restart several machines together
             return self._attempt(dataclasses.replace(self.job, attempt=None))
-        attempt = 0
+        attempt, in_vain, reached = 0, 0, self.progress()
         previous: tuple[FailureRecord, ...] = ()
         while True:
             try:
                 return self._attempt(dataclasses.replace(self.job, attempt=attempt))
             except RanksFailed as failed:
-                plan = plan_restart(failed.failures, previous, attempt, self.spec.max_restarts)
+                if self.progress() > reached:
+                    in_vain, reached, previous = 0, self.progress(), ()
+                plan = plan_restart(failed.failures, previous, in_vain, self.spec.max_restarts)
                 if not plan.restart:
                     raise RanksFailed(plan.failures) from None
-                attempt, previous = attempt + 1, failed.failures
-                self.stderr.write(f"restart {attempt} of {self.spec.max_restarts} after {failed}\n")
+                attempt, in_vain, previous = attempt + 1, in_vain + 1, failed.failures
+                self.stderr.write(f"restart {in_vain} of {self.spec.max_restarts} after {failed}\n")
                 self.stderr.flush()
 
     def _attempt(self, job: Job) -> dict[int, Any]:

@@ -1,4 +1,8 @@
-"""Whether a failed attempt is tried again. Pure."""
+"""Whether a failed attempt is tried again. Pure.
+
+Restarts are counted between two signs of progress: a run that comes further each time may fail for ever, one that
+does not is given up after so many, or as soon as the user's own code fails the same way twice.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 
 from instep.core.errors import EXIT_USER, FailureRecord
 
-_REPEATS = "not restarted again: it failed the same way twice in a row"
+_REPEATS = "not restarted again: it failed the same way twice, without progress in between"
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,11 @@ class RestartPlan:
 
 
 def plan_restart(
-    failures: Sequence[FailureRecord], previous: Sequence[FailureRecord], attempt: int, max_restarts: int
+    failures: Sequence[FailureRecord], previous: Sequence[FailureRecord], in_vain: int, max_restarts: int
 ) -> RestartPlan:
-    """Decide what follows the failed attempt number `attempt` (from 0); `previous` failed before it."""
+    """Decide what follows a failed attempt, after so many restarts `in_vain`; the last of them failed as `previous`."""
     first = failures[0]
-    if attempt >= max_restarts or first.final:
+    if in_vain >= max_restarts or first.final:
         return RestartPlan(False, tuple(failures))
     if _repeats(first, previous):
         noted = dataclasses.replace(

@@ -1,0 +1,36 @@
+"""A run that comes further may fail for ever; one that does not is given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands import TESTS, result_of, run
+from instep.events.read import read_events
+
+TASK = str(TESTS / "faults" / "fragile_task.py")
+WORDS = ("instep", "train", TASK, "-n", "2", "--steps", "30", "--batch-size", "8", "--json", "--quiet")
+
+
+def attempts(run_dir: Path) -> int:
+    return [event["event"] for event in read_events(run_dir)].count("start")
+
+
+def test_restarts_that_bring_progress_are_not_counted(tmp_path: Path) -> None:
+    done = run(*WORDS, "--save-every", "2", "--max-restarts", "1", "--run-dir", str(tmp_path))
+    assert result_of(done)["steps"] == 30
+    assert attempts(tmp_path) >= 5
+    assert "restart 2 of" not in done.stderr
+
+
+def test_killed_again_and_again_without_progress(tmp_path: Path) -> None:
+    done = run(*WORDS, "--save-every", "never", "--max-restarts", "2", "--run-dir", str(tmp_path))
+    assert done.returncode == 3, done.stderr
+    assert attempts(tmp_path) == 3
+    assert "rank 0: killed (SIGKILL)" in done.stderr
+
+
+def test_the_same_error_twice_is_not_tried_a_third_time(tmp_path: Path) -> None:
+    done = run(*WORDS, "raises=true", "--save-every", "never", "--max-restarts", "9", "--run-dir", str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert attempts(tmp_path) == 2
+    assert "failed the same way twice, without progress in between" in done.stderr
