@@ -63,7 +63,7 @@ def test_a_killed_rank_is_restarted(run):
 
 def test_the_same_error_twice_is_not_tried_again(run):
     outcome = run(entries.same_error, max_restarts=5)
-    assert "twice in a row" in outcome.failed.first.summary
+    assert "the same way twice" in outcome.failed.first.summary
     assert outcome.err.count("restart") == 1
 
 
