@@ -99,14 +99,39 @@ _VERIFY_TOO = ("comm", "data_workers", "json", "quiet")
 WORLDS = inspect.Parameter(
     "worlds",
     inspect.Parameter.KEYWORD_ONLY,
-    default="1,2,3",
-    annotation=Annotated[str, typer.Option("--worlds", help="the numbers of processes to compare; the first is right")],
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            "--worlds",
+            help="the numbers of processes to compare; the first is right (1,2,3; with --chaos 1,2,3,4)",
+            show_default=False,
+        ),
+    ],
 )
 STEPS = inspect.Parameter(
     "steps",
     inspect.Parameter.KEYWORD_ONLY,
-    default=20,
-    annotation=Annotated[int, typer.Option("--steps", help="optimizer steps of each training")],
+    default=None,
+    annotation=Annotated[
+        int | None,
+        typer.Option("--steps", help="optimizer steps of each training (20; with --chaos 150)", show_default=False),
+    ],
+)
+CHAOS = inspect.Parameter(
+    "chaos",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--chaos", help="disturb trainings in exact mode by a script of faults: is anything ever lost?"),
+    ],
+)
+FAULTS = inspect.Parameter(
+    "faults",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=100,
+    annotation=Annotated[int, typer.Option("--faults", help="with --chaos: how many faults; --seed decides which")],
 )
 
 
@@ -154,15 +179,25 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
 
 
 @app.command(help="Train a few steps at each number of processes, with a kill and a resume: is the answer the same?")
-@with_options(TrainSpec, TASK, VALUES, WORLDS, STEPS, only=lambda f: f.metadata["recipe"] or f.name in _VERIFY_TOO)
+@with_options(
+    TrainSpec,
+    *(TASK, VALUES, WORLDS, STEPS, CHAOS, FAULTS),
+    only=lambda f: f.metadata["recipe"] or f.name in _VERIFY_TOO,
+)
 @guarded
-def verify(task: str, values: list[str] | None, worlds: str, **options: Any) -> None:
-    """Compare trainings of one Task."""
-    spec = make_spec(TrainSpec, options)
-    from instep.cli.verify import verify_task
+def verify(
+    task: str, values: list[str] | None, worlds: str | None, chaos: bool, faults: int, steps: int | None, **options: Any
+) -> None:
+    """Compare trainings of one Task, or disturb them."""
+    from instep.cli.chaos import STEPS, disturb_task
+    from instep.cli.verify import read_worlds, verify_task
 
+    spec = make_spec(TrainSpec, {**options, "steps": steps or (STEPS if chaos else 20)})
     made, path = _find_task(task, values)
-    leave(verify_task(made, path, spec, worlds))
+    sizes = read_worlds(worlds or ("1,2,3,4" if chaos else "1,2,3"))
+    if chaos:
+        leave(disturb_task(made, path, values or [], spec, sizes, faults))
+    leave(verify_task(made, path, spec, sizes))
 
 
 @app.command(help="Say what this machine can do, and what is wrong with it.")

@@ -20,10 +20,9 @@ from instep.verify.trials import Verification, verify
 _STYLES = {Kind.SAME: "green", Kind.NEAR: "green", Kind.DIFFERENT: "bold red", Kind.SKIPPED: "dim"}
 
 
-def verify_task(task: Task, path: Path, spec: TrainSpec, worlds: str) -> int:
+def verify_task(task: Task, path: Path, spec: TrainSpec, worlds: list[int]) -> int:
     """Verify a Task and print the table; give the exit code."""
-    sizes = _read_worlds(worlds)
-    found = verify(task, TaskSource.of_file(path, task), spec, sizes, (lambda _: None) if spec.quiet else say)
+    found = verify(task, TaskSource.of_file(path, task), spec, worlds, (lambda _: None) if spec.quiet else say)
     same = is_same(found.findings)
     console = Console(stderr=spec.json)
     console.print(_table(found))
@@ -37,7 +36,8 @@ def verify_task(task: Task, path: Path, spec: TrainSpec, worlds: str) -> int:
     return EXIT_DONE if same else EXIT_USER
 
 
-def _read_worlds(text: str) -> list[int]:
+def read_worlds(text: str) -> list[int]:
+    """Read numbers of processes."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:

@@ -233,6 +233,20 @@ class TrainSpec(LaunchSpec):
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["recipe"]}
         return found | {"shards": self.num_shards or None, "threads": self.num_threads}
 
+    def words(self) -> list[str]:
+        """Write the spec as options of a command line; what is as by default is left out."""
+        found = []
+        for field in dataclasses.fields(self):
+            value, flags = getattr(self, field.name), field.metadata["flags"]
+            if value == field.default:
+                continue
+            if isinstance(value, bool):
+                on, _, off = flags[-1].partition("/")
+                found.append(on if value else off)
+            else:
+                found += [flags[-1], str(value)]
+        return found
+
     def resolved_epochs(self) -> int | None:
         """How many epochs to train; None when `steps` says when to end."""
         return None if self.steps is not None else (self.epochs if self.epochs is not None else 3)

@@ -1,0 +1,57 @@
+"""What a training that is to be disturbed does besides: it takes its time, and its disk refuses when told to.
+
+Room: imported by the small file that `chaos` writes in place of the Task's own; it runs inside the ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from instep.events.schema import StepRecord
+from instep.train.source import load_file, task_class
+from instep.train.task import Task
+
+WRAPPER = """\
+from instep.verify.sabotage import sabotaged
+
+{name} = sabotaged({path!r}, {name!r}, {folder!r}, {pause_s!r})
+"""
+REFUSALS = {"disk full": errno.ENOSPC, "input/output error": errno.EIO}
+
+
+def refuse_next_write(folder: Path, fault: str) -> None:
+    """Have the next checkpoint that is written under this folder's training fail."""
+    (folder / "refuse").write_text(str(REFUSALS[fault]))
+
+
+def was_refused(folder: Path) -> bool:
+    """Tell whether a write has failed since."""
+    return not (folder / "refuse").exists()
+
+
+def sabotaged(path: str, name: str, folder: str, pause_s: float) -> type[Task]:
+    """Load a Task's class, slowed down by `pause_s` a step so that there is time to hit it."""
+    task = task_class(load_file(Path(path)), Path(path), name)
+    on_step: Any = task.on_step
+
+    def slow(self: Task, record: StepRecord) -> None:
+        time.sleep(pause_s)
+        on_step(self, record)
+
+    task.on_step = slow  # type: ignore[method-assign]
+    order, fsync = Path(folder) / "refuse", os.fsync
+
+    def fsync_or_refuse(fd: int) -> None:
+        if threading.current_thread().name == "instep-save" and order.exists():
+            number = int(order.read_text())
+            order.unlink()
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    os.fsync = fsync_or_refuse
+    return task
