@@ -46,7 +46,7 @@ def sabotaged(path: str, name: str, folder: str, pause_s: float) -> type[Task]:
     task.on_step = slow  # type: ignore[method-assign]
     order, fsync = Path(folder) / "refuse", os.fsync
 
-    def fsync_or_refuse(fd: int) -> None:
+    def fsync_or_refuse(fd: Any) -> None:
         if threading.current_thread().name == "instep-save" and order.exists():
             number = int(order.read_text())
             order.unlink()
