@@ -16,12 +16,17 @@ rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 lock = threading.Lock()
 
 
+def say():
+    print("hangs at", time.time(), flush=True)
+
+
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
         if how == "lock" and rank == 1 and index == 25:
+            say()
             lock.acquire()
             lock.acquire()  # deadlocks here
         return torch.full((8,), float(index))
@@ -33,7 +38,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(Samples(), batch_size=4, num_workers=1 if how == "lock" else 0)
     for step, x in enumerate(loader):  # waits for data
-        if rank == 1 and step == 6 and attempt == 0:
+        if rank == 1 and step == 6 and attempt == 0 and how in ("stop", "leave", "barrier"):
+            say()
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if how == "leave":
@@ -50,6 +56,7 @@ def main():
         while time.monotonic() < until:
             torch.randn(64, 64).mm(torch.randn(64, 64))
     if how == "together":
+        say()
         dist.recv(torch.zeros(1), src=1 - rank)  # nobody sends
     dist.barrier()  # the last one
     print("done", rank, flush=True)

@@ -16,6 +16,10 @@ RANK = int(os.environ.get("RANK", "0"))
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def say():
+    print("hangs at", time.time(), flush=True)
+
+
 class Samples(torch.utils.data.Dataset):
     """Reads from a pipe that nobody writes to, at one sample."""
 
@@ -28,9 +32,11 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if self.blocks and index == 41 and ATTEMPT == 0:
+            say()
             reading, _writing = os.pipe()
             os.read(reading, 1)  # blocks here
         if self.locks and index == 41:
+            say()
             self.lock.acquire()
             self.lock.acquire()  # deadlocks here
         return torch.full((6,), float(index)), index % 3
@@ -53,11 +59,12 @@ class Hanging(instep.Task):
     def loss(self, model, batch):
         x, y = batch
         self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == self.at and RANK == 1:
+        if self.calls == self.at and RANK == 1 and self.how in ("stop", "sleep", "recv"):
+            say()
             if self.how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.how == "sleep":
                 time.sleep(1000)  # sleeps here
-            if self.how == "barrier":
-                torch.distributed.barrier()  # another collective
+            if self.how == "recv":
+                torch.distributed.recv(torch.zeros(1), src=0)  # another collective
         return F.cross_entropy(model(x), y)

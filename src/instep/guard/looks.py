@@ -42,7 +42,8 @@ def is_stuck(earlier: Sighting, later: Sighting, seconds: float) -> bool:
     if explicit_depth(later.process.stack) is not None:
         return True
     return (
-        later.cpu_s - earlier.cpu_s < _NOTICEABLE_CPU * seconds
+        later.process.state != "R"
+        and later.cpu_s - earlier.cpu_s < _NOTICEABLE_CPU * seconds
         and later.io_bytes - earlier.io_bytes < _NOTICEABLE_IO_BYTES_S * seconds
     )
 

@@ -123,8 +123,7 @@ class _Watch:
                 return
             last = pause_s == _LOOKS_S[-1]
             later, later_s = observer.look(self._beats, helpers=last), time.monotonic()
-            moved = any(beat.time_s != self._beats[rank].time_s for rank, beat in observer.beats().items())
-            if moved or not all_stuck(look, later, later_s - looked_s):
+            if observer.beats() != self._beats or not all_stuck(look, later, later_s - looked_s):
                 return
             look, looked_s = later, later_s
         if self.ending.is_set() or scratch.load_failures(observer.attempt):
