@@ -38,14 +38,18 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(Samples(), batch_size=4, num_workers=1 if how == "lock" else 0)
     for step, x in enumerate(loader):  # waits for data
-        if rank == 1 and step == 6 and attempt == 0 and how in ("stop", "leave", "barrier"):
+        if rank == 1 and step == 6 and attempt == 0 and how in ("stop", "leave", "late", "barrier"):
             say()
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if how == "leave":
                 break
+            if how == "late":
+                left()
             if how == "barrier":
                 dist.barrier()  # another collective
+        if how == "late":
+            dist.all_reduce(x)  # adds up
         optimizer.zero_grad()
         model(x).square().mean().backward()  # the reduction
         optimizer.step()

@@ -118,11 +118,15 @@ def test_a_script_with_a_rank_that_is_stopped(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["gloo", "instep"])
-def test_a_script_whose_rank_leaves_the_loop(backend: str, tmp_path: Path) -> None:
-    verdict, _ = hang_script(tmp_path, "leave", backend)
+def test_a_script_whose_rank_leaves_the_loop(tmp_path: Path) -> None:
+    verdict, _ = hang_script(tmp_path, "leave", "instep")
     assert verdict.startswith(f"rank 1 is in {line(SCRIPT, 'left the loop')} left (blocked "), verdict
     assert verdict.endswith(f"rank 0 waits for it in backward of step 7 ({line(SCRIPT, 'the reduction')} main)")
+
+
+def test_a_script_whose_rank_does_not_come(tmp_path: Path) -> None:
+    verdict, _ = hang_script(tmp_path, "late", "instep")
+    assert verdict.endswith(f"rank 0 waits for it in all_reduce of step 7 ({line(SCRIPT, 'adds up')} main)")
 
 
 def test_a_script_with_two_collectives(tmp_path: Path) -> None:

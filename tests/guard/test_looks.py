@@ -15,6 +15,7 @@ from instep.guard.sighting import Frame, Process, Sighting
 HERE = (Frame("/home/me/train.py", 3, "main", users=True),)
 THERE = (Frame("/home/me/train.py", 4, "main", users=True),)
 SPINS = (Frame("/x/instep/world/lane/lane.py", 300, "_spin"), Frame("/x/instep/world/world.py", 140, "sum"), *HERE)
+ADDS = (Frame("/lib/torch/distributed/distributed_c10d.py", 2900, "all_reduce"), *HERE)
 SPINS_ON = (Frame("/x/instep/world/lane/lane.py", 302, "_spin"), *SPINS[1:])
 
 
@@ -33,6 +34,8 @@ def seen(stack: tuple[Frame, ...] | None, cpu_s: float = 0.0, io_bytes: int = 0,
         (seen(HERE), seen(HERE, io_bytes=50_000_000), False),  # writes a checkpoint
         (seen(HERE), seen(HERE, state="R"), False),  # would compute, on a machine that is too busy
         (seen(SPINS), seen(SPINS_ON, cpu_s=1.0, state="R"), True),  # waits busily, in the same collective
+        (seen(ADDS), seen(ADDS, cpu_s=0.01), True),
+        (seen(ADDS), seen(ADDS, cpu_s=1.0), False),  # may be another call at the same line
         (seen(None), seen(None), True),
         (seen(HERE), seen(None), False),  # it ended between the looks: that was a move
         (seen((), state="T"), seen((), state="T"), True),

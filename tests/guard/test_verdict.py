@@ -150,6 +150,17 @@ CASES = {
         "rank 0 is in an unknown place of the checkpoint after step 117 (blocked 63 s in the kernel: a disk or a "
         "network file system does not answer); rank 1 waits for it in all_reduce of step 118",
     ),
+    "waits for a GPU that waits for the others": (
+        [seen(0, (Frame("/x/src/instep/parallel/ddp.py", 92, "reduce"),)), seen(1, GET_ITEM)],
+        (1,),
+        "rank 1 is in dataset.py:41 __getitem__ (for 63 s); rank 0 waits for it in all_reduce of step 118",
+    ),
+    "at its end": (
+        [seen(0, BARRIER), seen(1, (Frame("/lib/python3.11/threading.py", 1583, "_shutdown"),), phase=Phase.DONE)],
+        (1,),
+        "rank 1 is at its end, after step 117, where a thread of its own or an exit handler waits; "
+        "rank 0 waits for it in barrier of step 118 (train.py:50 main)",
+    ),
     "before the first step": (
         [seen(0, (users(9, "<module>"),), step=0, phase=Phase.STARTING), seen(1, BARRIER, step=0, phase=0)],
         (0,),

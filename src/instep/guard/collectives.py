@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from instep.guard.sighting import Frame
 
+_WORLD_FILE = "instep/world/world.py"
 _WORLD = {
     "sum": "all_reduce",
     "fold": "all_reduce",
@@ -33,6 +34,12 @@ def explicit_depth(stack: tuple[Frame, ...]) -> int | None:
     return found
 
 
+def is_worlds(stack: tuple[Frame, ...]) -> bool:
+    """Tell whether the collective that a rank is in is one of instep's own."""
+    depth = explicit_depth(stack)
+    return depth is not None and stack[depth].file.endswith(_WORLD_FILE)
+
+
 def collective_of(stack: tuple[Frame, ...]) -> str:
     """Name the collective that a rank is in, as torch does; empty if it is in none.
 
@@ -50,7 +57,7 @@ def collective_of(stack: tuple[Frame, ...]) -> str:
 
 
 def _name(frame: Frame) -> str:
-    if frame.file.endswith("instep/world/world.py"):
+    if frame.file.endswith(_WORLD_FILE):
         return _WORLD.get(frame.function, "")
     public = not frame.function.startswith("_") and frame.function != "wrapper"
     if "torch/distributed/" in frame.file:

@@ -3,16 +3,20 @@
 [Note: Quiet and stuck]
 A rank may be quiet for long and be well: preprocessing, an evaluation on one rank alone, a large checkpoint. So silence
 is only a reason to look. A rank is stuck if, between two looks, it and its children have neither computed nor read nor
-written anything to speak of and its main thread stands where it stood. A rank that waits in a collective may spin, and
-is stuck if it stands in that same call. One that ended or was stopped does not move. One that a debugger holds is left
-to whoever debugs it. Only when all ranks are stuck is it a hang.
+written anything to speak of and its main thread stands where it stood. One that ended or was stopped does not move. One
+that a debugger holds is left to whoever debugs it. Only when all ranks are stuck is it a hang.
+
+In instep's own collectives a rank may wait busily, and still be stuck: around those pulses are so dense that a silence
+says enough. Not so in a script's: one that evaluates in step with others, and adds up over and over at the same line,
+looks the same at every look, and makes no step that could be counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instep.guard.collectives import explicit_depth
+from instep.guard.collectives import explicit_depth, is_worlds
+from instep.guard.pulse import Phase
 from instep.guard.sighting import Frame, Sighting
 
 _NOTICEABLE_CPU = 0.1
@@ -36,10 +40,9 @@ def is_stuck(earlier: Sighting, later: Sighting, seconds: float) -> bool:
         return False
     if later.process.is_stopped:
         return earlier.process.is_stopped
-    place = _place_of(later.process.stack)
-    if place != _place_of(earlier.process.stack):
+    if _place_of(later.process.stack) != _place_of(earlier.process.stack):
         return False
-    if explicit_depth(later.process.stack) is not None:
+    if later.phase == Phase.REDUCE or is_worlds(later.process.stack):
         return True
     return (
         later.process.state != "R"

@@ -15,7 +15,7 @@ import contextlib
 import os
 import platform
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,36 +84,41 @@ def spent_by(pids: list[int]) -> Spent:
 
 def ask_for_stack(pid: int, start_ticks: int | None, file: Path) -> bool:
     """Have a process append its stacks to the file; False if it cannot be asked ([Note: Whom to signal])."""
-    with _held(pid) as descriptor:
-        if descriptor is None or (start_ticks is not None and start_ticks_of(pid) != start_ticks):
-            return False
-        if not _catches(pid, signal.SIGUSR2) or not _holds(pid, file):
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGUSR2)
-            return True
-    return False
+    with _held(pid) as send:
+        known = start_ticks is None or start_ticks_of(pid) == start_ticks
+        return known and _catches(pid, signal.SIGUSR2) and _holds(pid, file) and send(signal.SIGUSR2)
 
 
 def kill(pid: int, start_ticks: int) -> None:
     """End a process at once, if it is still the one that was meant."""
-    with _held(pid) as descriptor:
-        if descriptor is not None and start_ticks_of(pid) == start_ticks:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    with _held(pid) as send:
+        if start_ticks_of(pid) == start_ticks:
+            send(signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def _held(pid: int) -> Iterator[int | None]:
+def _held(pid: int) -> Iterator[Callable[[int], bool]]:
+    """Hold a process by a descriptor; give what signals it, and tells whether it was there."""
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:  # it has ended
-        yield None
+    except ProcessLookupError:
+        yield lambda _: False
+        return
+    except OSError:  # an old kernel, or a container that forbids it: the pid must do
+        yield lambda number: _sent(os.kill, pid, number)
         return
     try:
-        yield descriptor
+        yield lambda number: _sent(signal.pidfd_send_signal, descriptor, number)
     finally:
         os.close(descriptor)
+
+
+def _sent(send: Callable[[int, int], None], whom: int, number: int) -> bool:
+    try:
+        send(whom, number)
+    except OSError:  # it has just ended
+        return False
+    return True
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -105,12 +105,23 @@ def _where(sighting: Sighting) -> _Where:
         return _Where("ended", f"{'finished' if finished else 'ended'} {_after(sighting.step)}")
     if process.is_stopped:
         return _Where("stopped", f"stopped (SIGSTOP) {_moment(sighting, 'in')}")
-    if name := collective_of(process.stack):
-        users = user_frame(process.stack)
+    users = user_frame(process.stack)
+    if name := collective_of(process.stack) or _collective_of_phase(sighting):
         return _Where("waiting", f"{name} {_moment(sighting)}" + (f" ({_place(users)})" if users else ""))
     if _waits_for_data(process.stack):
         return _Where("elsewhere", *_data_worker(sighting))
+    if sighting.phase == Phase.DONE and users is None:
+        return _Where(
+            "elsewhere", f"at its end, {_after(sighting.step)}, where a thread of its own or an exit handler waits"
+        )
     return _Where("elsewhere", f"in {_position(process.stack, sighting)}", _blocked(process, sighting.quiet_s))
+
+
+def _collective_of_phase(sighting: Sighting) -> str:
+    """Name what a rank waits for that has called its collective, and now waits until its GPU is done with it."""
+    assert sighting.process is not None
+    ours = sighting.phase == Phase.REDUCE and user_frame(sighting.process.stack) is None
+    return "all_reduce" if ours else ""
 
 
 def _data_worker(sighting: Sighting) -> tuple[str, str]:

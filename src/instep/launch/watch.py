@@ -29,7 +29,7 @@ from instep.launch.observe import Observer
 from instep.launch.relay import Relay
 from instep.launch.scratch import Scratch
 
-_POLL_S = 0.2
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 1.0
 _PAUSE_S = 5.0
 """Whoever was not awake for so long (a suspended job) knows nothing of what the ranks did meanwhile."""
 _LOOKS_S = (0.4, 0.7)
@@ -82,13 +82,15 @@ class _Watch:
     def run(self) -> None:
         """Look at the pulses now and then, and at the ranks when all of them are quiet."""
         before_s = time.monotonic()
-        while not self.ending.wait(_POLL_S):
+        poll_s = _SHORTEST_POLL_S
+        while not self.ending.wait(poll_s):
             now = time.monotonic()
             self._follow()
             if now - before_s > _PAUSE_S:
                 self._moved_s = now
             before_s = now
             patience = patience_s(self._plan.hang_after_s, self._made_a_step, self._longest_s)
+            poll_s = min(_LONGEST_POLL_S, max(_SHORTEST_POLL_S, patience / 20))
             if self._beats and now - self._moved_s >= patience and now >= self._look_at_s:
                 self._look()
                 before_s = time.monotonic()
