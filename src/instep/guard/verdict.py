@@ -138,7 +138,10 @@ def _data_worker(sighting: Sighting) -> tuple[str, str]:
         frame = user_frame(own) or (None if idle else own[0])
         if frame is not None:
             return f"{who}, which is in {_place(frame)}", _blocked(worker, sighting.quiet_s)
-    return f"wait{at} for its data workers, none of which is reading a sample", ""
+    known = any(_within_worker(worker.stack) for worker in sighting.helpers)
+    return f"wait{at} for its data workers, " + (
+        "none of which is reading" if known else "whose stacks are unknown"
+    ), ""
 
 
 def _within_worker(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
