@@ -14,7 +14,7 @@ from instep.cli.conduct import say
 from instep.core.errors import EXIT_DONE, EXIT_USER, SpecError
 from instep.core.spec import TrainSpec
 from instep.train.task import Task
-from instep.verify.chaos import Campaign, Job, run_campaign
+from instep.verify.chaos import HANG_AFTER_S, Campaign, Job, run_campaign
 from instep.verify.faults import plan_faults
 
 STEPS = 150
@@ -32,7 +32,7 @@ def disturb_task(task: Task, path: Path, values: list[str], spec: TrainSpec, wor
         save_every="5",
         eval_every="never",
         max_restarts=5,
-        # hang_after=f"{HANG_AFTER_S:.0f}s",
+        hang_after=f"{HANG_AFTER_S:.0f}s",
         json=False,
         quiet=False,
     )

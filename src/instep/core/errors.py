@@ -95,6 +95,13 @@ class FailureRecord:
     final: bool = False
     """Whether another try could only end the same way: a wrong spec, a loss that is not a number."""
     log: str = ""
+    names_ranks: bool = False
+    """Whether the summary is a sentence that names its ranks itself."""
+
+    @property
+    def line(self) -> str:
+        """The summary with its rank."""
+        return self.summary if self.names_ranks else f"rank {self.rank}: {self.summary}"
 
 
 class RanksFailed(InstepError):
@@ -103,7 +110,7 @@ class RanksFailed(InstepError):
     def __init__(self, failures: Sequence[FailureRecord]) -> None:
         assert failures
         self.failures = tuple(failures)
-        super().__init__(f"rank {self.first.rank}: {self.first.summary}")
+        super().__init__(self.first.line)
 
     @property
     def first(self) -> FailureRecord:

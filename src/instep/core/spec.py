@@ -8,6 +8,7 @@ option has one name, one default and one help text.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,12 +49,18 @@ class LaunchSpec:
     rdzv_conf: str = option("", "more rendezvous settings: KEY=VALUE,KEY=VALUE", "--rdzv-conf")
     local_addr: str = option("", "this machine's address, as the others reach it", "--local-addr")
     max_restarts: int = option(0, "restarts allowed after a failure", "--max-restarts")
+    hang_after: str = option(
+        "auto",
+        "how long no rank may move before the job is ended as hung: 90s, 10m, never; auto: by the steps so far",
+        "--hang-after",
+    )
 
     def __post_init__(self) -> None:
         _check_processes(self.processes)
         _check_at_least("max_restarts", self.max_restarts, 0)
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
             raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
+        _ = self.hang_after_s
 
     @property
     def min_nodes(self) -> int:
@@ -64,6 +71,18 @@ class LaunchSpec:
     def max_nodes(self) -> int:
         """The most machines to run on."""
         return int(self.nnodes.split(":")[-1])
+
+    @property
+    def hang_after_s(self) -> float | None:
+        """How long no rank may move; None: to be chosen by what is usual for the job."""
+        if self.hang_after in ("auto", "never"):
+            return None if self.hang_after == "auto" else math.inf
+        match = _DURATION.fullmatch(str(self.hang_after).strip())
+        if match is None or float(match[1]) <= 0:
+            raise SpecError(
+                f"hang_after={self.hang_after!r} is not a time. Write for instance 90s, 10m, auto or never."
+            )
+        return float(match[1]) * _SECONDS[match[2]]
 
 
 @dataclass(frozen=True, kw_only=True)

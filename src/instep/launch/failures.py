@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,6 +25,7 @@ from instep.core.errors import (
     PeerLost,
     RanksFailed,
 )
+from instep.core.frames import is_users
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER = re.compile(
@@ -104,11 +104,13 @@ def describe(failed: RanksFailed) -> str:
     """Tell a person what happened: the first failure whole, then a line for each other rank."""
     first = failed.first
     others = [f for f in failed.failures[1:] if f.summary != first.summary]
+    if first.names_ranks:  # its sentence says where the others were, too
+        others = [f for f in others if not f.consequence]
     if not first.traceback and first.exit_code == EXIT_SPEC:  # a sentence that is not about a rank
         return f"instep: {first.summary}"
     alike = sorted(f.rank for f in failed.failures if f.summary == first.summary)
     who = f"rank {first.rank}" if len(alike) == 1 else "ranks " + ", ".join(map(str, alike))
-    lines = [f"{who}: {first.summary}"]
+    lines = [first.line if first.names_ranks else f"{who}: {first.summary}"]
     if first.traceback:
         lines = [f"{who} failed{' first' if others else ''}:", first.traceback.rstrip()]
     lines += [f"rank {f.rank}: {f.summary}{' (lost its peer)' if f.consequence else ''}" for f in others]
@@ -162,7 +164,7 @@ def _text(error: BaseException) -> str:
 
 def _trim(part: traceback.TracebackException) -> None:
     frames = list(part.stack)
-    start = next((i for i, frame in enumerate(frames) if _is_users(frame.filename)), None)
+    start = next((i for i, frame in enumerate(frames) if is_users(frame.filename)), None)
     if start is None:  # nothing of the user's: at least leave out what started the process
         start = next((i for i, frame in enumerate(frames) if not _is_launchers(frame.filename)), len(frames))
     part.stack = traceback.StackSummary.from_list(frames[start:])
@@ -176,19 +178,6 @@ def _trim(part: traceback.TracebackException) -> None:
 
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_PACKAGE = os.path.dirname(_HERE)
-_LIBRARIES = tuple(
-    {
-        os.path.realpath(path) + os.sep
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-        if (path := sysconfig.get_path(name))
-    }
-)
-
-
-def _is_users(filename: str) -> bool:
-    path = os.path.realpath(filename)
-    return not filename.startswith("<frozen") and not path.startswith((_PACKAGE + os.sep, *_LIBRARIES))
 
 
 def _is_launchers(filename: str) -> bool:

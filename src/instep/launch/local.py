@@ -39,6 +39,7 @@ from instep.launch.relay import Relay
 from instep.launch.rendezvous import RendezvousPlan, plan_rendezvous
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import Scratch, open_scratch
+from instep.launch.watch import WatchPlan, watched
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
@@ -135,7 +136,8 @@ class _Launch:
         scratch = job.scratch
         try:
             # A rendezvous of its own for every attempt: a restart cannot meet the addresses of the last one.
-            ranks = elastic_launch(self._elastic_config(), keep)(job)
+            with watched(self._watch_plan(), job.attempt):
+                ranks = elastic_launch(self._elastic_config(), keep)(job)
         except ChildFailedError as failed:
             exits = {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.failures.items()}
             raise self._blame(scratch, job, exits) from None
@@ -152,6 +154,10 @@ class _Launch:
             ) from error
         attempt = scratch.last_attempt() if job.attempt is None else job.attempt
         return {rank: scratch.load_result(attempt, rank) for rank in sorted(ranks)}
+
+    def _watch_plan(self) -> WatchPlan:
+        several = self.spec.max_nodes > 1
+        return WatchPlan(self.job.scratch, self.job.logs, self.relay, self.spec.hang_after_s, several, self.stderr)
 
     def _elastic_config(self) -> LaunchConfig:
         values: dict[str, Any] = dataclasses.asdict(self.rendezvous)

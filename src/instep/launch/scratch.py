@@ -6,9 +6,11 @@
     attempt-0/rank-1.keeper    the process that watches over rank 1, from when it does
     attempt-0/rank-1.json      how rank 1 failed, a FailureRecord
     attempt-0/rank-1.result    what rank 1's entry returned, as JSON
+    attempt-0/rank-1.pulse     where rank 1 is, in shared memory
+    attempt-0/rank-1.stacks    the stacks of rank 1's processes, whenever they are asked for
 
 Room: no torch, and no pickle: what to run travels in memory. Every file is written under another name and
-renamed, so a reader never sees half of one.
+renamed, so a reader never sees half of one; but stacks are appended.
 """
 
 from __future__ import annotations
@@ -104,6 +106,19 @@ class Scratch:
         """Return what a rank's entry returned; None if it left without returning."""
         path = self._of(attempt, rank, "result")
         return json.loads(path.read_bytes()) if path.exists() else None
+
+    def pulse(self, attempt: int, rank: int) -> Path:
+        """The file in which a rank says where it is."""
+        return self._of(attempt, rank, "pulse")
+
+    def stacks(self, attempt: int, rank: int) -> Path:
+        """The file that the stacks of a rank's processes are appended to."""
+        return self._of(attempt, rank, "stacks")
+
+    def watched_ranks(self, attempt: int) -> list[int]:
+        """Return the ranks that have begun."""
+        paths = (self.folder / f"attempt-{attempt}").glob("rank-*.pulse")
+        return sorted(int(path.stem.removeprefix("rank-")) for path in paths)
 
     def _of(self, attempt: int, rank: int, kind: str) -> Path:
         return self.folder / f"attempt-{attempt}" / f"rank-{rank}.{kind}"

@@ -12,6 +12,7 @@ import runpy
 import sys
 
 from instep.core.errors import SpecError
+from instep.guard.pulse import here
 
 
 def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> None:  # noqa: ARG001
@@ -23,11 +24,26 @@ def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> N
     from instep.world.farewell import keep_destroyed_groups  # not above: the launching process needs no torch for it
 
     keep_destroyed_groups()
+    _count_steps()
     sys.argv[:] = [target, *argv]
     if as_module:
         _run_module(target)
     else:
         _run_file(target)
+
+
+def _count_steps() -> None:
+    """Let whoever watches for hangs see every optimizer step of the script."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    pulse = here()
+
+    def count(*_: object) -> None:
+        if not torch.compiler.is_compiling():  # a compiled step has no place for it
+            pulse.end_step()
+
+    register_optimizer_step_post_hook(count)
 
 
 def _run_file(target: str) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from instep.core.errors import EXIT_DONE, EXIT_USER
+from instep.guard.pulse import Phase, begin_pulse, here
+from instep.guard.stacks import register_stacks
 from instep.launch.failures import failure_of_exception
 from instep.launch.scratch import Scratch
 
@@ -34,7 +36,10 @@ def work(
     code = EXIT_USER
     try:
         _settle_in(rank, blocked)
+        register_stacks(scratch.stacks(attempt, rank))
+        begin_pulse(scratch.pulse(attempt, rank))
         code = _run(payload, scratch, rank, attempt, log)
+        here().beat(Phase.DONE)
         _close_down()
     finally:
         # Not by way of the interpreter's shutdown: there, a thread of gloo may take the GIL and abort.

@@ -22,6 +22,7 @@ from instep.data.loader import GlobalBatch, TrainLoader, evaluation_chunks, num_
 from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
+from instep.guard.pulse import Phase, here
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
@@ -57,6 +58,7 @@ class Run:
         self._loader: TrainLoader | None = None
         self.step = self._saver.step
         """Global steps made so far."""
+        self._pulse = here()
         self._doubted: set[str] = set()
         self.stopped = bool(self._saver.progress.get("stopped"))
         """Whether the Task asked to stop early."""
@@ -123,6 +125,7 @@ class Run:
         witness = self.engine.witness
         if witness is not None:
             witness.begin(self.engine.trained[0].model)
+        self._pulse.begin_steps(self.step)
         for batch in self._loader.steps(self.step, num_steps):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             if witness is not None:
@@ -139,6 +142,7 @@ class Run:
                 self._save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
+            self._pulse.beat(Phase.DATA)
         self.close_data()
 
     def evaluate(
@@ -154,7 +158,10 @@ class Run:
         model.eval()
         put_back = _buffers_of(model)
 
+        self._pulse.beat(Phase.EVALUATE)
+
         def metrics_of(batch: Any) -> dict[str, Any]:
+            self._pulse.beat(Phase.EVALUATE)
             found = metrics(model, batch)
             put_back()  # which chunks a rank has gone through before must not matter, now or later
             return found
@@ -220,10 +227,12 @@ class Run:
         raise Preempted
 
     def _save(self, may_skip: bool) -> None:
+        self._pulse.beat(Phase.SAVE)
         self._saver.save(self.step, self.engine.trained, self._progress(), self._scores(), may_skip)
 
     def _finish_step(self, record: StepRecord) -> None:
         self.step, self.loss = record.step, record.loss
+        self._pulse.end_step(self.step)
         if self.is_main:
             self.log.step(record)
 

@@ -19,6 +19,7 @@ import torch
 from instep.core.errors import TaskError
 from instep.data.loader import GlobalBatch, Part
 from instep.events.schema import StepRecord
+from instep.guard.pulse import Phase, here
 from instep.train.engine import Engine
 from instep.train.trained import Trained
 
@@ -51,11 +52,13 @@ class Step:
         self._apply = True
         self._buffers_changed = False
         self._passes = 0
+        self._pulse = here()
         engine.begin_step(batch.step, batch.num_shards)
 
     def shards(self) -> Iterator[Any]:
         """Give this rank's parts of the global batch, one after the other."""
         for part in self._batch.parts:
+            self._pulse.beat(Phase.COMPUTE)
             self._engine.begin_part(part.plan, self._passes)
             self._part = part
             yield part.batch
@@ -141,7 +144,9 @@ class Step:
         if self._weighted is None:  # no backward pass since the last update: there is no gradient
             self._engine.clear_gradients()
         self._end_part()
+        self._pulse.beat(Phase.REDUCE)
         loss, weight, num_weighted, num_parts, num_asked, num_changed = trained.reduce(self._sums())
+        self._pulse.beat(Phase.UPDATE)
         self._buffers_changed |= num_changed > 0
         self.stop_asked |= num_asked > 0
         if 0 < num_weighted < num_parts:

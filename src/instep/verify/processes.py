@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from instep.guard.processes import descendants_of
+
 
 @dataclass(frozen=True)
 class Process:
@@ -42,11 +44,4 @@ def is_alive(process: Process) -> bool:
 
 def descendants(pid: int) -> list[Process]:
     """Find the processes that a process has started, and those that these have."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for child in map(int, task.read_text().split()):
-                process = Process.of(child)
-                found += [process] if process is not None else []
-                found += descendants(child)
-    return found
+    return [found for child in descendants_of(pid) if (found := Process.of(child)) is not None]
