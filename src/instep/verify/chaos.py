@@ -122,13 +122,13 @@ class _Disturbed:
     def go(self, faults: deque[Fault]) -> None:
         """Train, do what comes next of these faults, start again; then look at what is left."""
         try:
-            done = 0
+            done, stopped = 0, False
             while faults and done < _FAULTS_A_RUN and self._is_going():
                 fault = faults[0]
-                self._wait_for(fault.moment)
+                self._wait_for(Moment.ANY if stopped else fault.moment)  # the guard is to find who stands still
                 time.sleep(fault.delay_s)
                 if self._is_going() and self._do(fault):
-                    done += 1
+                    done, stopped = done + 1, fault.kind is Kind.STOP_RANK
                     faults.popleft()
             while self._is_going():
                 self._tend()
