@@ -49,8 +49,8 @@ class RunDirectory:
         raise CheckpointError(f"{root} holds a thousand runs of this second. Give a --run-dir.")
 
     @classmethod
-    def open(cls, path: Path, fresh: bool = False) -> RunDirectory:
-        """Take a directory that the user names: a new one, or that of a run to continue."""
+    def open(cls, path: Path, fresh: bool = False, job: str = "") -> RunDirectory:
+        """Take a directory that the user names: a new one, or that of a run to continue; `job` as for `lock`."""
         if path.exists() and not path.is_dir():
             raise CheckpointError(f"{path} is a file, and a run needs a directory. Give another --run-dir.")
         if path.exists() and {entry.name for entry in path.iterdir()} - _BEFORE_SPEC:
@@ -58,8 +58,8 @@ class RunDirectory:
                 raise CheckpointError(
                     f"{path} is not empty and holds no {SPEC}, so it is not a run's directory. Give another --run-dir."
                 )
-            if fresh:
-                old = cls(path)
+            old = cls(path)
+            if fresh and not (job and old.owner() == job and old.is_locked()):  # else another machine has done it
                 old.lock()  # not under the feet of a training that goes on in it
                 _move_aside(path)
                 old.unlock()
@@ -109,24 +109,44 @@ class RunDirectory:
         """Mark the run complete; the last thing that is written."""
         replace_synced(self.path / RESULT, json.dumps(result, indent=1).encode())
 
-    def lock(self) -> None:
-        """Keep a second training out of this directory for as long as this process lives."""
+    def lock(self, job: str = "") -> None:
+        """Keep a second training out of this directory for as long as this process lives.
+
+        The launching processes of one `job` on several machines share it; without one nobody else is let in.
+        """
         if self._lock is not None:
             return
         file = (self.path / ".lock").open("a+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.seek(0)
-            owner = file.read().decode(errors="replace") or "unknown"
+            if job and self.owner() == job and _shared(file):
+                self._lock = file
+                return
             file.close()
             raise CheckpointError(
-                f"{self.path} is being trained in by process {owner}. Wait for it, end it, or give another --run-dir."
+                f"{self.path} is being trained in by {self.owner()}. Wait for it, end it, or give another --run-dir."
             ) from error
         file.truncate(0)
-        file.write(str(os.getpid()).encode())
+        file.write((job or f"process {os.getpid()}").encode())
         file.flush()
+        if job:
+            fcntl.flock(file, fcntl.LOCK_SH)
         self._lock = file
+
+    def owner(self) -> str:
+        """Say who trains here, or did so last."""
+        path = self.path / ".lock"
+        return (path.read_bytes().decode(errors="replace") if path.exists() else "") or "an unknown process"
+
+    def is_locked(self) -> bool:
+        """Tell whether somebody trains here."""
+        with (self.path / ".lock").open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     def unlock(self) -> None:
         """Let the next training in."""
@@ -201,6 +221,14 @@ class RunDirectory:
             with contextlib.suppress(CheckpointError):  # a damaged one is nobody's best
                 found[name] = read_manifest(self.checkpoints / name).scores
         return found
+
+
+def _shared(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _move_aside(path: Path) -> None:

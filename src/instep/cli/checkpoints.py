@@ -124,9 +124,8 @@ def _locked(path: Path, dry_run: bool) -> Iterator[None]:
     try:
         directory.lock()
     except CheckpointError as error:
-        owner = (path / ".lock").read_text(errors="replace") or "unknown"
         raise CheckpointError(
-            f"{path} is being trained in by process {owner}, which deletes its old checkpoints itself (--keep). "
+            f"{path} is being trained in by {directory.owner()}, which deletes its old checkpoints itself (--keep). "
             "Nothing was deleted: wait for it, or end it; --dry-run works meanwhile."
         ) from error
     except OSError as error:

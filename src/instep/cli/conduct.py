@@ -57,6 +57,11 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
 
 def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
     """Train on new processes, and watch them from this one."""
+    if spec.max_nodes > 1 and spec.run_dir is None:
+        raise SpecError(
+            f"nnodes={spec.nnodes}: each machine would make a run directory of its own. Give all of them the same "
+            "--run-dir, on a disk that they share."
+        )
     directory = settle_directory(task, spec)
     try:
         done = _complete(directory, task, spec)

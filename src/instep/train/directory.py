@@ -47,13 +47,18 @@ def open_directory(name: str, spec: TrainSpec) -> RunDirectory:
     """Open the directory that was asked for, or make one."""
     if spec.run_dir is None:
         return RunDirectory.create(name)
-    return RunDirectory.open(Path(spec.run_dir), fresh=spec.fresh)
+    return RunDirectory.open(Path(spec.run_dir), spec.fresh, job_of(spec))
+
+
+def job_of(spec: TrainSpec) -> str:
+    """Name the job whose launching processes, one on each machine, share a run directory; empty: there is only one."""
+    return f"the job {spec.rdzv_id or 'instep'} at {spec.rdzv_endpoint}" if spec.max_nodes > 1 else ""
 
 
 def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
     """Open or make the run's directory, keep others out, and write down, or check, what the run is."""
     directory = open_directory(type(task).__name__.lower(), spec)
-    directory.lock()
+    directory.lock(job_of(spec))
     try:
         directory.settle(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
     except CheckpointError:
