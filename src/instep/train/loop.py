@@ -52,6 +52,7 @@ class Loop:
             if self._follow(step, record):
                 self._run.stopped = True
                 self._run.notice(f"stopped early at step {record.step}, as the Task's stop() asked")
+                self._run.compare()
                 break
         self._run.close_data()
         self._evaluate()

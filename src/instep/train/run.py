@@ -25,6 +25,7 @@ from instep.events.write import EventLog
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
+from instep.train.lookout import Lookout
 from instep.train.saver import Saver
 from instep.train.step import Step
 from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
@@ -54,6 +55,7 @@ class Run:
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
         self._saver = Saver(world, spec, directory, log)
+        self._lookout = Lookout(world, spec, self._saver, self.engine.pace, self.notice)
         self._loader: TrainLoader | None = None
         self.step = self._saver.step
         """Global steps made so far."""
@@ -123,7 +125,7 @@ class Run:
         witness = self.engine.witness
         if witness is not None:
             witness.begin(self.engine.trained[0].model)
-        for batch in self._loader.steps(self.step, num_steps):
+        for batch in self._timed(self._loader.steps(self.step, num_steps)):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             if witness is not None:
                 self._show(batch, witness)
@@ -133,12 +135,15 @@ class Run:
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.look(self.engine.trained)
+            if self._lookout.is_due(self.step):
+                self.compare()
             if step.stop_asked:
                 self._leave()
             if self._saver.is_due(self.step, self._scores()):
                 self._save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
+        self.compare()
         self.close_data()
 
     def evaluate(
@@ -169,6 +174,10 @@ class Run:
         seconds = round(time.monotonic() - begun, 6)
         self.log.write(EvalRecord(step=self.step, metrics=found, seconds=seconds))
         return found
+
+    def compare(self) -> None:
+        """Find out whether all ranks hold the same ([Note: Drift]); raise if they do not. Called on all ranks."""
+        self._lookout.compare(self.step, self.engine.trained)
 
     def save(self) -> None:
         """Take a checkpoint of this moment; it is written beside the training."""
@@ -211,6 +220,7 @@ class Run:
 
     def _leave(self) -> NoReturn:
         """Save and end the run early, because this step's ranks agreed that one of them was asked to stop."""
+        self.compare()
         self.notice(f"asked to stop: saving at step {self.step}. The same command goes on from there.")
         if not self.is_saved:
             self.save()
@@ -221,6 +231,16 @@ class Run:
 
     def _save(self, may_skip: bool) -> None:
         self._saver.save(self.step, self.engine.trained, self._progress(), self._scores(), may_skip)
+
+    def _timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """Note how long this rank waits for its data, and how much there is."""
+        pace, begun = self.engine.pace, time.perf_counter()
+        for batch in batches:
+            pace.data_s += time.perf_counter() - begun
+            pace.num_steps += 1
+            pace.num_rows += sum([part.plan.num_rows for part in batch.parts])
+            yield batch
+            begun = time.perf_counter()
 
     def _finish_step(self, record: StepRecord) -> None:
         self.step, self.loss = record.step, record.loss

@@ -1,0 +1,1 @@
+"""Guard: what is stuck, slow or drifting is named."""
