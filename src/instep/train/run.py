@@ -50,6 +50,8 @@ class Run:
         self.directory = directory
         self.metrics: dict[str, float] = {}
         """What the newest evaluation gave."""
+        self.find_origin: Callable[[Step], str] | None = None
+        """Says where a step's numbers ceased to be finite, before the run ends with it. Called on all ranks."""
         self._evaluated_at: int | None = None
         self.log = log
         self.engine = Engine(world, spec)
@@ -57,6 +59,8 @@ class Run:
         self._saver = Saver(world, spec, directory, log)
         self._lookout = Lookout(world, spec, self._saver, self.engine.pace, self.notice)
         self._loader: TrainLoader | None = None
+        self._step: Step | None = None
+        """The one under way."""
         self.step = self._saver.step
         """Global steps made so far."""
         self._doubted: set[str] = set()
@@ -129,7 +133,7 @@ class Run:
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             if witness is not None:
                 self._show(batch, witness)
-            step = Step(self.engine, batch, ends_epoch, self._finish_step)
+            step = self._step = Step(self.engine, batch, ends_epoch, self._finish_step)
             yield step
             self._pass_on_notices()
             if step.record is None:
@@ -271,6 +275,9 @@ class Run:
         found = f"{what}. Its samples: {shown}."
         if self.spec.on_nan == "skip":
             return self.notice(f"{found} This update is skipped.")
+        if self.find_origin is not None and self._step is not None:
+            found += " " + self.find_origin(self._step)
+        self._saver.close()  # the checkpoint that is named may still be on its way
         raise NumericsError(
             f"{found} This update was not made{self._already_lost()}. {self._saver.newest()} "
             "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."

@@ -64,6 +64,13 @@ class Step:
             self._end_part()
         self._passes += 1
 
+    def again(self) -> Iterator[tuple[Any, bool]]:
+        """Give the same parts with the same noise once more, and whether they count: to see what went wrong."""
+        for part in self._batch.parts:
+            self._engine.begin_part(part.plan, 0)
+            self._part = part
+            yield part.batch, part.plan.counted
+
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows."""
         part = self._part
