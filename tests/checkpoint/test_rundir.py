@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import instep
+from instep.checkpoint.layout import Keeping, name_of
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import CheckpointError
 from tasks import Small
@@ -92,3 +93,11 @@ def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path) -> None:
     newest = RunDirectory(tmp_path / "run").names()[0]
     (tmp_path / "run" / "checkpoints" / newest / "model.safetensors").write_bytes(b"")
     assert train(tmp_path / "run", save_every="4").weights_sha256 == whole.weights_sha256
+
+
+def test_where_to_go_back_to_stays() -> None:
+    names = [name_of(step) for step in (2, 4, 6, 8, 10)]
+    assert Keeping(newest=2).to_prune(names, {}) == [name_of(6), name_of(4), name_of(2)]
+    assert Keeping(newest=2, trusted=5).to_prune(names, {}) == [name_of(6), name_of(2)]
+    assert Keeping(newest=2, trusted=1).to_prune(names, {}) == [name_of(6), name_of(4), name_of(2)]
+    assert Keeping(newest=2, trusted=99).to_prune(names, {}) == [name_of(6), name_of(4), name_of(2)]

@@ -95,6 +95,8 @@ class Keeping:
     """Also the best by this metric."""
     smallest: bool = False
     """Whether the best is the smallest."""
+    trusted: int | None = None
+    """Also the newest that is not newer than this step: where to go back to, if later ones turn out to be wrong."""
 
     @classmethod
     def of(cls, newest: int, every: int | None, best: str | None) -> Keeping:
@@ -117,8 +119,11 @@ class Keeping:
     def to_prune(self, names: Sequence[str], scores: Mapping[str, Mapping[str, float]]) -> list[str]:
         """Choose those that go; `scores` are those of the checkpoints that have some, by name."""
         best = self.best_of(scores)
+        ordered = newest_first(names)
+        trusted = [name for name in ordered if self.trusted is not None and (step_of(name) or 0) <= self.trusted]
+        staying = {*trusted[:1], *(best[:1] if best is not None else ())}
         return [
             name
-            for name in newest_first(names)[self.newest :]
-            if (best is None or name != best[0]) and (self.every is None or (step_of(name) or 0) % self.every)
+            for name in ordered[self.newest :]
+            if name not in staying and (self.every is None or (step_of(name) or 0) % self.every)
         ]

@@ -137,6 +137,11 @@ class TrainSpec(LaunchSpec):
         "--keep-best",
         metavar="METRIC",
     )
+    check_every: int = option(
+        100,
+        "compare the ranks every so many steps: do they hold the same, is one slow; 0: never (docs/divergence.md)",
+        "--check-every",
+    )
     threads: int | None = option(
         None,
         "CPU threads a process (unless given, the cores shared out; 1 with --exact)",
@@ -178,6 +183,7 @@ class TrainSpec(LaunchSpec):
                 _check_at_least(name, getattr(self, name), 1)
         if self.epochs is not None and self.steps is not None:
             raise SpecError(f"epochs={self.epochs} and steps={self.steps} both say when to end. Give one of them.")
+        _check_at_least("check_every", self.check_every, 0)
         if self.data_workers is not None:
             _check_at_least("data_workers", self.data_workers, 0)
         if self.clip_norm is not None and not self.clip_norm > 0:

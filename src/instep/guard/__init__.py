@@ -1,5 +1,5 @@
-"""Hangs: where every rank is, and which of them the others wait for.
+"""Guard: what is stuck, slow or drifting is named.
 
-Room: reads the kernel's accounts of processes and asks them for their stacks; speaks with no rank and calls no
-collective, for it is needed when those no longer answer.
+Room: files about hangs read the kernel's accounts of processes and ask them for their stacks; they speak with no rank
+and call no collective, for they are needed when those no longer answer.
 """

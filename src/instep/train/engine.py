@@ -13,6 +13,7 @@ from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
+from instep.guard.slowness import Pace
 from instep.parallel.ddp import Ddp
 from instep.parallel.exact import Exact
 from instep.parallel.scope import Scope, mix64
@@ -40,6 +41,8 @@ class Engine:
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
         self.witness: Witness | None = None
         self.stop_request = StopRequest()
+        self.pace = Pace()
+        """What this rank's own part of the steps takes."""
         self._buffers: list[list[torch.Tensor]] = []
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._generators = [torch.default_generator]

@@ -14,6 +14,7 @@ from instep.core.errors import TaskError
 from instep.core.spec import Cadence
 from instep.events.schema import StepRecord
 from instep.parallel.noise import NoiseWatch
+from instep.train.origin import find_origin
 from instep.train.run import Run
 from instep.train.step import Step
 from instep.train.task import Task, overrides
@@ -32,6 +33,7 @@ class Loop:
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")
         self._evaluated_at = -1
+        run.find_origin = self._find_origin
 
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
@@ -52,6 +54,7 @@ class Loop:
             if self._follow(step, record):
                 self._run.stopped = True
                 self._run.notice(f"stopped early at step {record.step}, as the Task's stop() asked")
+                self._run.compare()
                 break
         self._run.close_data()
         self._evaluate()
@@ -81,6 +84,9 @@ class Loop:
             self._evaluated_at = self._run.step
             self._run.evaluate(_metrics_of(self._task), self._eval_data, self._task.collate)
         return self._run.metrics
+
+    def _find_origin(self, step: Step) -> str:
+        return find_origin(step, self._model, lambda *given: _with_weight(self._task.loss(*given)), self._run.world)
 
     def _report(self, watch: NoiseWatch) -> None:
         for text in watch.notices():

@@ -26,6 +26,7 @@ from instep.guard.pulse import Phase, here
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
+from instep.train.lookout import Lookout
 from instep.train.saver import Saver
 from instep.train.step import Step
 from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
@@ -50,12 +51,17 @@ class Run:
         self.directory = directory
         self.metrics: dict[str, float] = {}
         """What the newest evaluation gave."""
+        self.find_origin: Callable[[Step], str] | None = None
+        """Says where a step's numbers ceased to be finite, before the run ends with it. Called on all ranks."""
         self._evaluated_at: int | None = None
         self.log = log
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
         self._saver = Saver(world, spec, directory, log)
+        self._lookout = Lookout(world, spec, self._saver, self.engine.pace, self.notice)
         self._loader: TrainLoader | None = None
+        self._step: Step | None = None
+        """The one under way."""
         self.step = self._saver.step
         """Global steps made so far."""
         self._pulse = here()
@@ -126,16 +132,18 @@ class Run:
         if witness is not None:
             witness.begin(self.engine.trained[0].model)
         self._pulse.begin_steps(self.step)
-        for batch in self._loader.steps(self.step, num_steps):
+        for batch in self._timed(self._loader.steps(self.step, num_steps)):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             if witness is not None:
                 self._show(batch, witness)
-            step = Step(self.engine, batch, ends_epoch, self._finish_step)
+            step = self._step = Step(self.engine, batch, ends_epoch, self._finish_step)
             yield step
             self._pass_on_notices()
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.look(self.engine.trained)
+            if self._lookout.is_due(self.step):
+                self.compare()
             if step.stop_asked:
                 self._leave()
             if self._saver.is_due(self.step, self._scores()):
@@ -143,6 +151,7 @@ class Run:
             if witness is not None:
                 witness.finished(self.step)
             self._pulse.beat(Phase.DATA)
+        self.compare()
         self.close_data()
 
     def evaluate(
@@ -176,6 +185,10 @@ class Run:
         seconds = round(time.monotonic() - begun, 6)
         self.log.write(EvalRecord(step=self.step, metrics=found, seconds=seconds))
         return found
+
+    def compare(self) -> None:
+        """Find out whether all ranks hold the same ([Note: Drift]); raise if they do not. Called on all ranks."""
+        self._lookout.compare(self.step, self.engine.trained)
 
     def save(self) -> None:
         """Take a checkpoint of this moment; it is written beside the training."""
@@ -218,6 +231,7 @@ class Run:
 
     def _leave(self) -> NoReturn:
         """Save and end the run early, because this step's ranks agreed that one of them was asked to stop."""
+        self.compare()
         self.notice(f"asked to stop: saving at step {self.step}. The same command goes on from there.")
         if not self.is_saved:
             self.save()
@@ -229,6 +243,16 @@ class Run:
     def _save(self, may_skip: bool) -> None:
         self._pulse.beat(Phase.SAVE)
         self._saver.save(self.step, self.engine.trained, self._progress(), self._scores(), may_skip)
+
+    def _timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """Note how long this rank waits for its data, and how much there is."""
+        pace, begun = self.engine.pace, time.perf_counter()
+        for batch in batches:
+            pace.data_s += time.perf_counter() - begun
+            pace.num_steps += 1
+            pace.num_rows += sum([part.plan.num_rows for part in batch.parts])
+            yield batch
+            begun = time.perf_counter()
 
     def _finish_step(self, record: StepRecord) -> None:
         self.step, self.loss = record.step, record.loss
@@ -260,6 +284,9 @@ class Run:
         found = f"{what}. Its samples: {shown}."
         if self.spec.on_nan == "skip":
             return self.notice(f"{found} This update is skipped.")
+        if self.find_origin is not None and self._step is not None:
+            found += " " + self.find_origin(self._step)
+        self._saver.close()  # the checkpoint that is named may still be on its way
         raise NumericsError(
             f"{found} This update was not made{self._already_lost()}. {self._saver.newest()} "
             "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from instep.checkpoint.background import Background
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.interval import FIRST_SAVE_S, best_interval
-from instep.checkpoint.layout import Keeping
+from instep.checkpoint.layout import Keeping, step_of
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.snapshot import Snapshot, Stage
 from instep.core.errors import CheckpointError, NumericsError, TaskError
@@ -77,6 +77,8 @@ class Saver:
         self._stage = Stage()
         self._reserved = self._cadence == Cadence()  # nothing will be saved before the end, when nobody waits
         self._background: Background[_Saved | None] = Background()
+        self.trusted: int | None = None
+        """The newest step whose state is beyond doubt, where the ranks are compared ([Note: Drift])."""
         self._best = self._best_so_far() if world.is_main else None
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this process has taken."""
@@ -178,6 +180,14 @@ class Saver:
         except NumericsError as error:
             self._log.write(NoticeRecord(text=str(error)))
 
+    def doubt(self, since: int) -> list[str]:
+        """Set the checkpoints of steps after `since` aside, also one on its way; name them. Issues no collective."""
+        self.close()  # a save that ended after this would stand there as if it were good
+        doubtful = [name for name in self._directory.names() if (step_of(name) or 0) > since]
+        for name in doubtful:
+            self._directory.set_aside(name, "doubtful")
+        return doubtful
+
     def _is_best(self, scores: Mapping[str, float]) -> bool:
         """Tell whether an evaluation is the best so far by the metric that the spec names."""
         keeping = self._keeping
@@ -199,7 +209,8 @@ class Saver:
 
     @property
     def _keeping(self) -> Keeping:
-        return Keeping.of(self.spec.keep, self.spec.keep_every, self.spec.keep_best)
+        keeping = Keeping.of(self.spec.keep, self.spec.keep_every, self.spec.keep_best)
+        return replace(keeping, trusted=self.trusted)
 
     def _write(self, save: _Save) -> _Saved:
         """Write a snapshot, unless its weights are worthless; beside the training."""

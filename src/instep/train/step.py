@@ -11,6 +11,7 @@ weight 0 contributes nothing, even if its mean is 0/0 ([Note: Silent parts]).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,7 @@ class Step:
         self._buffers_changed = False
         self._passes = 0
         self._pulse = here()
+        self._begun, self._waited = time.perf_counter(), engine.world.waited_s
         engine.begin_step(batch.step, batch.num_shards)
 
     def shards(self) -> Iterator[Any]:
@@ -64,6 +66,13 @@ class Step:
             yield part.batch
             self._end_part()
         self._passes += 1
+
+    def again(self) -> Iterator[tuple[Any, bool]]:
+        """Give the same parts with the same noise once more, and whether they count: to see what went wrong."""
+        for part in self._batch.parts:
+            self._engine.begin_part(part.plan, 0)
+            self._part = part
+            yield part.batch, part.plan.counted
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows."""
@@ -141,6 +150,7 @@ class Step:
 
     def _agree(self, trained: Trained) -> bool:
         """Bring gradients and loss together over all ranks; tell whether to apply them."""
+        self._count_time()
         if self._weighted is None:  # no backward pass since the last update: there is no gradient
             self._engine.clear_gradients()
         self._end_part()
@@ -168,7 +178,13 @@ class Step:
             self._apply = math.isfinite(float(trained.reducer.clip(math.inf)))
         if not self._apply:
             self._engine.refuse_update(self.number, self._loss)
+        self._begun, self._waited = time.perf_counter(), self._engine.world.waited_s
         return self._apply
+
+    def _count_time(self) -> None:
+        """Add what this rank's parts took; layers that exchange something wait for others meanwhile."""
+        waited_s = self._engine.world.waited_s - self._waited
+        self._engine.pace.compute_s += time.perf_counter() - self._begun - waited_s
 
 
 def _not_a_scalar(loss: Any) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from instep.world.world import World, place_here
 GRADIENTS = "gradients.safetensors"
 
 
+_SAVE_LIMIT_S = 30.0
+
+
 @dataclass(frozen=True)
 class WatchPlan:
     """What to write down, and what to do to the training."""
@@ -47,15 +51,17 @@ def watched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str
     place = place_here()
     task = source.load()
     with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
-        recorder = Recorder(plan, world.rank, world.world_size)
-        return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, recorder).to_json()
+        directory = RunDirectory(Path(run_dir))
+        recorder = Recorder(plan, world.rank, world.world_size, directory)
+        return worker_main(world, task, spec, directory, attempt, recorder).to_json()
 
 
 class Recorder:
     """A witness that writes to `rank-N.jsonl` of its folder."""
 
-    def __init__(self, plan: WatchPlan, rank: int, world_size: int) -> None:
+    def __init__(self, plan: WatchPlan, rank: int, world_size: int, directory: RunDirectory) -> None:
         self._plan = plan
+        self._directory = directory
         self._is_main, self._is_last = rank == 0, rank == world_size - 1
         self._folder = Path(plan.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +102,11 @@ class Recorder:
             _disturb(list(named.values()), self._plan.disturb, step)
 
     def finished(self, step: int) -> None:
-        """Die, if this is the step for it."""
+        """Die, if this is the step for it; once there is a checkpoint to go on from."""
         if step == self._plan.kill_at and self._is_last:
+            deadline = time.monotonic() + _SAVE_LIMIT_S
+            while not self._directory.names() and time.monotonic() < deadline:
+                time.sleep(0.01)
             self._write(died_after=step)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -125,6 +125,7 @@ def _train(trial: Trial, task: Task, source: TaskSource, spec: TrainSpec, folder
             max_restarts=0,
             save_every=str(kill_at - 1) if len(trial.worlds) > 1 else "never",
             eval_every="never",
+            check_every=0,  # what drifts apart is compared here, and told in another way
         )
         result = _launch(source, options, folder / "run", plan, dies) or result
     plans = [event for event in read_events(folder / "run") if event["event"] == "plan"]

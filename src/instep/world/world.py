@@ -13,6 +13,7 @@ import datetime
 import gc
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -79,6 +80,8 @@ class World:
         self.world_size = place.world_size
         self.is_main = place.is_main
         self.device = torch.device(place.device)
+        self.waited_s = 0.0
+        """Time spent in `sum` and `gather`, most of it for others."""
         self._spare = torch.empty(0)
 
     @classmethod
@@ -137,12 +140,14 @@ class World:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add the tensor up over all ranks, in place; it must be contiguous. Called on all ranks."""
+        begun = time.perf_counter()
         if self._group is not None:
             self._group.sum_now(tensor)
         elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
             self._exchange(tensor)
         elif self.world_size > 1:
             dist.all_reduce(tensor)
+        self.waited_s += time.perf_counter() - begun
         return tensor
 
     def _exchange(self, tensor: torch.Tensor) -> None:
@@ -227,7 +232,9 @@ class World:
         if self.world_size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        begun = time.perf_counter()
         dist.all_gather(parts, tensor.contiguous())
+        self.waited_s += time.perf_counter() - begun
         return parts
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:

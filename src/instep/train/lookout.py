@@ -1,0 +1,121 @@
+"""The lookout: every so many steps, do the ranks still hold the same, and does one hold the others up?
+
+[Note: Drift]
+All ranks make the same update from the same gradients, so parameters, optimizer state and BatchNorm's running
+statistics are the same bits everywhere, until memory, a processor or a link errs on one of them; from then on every
+step and every checkpoint is wrong. The ranks exchange one number that stands for all of it ([Note: Fingerprint]), and
+only when these differ the numbers of the single tensors. Then rank 0 sets aside what was saved since the ranks last
+agreed, and all ranks end with the same error: the next try goes on from the last step that is beyond doubt.
+Other buffers may differ by rank, where a model writes to them in its forward pass: that is said once.
+
+Ranks: all of them, alike.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from instep.core.errors import DivergenceError
+from instep.core.spec import TrainSpec
+from instep.guard.fingerprint import Drift, buffers_of, find_drift, fingerprint, fingerprints, updated_state
+from instep.guard.slowness import Pace, Share, Slowness
+from instep.train.saver import Saver
+from instep.train.trained import Trained
+from instep.world.world import World
+
+
+class Lookout:
+    """Compares this rank with the others."""
+
+    def __init__(self, world: World, spec: TrainSpec, saver: Saver, pace: Pace, notice: Callable[[str], None]) -> None:
+        self._world, self._saver, self._notice = world, saver, notice
+        self._every = spec.check_every if world.world_size > 1 else 0
+        self._exact = spec.exact
+        self._pace = pace
+        self._slowness = Slowness(world.world_size)
+        self._watches_others = True
+        """Whether buffers that may differ are still looked at: until they do."""
+        self._agreed = saver.step  # all ranks have read the same checkpoint, or begun with rank 0's weights
+        if self._every:
+            saver.trusted = self._agreed
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether the time for a comparison has come."""
+        return self._every > 0 and step % self._every == 0
+
+    def compare(self, step: int, trained: Sequence[Trained]) -> None:
+        """Compare the ranks, unless this step's were compared already; raise if they differ. Called on all ranks."""
+        if not self._every or step == self._agreed:
+            return
+        strict, others = self._state(trained)
+        own = [fingerprints(list(part.values())) for part in (strict, others)]
+        share = self._pace.take()
+        told = self._exchange([fingerprint(own[0]), len(own[0]), fingerprint(own[1])], share)
+        if any(numbers[:2] != told[0][:2] for numbers in told):
+            self._raise(step, self._find(strict, own[0]))
+        if any(numbers[2] != told[0][2] for numbers in told):
+            self._watches_others = False
+            self._tell_others(self._find(others, own[1]))
+        self._agreed = self._saver.trusted = step
+        for sentence in self._slowness.judge([Share(n[3] / 1e9, n[4] / 1e9, n[5] / 1000) for n in told]):
+            self._notice(sentence)
+
+    def _state(self, trained: Sequence[Trained]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Name what must be the same on all ranks, and what may differ."""
+        strict: dict[str, torch.Tensor] = {}
+        loose: dict[str, torch.Tensor] = {}
+        for number, each in enumerate(trained):
+            statistics, others = buffers_of(each.model)
+            suffix = f" (model {number + 1})" if len(trained) > 1 else ""
+            for into, part in (
+                (strict, updated_state(each.model, each.optimizer)),
+                (strict, statistics),
+                (strict if self._exact else loose, others),  # exact mode makes all buffers the same
+            ):
+                into.update({name + suffix: tensor for name, tensor in part.items()})
+        return strict, loose if self._watches_others else {}
+
+    def _exchange(self, numbers: Sequence[torch.Tensor | int], share: Share) -> list[list[int]]:
+        """Tell every rank every rank's numbers and times, in one collective. Called on all ranks."""
+        times = [int(share.data_s * 1e9), int(share.compute_s * 1e9), int(share.num_rows * 1000)]
+        own = torch.tensor([*map(int, numbers), *times], dtype=torch.int64, device=self._world.device)
+        return [list(map(int, part.tolist())) for part in self._world.gather(own)]
+
+    def _find(self, named: Mapping[str, torch.Tensor], numbers: torch.Tensor) -> tuple[Drift, list[str]]:
+        """Find out what differs, and on which machines the ranks are. Called on all ranks."""
+        told = self._world.tell_all(
+            {"host": socket.gethostname(), "held": dict(zip(named, numbers.tolist(), strict=True))}
+        )
+        drift = find_drift([each["held"] for each in told])
+        assert drift is not None
+        return drift, [each["host"] for each in told]
+
+    def _raise(self, step: int, found: tuple[Drift, list[str]]) -> None:
+        drift, hosts = found
+        # The others wait for rank 0: a rank that ends brings the rest to an end, in the middle of what they do.
+        doubtful = self._world.tell(self._saver.doubt(self._agreed) if self._world.is_main else None)
+        suspects = sorted({hosts[rank] for rank in drift.ranks})
+        on = f", on {', '.join(suspects)}" if len(set(hosts)) > 1 else ""
+        aside = f" Set aside: {', '.join(doubtful)}." if doubtful else ""
+        raise DivergenceError(
+            f"the ranks no longer hold the same: between step {self._agreed} and step {step} {drift}{on}. Memory, a "
+            "processor or a link has erred there, or the code depends on the rank (torch.distributed.get_rank(), "
+            f"noise of its own, another processor); no update since step {self._agreed} can be trusted.{aside} "
+            f"{self._where_to()}"
+        )
+
+    def _where_to(self) -> str:
+        if not self._agreed:
+            return "The next try begins anew."
+        return f"The next try goes on from the newest checkpoint that is not newer than step {self._agreed}."
+
+    def _tell_others(self, found: tuple[Drift, list[str]]) -> None:
+        names = found[0].names
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self._notice(
+            f"the ranks hold different values in the buffer {names[0]}{more}, which the model writes to in its forward "
+            "pass. Rank 0's are saved. With --exact they are the same everywhere."
+        )
