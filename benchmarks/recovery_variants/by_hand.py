@@ -34,4 +34,7 @@ with open(f"{folder}/rank-{rank}.jsonl", "a", buffering=1) as log:
         optimizer.step()
         log.write(json.dumps({"event": "step", "step": step + 1, "time": time.time()}) + "\n")
         if (step + 1) % EPOCH_STEPS == 0 and rank == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path + ".new"
+            )
+            os.replace(path + ".new", path)  # else a kill during the save would leave half of one

@@ -1,4 +1,4 @@
-"""The recovery benchmark's job: a model whose step takes some 20 ms on one thread, an epoch of 100 steps."""
+"""The recovery benchmark's job: a model whose step takes some 20 ms on one thread, an epoch of 50 steps."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import nn
 
 import instep
 
-BATCH, EPOCH_STEPS, STEPS = 128, 100, 10**6
+BATCH, EPOCH_STEPS, STEPS = 128, 50, 10**6
 
 
 def network():

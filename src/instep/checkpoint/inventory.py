@@ -20,10 +20,11 @@ from pathlib import Path
 from instep.checkpoint import layout
 from instep.core.errors import CheckpointError
 
-ASIDE = "damaged-"
+ASIDE = ("damaged-", "doubtful-")
+"""What a name begins with that a run has taken out of use."""
 """What a training puts before the name of a checkpoint that it could not read."""
 _RUN_MARKS = ("spec.json", "result.json", "checkpoints", "events")
-_NAME = re.compile(rf"(?P<before>\.|{ASIDE}|)(?P<name>step-\d{{8,}})(?P<after>\..*)?", re.DOTALL)
+_NAME = re.compile(rf"(?P<before>\.|{'|'.join(ASIDE)}|)(?P<name>step-\d{{8,}})(?P<after>\..*)?", re.DOTALL)
 _CHUNK_BYTES = 4 << 20
 MISSING = "missing"
 SETTLED_S = 0.2
@@ -197,7 +198,7 @@ def _kind_of(name: str) -> tuple[Kind, int | None] | None:
     match = _NAME.fullmatch(name)
     if match is None or (match["after"] and match["before"] != "."):
         return None
-    kinds = {"": Kind.CHECKPOINT, ASIDE: Kind.ASIDE, ".": Kind.UNFINISHED}
+    kinds = {"": Kind.CHECKPOINT, ".": Kind.UNFINISHED, **dict.fromkeys(ASIDE, Kind.ASIDE)}
     return kinds[match["before"]], layout.step_of(match["name"])
 
 

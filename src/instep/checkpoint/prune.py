@@ -68,7 +68,7 @@ def _delete(entry: Entry) -> None:
         path.unlink()
         return
     if entry.kind is not Kind.UNFINISHED:  # from here on it is half-written, not a checkpoint that lacks files
-        doomed = path.with_name(f".{path.name.removeprefix('damaged-')}.pruned.{os.getpid()}")
+        doomed = path.with_name(f".{path.name.removeprefix('damaged-').removeprefix('doubtful-')}.pruned.{os.getpid()}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(path, doomed)
         sync_directory(path.parent)
