@@ -54,6 +54,7 @@ def targets(whom: str, job: subprocess.Popen[str], run_dir: Path) -> list[int]:
         ("rank 1", signal.SIGTERM),
         ("rank 1", signal.SIGUSR1),
         ("every process", signal.SIGTERM),
+        ("every process", signal.SIGUSR1),
     ],
 )
 def test_preempted_and_continued(whom: str, number: signal.Signals, tmp_path: Path, undisturbed: str) -> None:

@@ -129,6 +129,46 @@ def test_the_best_is_saved_when_it_is_found(tmp_path: Path) -> None:
         train(tmp_path.with_name("other"), keep_best="f1", eval_every="4")
 
 
+def test_the_best_is_not_forgotten_when_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = iter([True])
+
+    def refuse(fd: int) -> None:
+        if in_background() and next(failing, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        _fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    train(tmp_path, save_every="never", keep=9, keep_best="eval_loss:min", eval_every="2")
+    losses = {event["step"]: event["metrics"]["eval_loss"] for event in events(tmp_path, "eval")}
+    saved = [event["step"] for event in events(tmp_path, "save")]
+    failed = events(tmp_path, "save_failed")[0]["step"]
+    later = [step for step in losses if step > failed]
+    assert later
+    assert min(later, key=lambda step: losses[step]) in saved
+
+
+def test_what_no_checkpoint_can_hold_is_an_error_at_once(tmp_path: Path) -> None:
+    class Complex(Small):
+        def model(self) -> torch.nn.Module:
+            model = super().model()
+            model.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
+            return model
+
+    with pytest.raises(CheckpointError, match=r"model: phase is of torch\.complex64"):
+        instep.train(Complex(), steps=12, batch_size=10, save_every="4", quiet=True, run_dir=str(tmp_path))
+    assert len(events(tmp_path, "step")) < 5
+
+
+def test_weights_of_every_float_are_looked_at() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2):
+        good = torch.ones(4).to(dtype)
+        assert saver._is_finite(good)
+        good[2] = float("nan")
+        assert not saver._is_finite(good)
+    assert saver._is_finite(torch.zeros(0))
+    assert saver._is_finite(torch.ones(3, dtype=torch.int64))
+
+
 def test_how_often_is_chosen_from_what_a_save_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "FIRST_SAVE_S", 1e-6)
     train(tmp_path, save_every="auto:6h")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,12 @@ def write_checkpoint(
         old = root / layout.replaced(final.name)
         if final.exists():
             os.replace(final, old)
-        os.replace(scratch, final)
+        try:
+            os.replace(scratch, final)
+        except OSError:
+            if old.exists():
+                os.replace(old, final)
+            raise
         sync_directory(root)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
@@ -120,7 +126,7 @@ def read_manifest(path: Path) -> layout.Manifest:
 
 def replace_synced(path: Path, data: bytes) -> None:
     """Write a file so that at any instant the old one or the new one is there, whole."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         write_synced(scratch, [data])
         os.replace(scratch, path)

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ from instep.checkpoint.files import Checkpoint, read_manifest, replace_synced, w
 from instep.checkpoint.snapshot import Snapshot
 from instep.core.errors import CheckpointError
 
+_JOB_MEETS_S = 5.0
 SPEC, RESULT = "spec.json", "result.json"
 _BEFORE_SPEC = {"events", "logs", ".lock"}
 """What a run leaves that was killed before it was settled."""
@@ -117,21 +119,24 @@ class RunDirectory:
         if self._lock is not None:
             return
         file = (self.path / ".lock").open("a+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if job and self.owner() == job and _shared(file):
+        deadline = time.monotonic() + (_JOB_MEETS_S if job else 0.0)
+        while not _locked(file, fcntl.LOCK_EX):
+            if job and self.owner() == job and _locked(file, fcntl.LOCK_SH):
                 self._lock = file
                 return
-            file.close()
-            raise CheckpointError(
-                f"{self.path} is being trained in by {self.owner()}. Wait for it, end it, or give another --run-dir."
-            ) from error
+            if time.monotonic() >= deadline:  # machines that start together find the lock half taken
+                owner = self.owner()
+                file.close()
+                raise CheckpointError(
+                    f"{self.path} is being trained in by {owner}. Wait for it, end it, or give another --run-dir."
+                )
+            time.sleep(0.05)
         file.truncate(0)
         file.write((job or f"process {os.getpid()}").encode())
         file.flush()
-        if job:
-            fcntl.flock(file, fcntl.LOCK_SH)
+        if job and not _locked(file, fcntl.LOCK_SH):
+            file.close()
+            raise CheckpointError(f"{self.path} was taken by another training just now. Give another --run-dir.")
         self._lock = file
 
     def owner(self) -> str:
@@ -142,11 +147,7 @@ class RunDirectory:
     def is_locked(self) -> bool:
         """Tell whether somebody trains here."""
         with (self.path / ".lock").open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+            return not _locked(file, fcntl.LOCK_EX)
 
     def unlock(self) -> None:
         """Let the next training in."""
@@ -166,7 +167,7 @@ class RunDirectory:
 
     def take_stock(self) -> tuple[Checkpoint | None, list[str]]:
         """Find the newest good checkpoint; set damaged ones aside, and clear away what a kill left half-written."""
-        self._put_back()
+        self.put_back()
         newest, complaints = self.newest()
         for name in self.names()[: len(complaints)]:  # those newer than the newest good one
             self.set_aside(name, "damaged")
@@ -200,7 +201,7 @@ class RunDirectory:
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(self.checkpoints / name, aside)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Give a checkpoint its name again that a kill found while another was to take its place."""
         for entry in self.checkpoints.glob(layout.replaced("step-*")):
             name = entry.name.removeprefix(".").removesuffix(".old")
@@ -223,9 +224,10 @@ class RunDirectory:
         return found
 
 
-def _shared(file: IO[bytes]) -> bool:
+def _locked(file: IO[bytes], how: int) -> bool:
+    """Try to get a lock; tell whether this worked."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

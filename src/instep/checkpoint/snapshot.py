@@ -6,12 +6,13 @@ new memory, 6.1 into memory that was used before), and pinning them for a GPU fa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from instep.checkpoint.stream import check_dtype
 from instep.checkpoint.tree import take_apart
 
 Key = tuple[str, str]
@@ -40,18 +41,27 @@ class Stage:
         host = {key: self._room_for(key, tensor) for key, tensor in sources.items()}
         if host:
             torch._foreach_copy_(list(host.values()), list(sources.values()), non_blocking=True)
-        if any(tensor.is_cuda for tensor in sources.values()):
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in sources.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         self._host = host
         tensors: dict[str, dict[str, torch.Tensor]] = {part: {} for part in skeletons}
         for (part, name), tensor in host.items():
             tensors[part][name] = tensor
         return Snapshot(skeletons, tensors)
 
-    def reserve(self, state: Mapping[str, Any]) -> None:
-        """Get the memory that a snapshot of this state will need, page by page, so that the first is no slower."""
-        for key, tensor in _take_apart(state)[1].items():
-            self._host[key] = self._room_for(key, tensor).zero_()
+    def plan(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Give a job that gets the memory for a snapshot of this state, so that the first is no slower.
+
+        It may run in another thread: it knows shapes, and nothing of the state itself.
+        """
+        sources = _take_apart(state)[1]
+        wanted = [(key, tensor.shape, tensor.dtype, tensor.is_cuda) for key, tensor in sources.items()]
+
+        def reserve() -> None:
+            for key, shape, dtype, pinned in wanted:
+                self._host[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned).zero_()
+
+        return reserve
 
     def _room_for(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
         known = self._host.get(key)
@@ -65,5 +75,7 @@ def _take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Key, tor
     tensors: dict[Key, torch.Tensor] = {}
     for part, tree in state.items():
         skeletons[part], found = take_apart(tree, where=part)
+        for name, tensor in found.items():
+            check_dtype(f"{part}: {name}", tensor)
         tensors |= {(part, name): tensor for name, tensor in found.items()}
     return skeletons, tensors

@@ -17,7 +17,7 @@ import torch
 from instep.checkpoint.layout import FileEntry
 from instep.core.errors import CheckpointError
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES, _SYNC_BYTES = 4 << 20, 64 << 20
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -35,8 +35,7 @@ def write_tensors(
     # As safetensors itself orders them: then every tensor lies at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     for name, tensor in ordered:
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is of {tensor.dtype}, which safetensors cannot hold. Keep it in another.")
+        check_dtype(name, tensor)
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
@@ -45,9 +44,15 @@ def write_tensors(
     return write_synced(path, (len(text).to_bytes(8, "little"), text, *(_bytes_of(tensor) for _, tensor in ordered)))
 
 
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what the format has no name for."""
+    if tensor.dtype not in _NAMES:
+        raise CheckpointError(f"{name} is of {tensor.dtype}, which safetensors cannot hold. Keep it in another.")
+
+
 def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     """Write a file through to the disk; give its size and hash."""
-    digest, num_bytes = hashlib.sha256(), 0
+    digest, num_bytes, synced = hashlib.sha256(), 0, 0
     with path.open("wb", buffering=1 << 20) as file:
         for piece in pieces:
             view = memoryview(piece)
@@ -55,7 +60,11 @@ def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
                 chunk = view[first : first + _CHUNK_BYTES]
                 digest.update(chunk)
                 file.write(chunk)
-            num_bytes += len(view)
+                num_bytes += len(chunk)
+                if num_bytes - synced >= _SYNC_BYTES:  # a slow disk is seen to be at work, not for minutes in one call
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    synced = num_bytes
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(num_bytes, digest.hexdigest())

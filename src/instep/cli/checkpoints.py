@@ -123,6 +123,7 @@ def _locked(path: Path, dry_run: bool) -> Iterator[None]:
     directory = RunDirectory(path)
     try:
         directory.lock()
+        directory.put_back()
     except CheckpointError as error:
         raise CheckpointError(
             f"{path} is being trained in by {directory.owner()}, which deletes its old checkpoints itself (--keep). "
@@ -242,6 +243,8 @@ def _state(entry: Entry) -> str:
     if entry.kind is Kind.UNFINISHED:
         return "half-written, or being written now"
     if entry.kind is Kind.ASIDE:
+        if entry.path.name.startswith("doubtful-"):
+            return "set aside: made while the ranks had drifted apart"
         return "set aside as damaged" + (", though all its files are good" * (entry.verified and not entry.problems))
     return entry.state
 

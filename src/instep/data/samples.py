@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 import time
 import traceback
@@ -165,7 +166,12 @@ class _RequestQueue:
 
 
 def _end_with_parent(_worker: int) -> None:
-    """End this worker soon after its parent has died of whatever cause."""
+    """End this worker with its parent, whatever that died of, and not before it.
+
+    A scheduler that asks a job to stop may ask every process of it; a rank that saves still needs its samples.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

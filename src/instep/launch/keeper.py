@@ -89,7 +89,7 @@ def keep(job: Job) -> None:
     keeper.watch()
     keeper.settle()
     for number in _HANDLED:  # nothing is left to pass signals on to: elastic's word ends this process
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
 

@@ -27,7 +27,8 @@ MODULES = (
 # A Ctrl-C, or a scheduler's SIGTERM to the whole job, reaches the forkserver too. It must neither print a
 # traceback nor die before the workers: it ends when the last process that may ask it for a fork is gone.
 ORIGINAL_HANDLERS = {
-    number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    number: signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 }
 
 

@@ -102,6 +102,7 @@ class _Watch:
         if attempt != self._observer.attempt or not self._beats:
             self._observer = Observer(self._plan.scratch, attempt)
             self._beats, self._moved_s = {}, time.monotonic()
+            self._longest_s, self._made_a_step = 0.0, False
         for rank, beat in self._observer.beats().items():
             known = self._beats.get(rank)
             if known is not None and known.time_s == beat.time_s:

@@ -110,9 +110,14 @@ class ExactReducer(Reducer):
         self._passes[-1].put((shard, shard + 1), row)
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        del sums  # they came shard by shard
-        num_passes = max(self._world.tell_all(len(self._passes))) if self._has_idle_ranks() else len(self._passes)
         totals = torch.zeros(self._num_sums + len(self.parameters), dtype=torch.float64)
+        num_passes = len(self._passes)
+        if self._has_idle_ranks():  # sums came shard by shard, but a rank without one may have something to say, too
+            own = [] if self._passes else [float(value) for value in sums]
+            told = self._world.tell_all([num_passes, own])
+            num_passes = max(passes for passes, _ in told)
+            for rank_sums in filter(None, (each for _, each in told)):
+                totals[: self._num_sums] += torch.tensor(rank_sums, dtype=torch.float64)
         whole: _Row | None = None
         for number in range(num_passes):
             counted = self._counted[number] if number < len(self._counted) else []

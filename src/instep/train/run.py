@@ -287,8 +287,10 @@ class Run:
         if self.find_origin is not None and self._step is not None:
             found += " " + self.find_origin(self._step)
         self._saver.close()  # the checkpoint that is named may still be on its way
+        # All ranks wait for it: the first to leave would have rank 0 ended while it writes.
+        newest = self.world.tell(self._saver.newest() if self.is_main else None)
         raise NumericsError(
-            f"{found} This update was not made{self._already_lost()}. {self._saver.newest()} "
+            f"{found} This update was not made{self._already_lost()}. {newest} "
             "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."
         )
 

@@ -10,9 +10,11 @@ Ranks: rank 0 writes; all read the same one.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +78,7 @@ class Saver:
         self._kept: dict[str, Any] = {}
         self._stage = Stage()
         self._reserved = self._cadence == Cadence()  # nothing will be saved before the end, when nobody waits
+        self._reserving = False
         self._background: Background[_Saved | None] = Background()
         self.trusted: int | None = None
         """The newest step whose state is beyond doubt, where the ranks are compared ([Note: Drift])."""
@@ -146,7 +149,7 @@ class Saver:
         if not self._is_main:
             return
         begun = time.monotonic()
-        if may_skip and self._background.busy:
+        if may_skip and self._background.busy and not self._reserving:
             self._log.write(
                 NoticeRecord(text=f"the checkpoint of step {step} is skipped: the last one is still being written")
             )
@@ -157,6 +160,8 @@ class Saver:
         self._saved_at = time.monotonic()
         save = _Save(step, snapshot, dict(scores), begun, self._saved_at - begun)
         self.saved_step, self._retry_at, self._reserved = step, None, True
+        if self._keeping.best_by in scores:
+            self._best = max(self._best or -math.inf, self._value(scores))
         self._background.start(partial(self._write, save))
 
     def look(self, trained: list[Trained]) -> None:
@@ -164,9 +169,8 @@ class Saver:
         if self._background.done:
             self._collect()
         elif not self._reserved and self._is_main:  # after the first step: now the optimizer has its state
-            self._reserved = True
-            state = self._state(trained, {})
-            self._background.start(lambda: self._stage.reserve(state))
+            self._reserved = self._reserving = True
+            self._background.start(partial(_reserve, self._stage.plan(self._state(trained, {}))))
 
     def finish(self) -> None:
         """Wait for the save that is on its way; raise if it failed, for there is no later one."""
@@ -197,11 +201,11 @@ class Saver:
             raise TaskError(
                 f"keep_best={self.spec.keep_best}: there is no such metric. This Task has {', '.join(scores)}."
             )
-        value = scores[keeping.best_by] * keeping.sign
-        if self._best is not None and not value > self._best:
-            return False
-        self._best = value
-        return True
+        return self._best is None or self._value(scores) > self._best
+
+    def _value(self, scores: Mapping[str, float]) -> float:
+        """What an evaluation is worth by the metric that the spec names; more is better."""
+        return scores[self._keeping.best_by or ""] * self._keeping.sign
 
     def _best_so_far(self) -> float | None:
         best = self._keeping.best_of(self._directory.scores())
@@ -228,6 +232,9 @@ class Saver:
         try:
             saved = self._background.collect()
         except CheckpointError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            self._best = self._best_so_far()
             self._retry_at, self.saved_step = time.monotonic() + _RETRY_S, None
             self._log.write(SaveFailedRecord(step=step, error=str(error), retry_s=_RETRY_S))
             return error
@@ -243,6 +250,7 @@ class Saver:
                 )
             )
             self._choose_interval(save.stall_s, seconds)
+        self._reserving = False
         return None
 
     def _choose_interval(self, stall_s: float, write_s: float) -> None:
@@ -303,4 +311,12 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor holds only finite numbers; by its extremes, ten times as fast as one by one."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    if tensor.element_size() == 1:  # float8 has no extremes of its own
+        tensor = tensor.float()
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def _reserve(reserve: Callable[[], None]) -> None:
+    """Get memory before it is needed; where there is none, or none that can be pinned, the first save will tell."""
+    with contextlib.suppress(RuntimeError, MemoryError):
+        reserve()

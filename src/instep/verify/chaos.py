@@ -122,12 +122,16 @@ class _Disturbed:
     def go(self, faults: deque[Fault]) -> None:
         """Train, do what comes next of these faults, start again; then look at what is left."""
         try:
-            done, stopped = 0, False
+            done, stopped, missed = 0, False, False
             while faults and done < _FAULTS_A_RUN and self._is_going():
                 fault = faults[0]
-                self._wait_for(Moment.ANY if stopped else fault.moment)  # the guard is to find who stands still
+                # The guard is to find who stands still; and what was not there will be once steps are made.
+                self._wait_for(Moment.ANY if stopped or missed else fault.moment)
                 time.sleep(fault.delay_s)
-                if self._is_going() and self._do(fault):
+                if not self._is_going():
+                    break
+                missed = not self._do(fault)
+                if not missed:
                     done, stopped = done + 1, fault.kind is Kind.STOP_RANK
                     faults.popleft()
             while self._is_going():
@@ -208,7 +212,6 @@ class _Disturbed:
             refuse_next_write(self._folder, kind.value)
             return ""
         if kind in (Kind.FLIP, Kind.TRUNCATE, Kind.REMOVE):
-            self._kill_job()
             return self._damage(fault)
         if process is None or process.poll() is not None:
             return None
@@ -245,10 +248,11 @@ class _Disturbed:
             self._process = None
 
     def _damage(self, fault: Fault) -> str | None:
-        """Damage a file of the newest checkpoint; nobody reads or writes it now."""
-        names = RunDirectory(self._run_dir).names()
-        if not names:
+        """Kill the job, and damage a file of the newest checkpoint, which nobody reads or writes then."""
+        if not RunDirectory(self._run_dir).names():
             return None
+        self._kill_job()
+        names = RunDirectory(self._run_dir).names()
         files = sorted((self._run_dir / "checkpoints" / names[0]).iterdir())
         file = files[int(fault.pick * len(files))]
         data = bytearray(file.read_bytes())
