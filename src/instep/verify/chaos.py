@@ -35,6 +35,8 @@ PAUSE_S = 0.02
 HANG_AFTER_S = 4.0
 _PATIENCE_S = 40.0
 """The longest that nothing may happen: a start on a busy machine, a hang's verdict and a restart."""
+_ENDED_EARLY = (EXIT_ENVIRONMENT, -signal.SIGKILL, -signal.SIGTERM)
+"""Given up after restarts in vain; killed; asked to stop before it could listen. The same command goes on."""
 _FAULTS_A_RUN = 7
 _POLL_S = 0.02
 
@@ -180,7 +182,7 @@ class _Disturbed:
             self._log(f"{result['status']} at step {result['steps']} on {result['world_size']} processes")
             if result["status"] == "complete":
                 self._result = result
-        elif process.returncode not in (EXIT_ENVIRONMENT, -signal.SIGKILL):
+        elif process.returncode not in _ENDED_EARLY:
             self._campaign.complaints.append(f"run {self._number}: exit code {process.returncode}: {err[-1500:]}")
         return None
 
