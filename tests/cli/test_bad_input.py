@@ -179,7 +179,12 @@ class TestInTheWorkers:
                 str(small / "run"),
             )
             done = run("instep", "train", DIGITS, *options)
-            refused((done.returncode, done.stdout, done.stderr), "full", "earlier checkpoints are untouched")
+            refused(
+                (done.returncode, done.stdout, done.stderr),
+                "full",
+                "Earlier checkpoints are untouched",
+                "goes on from the newest checkpoint",
+            )
             left = sorted(entry.name for entry in (small / "run" / "checkpoints").iterdir())
             assert left == ["step-00000020"]  # whole, and no scratch beside it
         finally:
