@@ -94,7 +94,7 @@ def test_a_disk_that_refuses_is_told_and_tried_again(
     assert (newest and newest.step, complaints) == (12, [])
     assert not list((tmp_path / "checkpoints").glob(".*"))
     monkeypatch.undo()
-    assert train(tmp_path.with_name("undisturbed")).weights_sha256 == whole.weights_sha256
+    assert train(tmp_path / "undisturbed").weights_sha256 == whole.weights_sha256
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_the_best_is_saved_when_it_is_found(tmp_path: Path) -> None:
     best = min(losses, key=lambda step: losses[step])
     assert best in {event["step"] for event in events(tmp_path, "save")}
     with pytest.raises(TaskError, match=r"keep_best=f1: there is no such metric\. This Task has eval_loss"):
-        train(tmp_path.with_name("other"), keep_best="f1", eval_every="4")
+        train(tmp_path / "other", keep_best="f1", eval_every="4")
 
 
 def test_the_best_is_not_forgotten_when_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

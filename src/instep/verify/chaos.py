@@ -113,8 +113,8 @@ class _Disturbed:
         self._result: dict[str, Any] | None = None
         self._hurt: tuple[float, int] | None = None
         """When a rank was killed, and the last step before."""
-        self._damaged: int | None = None
-        """The step of a checkpoint that must not be gone on from."""
+        self._damaged: tuple[float, int] | None = None
+        """When a checkpoint was damaged, and its step: nothing may go on from it."""
         self._begun = time.monotonic()
         folder.mkdir(parents=True)
         self._task_file = folder / job.path.name
@@ -266,7 +266,7 @@ class _Disturbed:
             file.write_bytes(data[: where // 8])
         else:
             file.unlink()
-        self._damaged = step_of(names[0])
+        self._damaged = (time.time(), step_of(names[0]) or 0)
         return f" ({names[0]}/{file.name})"
 
     def _note_recovery(self) -> None:
@@ -274,16 +274,19 @@ class _Disturbed:
         if self._hurt is None and self._damaged is None:
             return
         events = self._events()
-        hurt_at, last = self._hurt or (0.0, 0)
-        starts = [event for event in events if event["event"] == "plan" and event["time"] > hurt_at]
-        if starts and self._damaged is not None:
-            if starts[-1]["first_step"] == self._damaged:
+        if self._damaged is not None:
+            damaged_at, step = self._damaged
+            starts = [e["first_step"] for e in events if e["event"] == "plan" and e["time"] > damaged_at]
+            if step in starts[:1]:
                 self._campaign.complaints.append(f"run {self._number}: it went on from a damaged checkpoint")
-            self._damaged = None
-        new = [e["time"] for e in events if e["event"] == "step" and e["time"] > hurt_at and e["step"] > last]
-        if self._hurt is not None and starts and new:
-            self._campaign.recoveries_s.append(min(new) - hurt_at)
-            self._hurt = None
+            self._damaged = None if starts else self._damaged
+        if self._hurt is not None:
+            hurt_at, last = self._hurt
+            again = any(e["event"] == "plan" and e["time"] > hurt_at for e in events)
+            new = [e["time"] for e in events if e["event"] == "step" and e["time"] > hurt_at and e["step"] > last]
+            if again and new:
+                self._campaign.recoveries_s.append(min(new) - hurt_at)
+                self._hurt = None
 
     def _settle(self) -> None:
         """Compare the end with the undisturbed one's, and look for what is left of the processes."""
