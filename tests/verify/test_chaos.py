@@ -26,6 +26,12 @@ def test_twenty_faults() -> None:
         assert kind in said
 
 
+def test_faults_without_chaos_are_refused() -> None:
+    done = run("instep", "verify", DIGITS, "--faults", "5")
+    assert done.returncode == 2
+    assert "Add --chaos" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_faults() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from instep.cli.options import make_spec, with_options
-from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed
+from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.version import __version__
 from instep.launch.failures import describe
@@ -130,8 +130,11 @@ CHAOS = inspect.Parameter(
 FAULTS = inspect.Parameter(
     "faults",
     inspect.Parameter.KEYWORD_ONLY,
-    default=100,
-    annotation=Annotated[int, typer.Option("--faults", help="with --chaos: how many faults; --seed decides which")],
+    default=None,
+    annotation=Annotated[
+        int | None,
+        typer.Option("--faults", help="with --chaos: how many faults (100); --seed decides which", show_default=False),
+    ],
 )
 
 
@@ -186,17 +189,25 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
 )
 @guarded
 def verify(
-    task: str, values: list[str] | None, worlds: str | None, chaos: bool, faults: int, steps: int | None, **options: Any
+    task: str,
+    values: list[str] | None,
+    worlds: str | None,
+    chaos: bool,
+    faults: int | None,
+    steps: int | None,
+    **options: Any,
 ) -> None:
     """Compare trainings of one Task, or disturb them."""
     from instep.cli.chaos import STEPS, disturb_task
     from instep.cli.verify import read_worlds, verify_task
 
-    spec = make_spec(TrainSpec, {**options, "steps": steps or (STEPS if chaos else 20)})
+    if faults is not None and not chaos:
+        raise SpecError(f"faults={faults} are done to trainings by --chaos, which is off. Add --chaos.")
+    spec = make_spec(TrainSpec, {**options, "steps": (STEPS if chaos else 20) if steps is None else steps})
     made, path = _find_task(task, values)
     sizes = read_worlds(worlds or ("1,2,3,4" if chaos else "1,2,3"))
     if chaos:
-        leave(disturb_task(made, path, values or [], spec, sizes, faults))
+        leave(disturb_task(made, path, values or [], spec, sizes, 100 if faults is None else faults))
     leave(verify_task(made, path, spec, sizes))
 
 
