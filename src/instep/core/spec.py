@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from instep.core.errors import SpecError
+from instep.core.mesh import STRATEGIES, Mesh
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 DEFAULT_SHARDS = 16
@@ -108,8 +109,11 @@ class TrainSpec(LaunchSpec):
     shards: int | None = option(
         None, "with --exact: into how many shards a batch is cut (16, or its size)", "--shards", recipe=True
     )
-    strategy: Literal["auto", "single", "ddp"] = option(
-        "auto", "how the model is spread; auto: ddp when there are several processes", "--strategy"
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "tensor", "pipeline"] = option(
+        "auto", "how the model is spread; auto: ddp when there are several processes (docs/strategies.md)", "--strategy"
+    )
+    mesh: str | None = option(
+        None, "a mixture of strategies: processes along each axis, dp=2,fsdp=2,tp=2,pp=2", "--mesh", metavar="AXIS=N,…"
     )
     comm: Literal["auto", "shared-memory", "gloo"] = option(
         "auto",
@@ -188,8 +192,14 @@ class TrainSpec(LaunchSpec):
             _check_at_least("data_workers", self.data_workers, 0)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient away. Use a number above 0.")
-        if self.strategy not in ("auto", "single", "ddp"):
-            raise SpecError(f"strategy={self.strategy!r} is unknown. Choose auto, single or ddp.")
+        if self.strategy not in STRATEGIES:
+            raise SpecError(f"strategy={self.strategy!r} is unknown. Choose one of {', '.join(STRATEGIES)}.")
+        if self.mesh is not None:
+            Mesh.parse(self.mesh)
+            if self.strategy != "auto":
+                raise SpecError(
+                    f"strategy={self.strategy} and mesh={self.mesh} both say how the model is spread. Give one of them."
+                )
         if self.comm not in ("auto", "shared-memory", "gloo"):
             raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
         if self.on_nan not in ("stop", "skip"):
@@ -229,8 +239,13 @@ class TrainSpec(LaunchSpec):
         """CPU threads a process; None: its share of the cores."""
         return 1 if self.exact and self.threads is None else self.threads
 
+    def mesh_of(self, world_size: int) -> Mesh:
+        """Lay the ranks out; refuse a world that does not come out."""
+        return Mesh.of(self.strategy, self.mesh, world_size)
+
     def check_world(self, world_size: int) -> None:
-        """Refuse a world in which a rank would never have a sample."""
+        """Refuse a world that cannot be laid out, or in which a rank would never have a sample."""
+        world_size = self.mesh_of(world_size).data_size
         if self.exact:
             return self._check_exact_world(world_size)
         rows = self.batch_size // self.accumulate

@@ -5,7 +5,8 @@ Ranks: all; none needs to ask another, since every rank can compute what all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,7 +147,7 @@ def evaluation_chunks(
     workers: int | None = None,
     seed: int,
     local_world_size: int | None = None,
-) -> Iterator[tuple[Any, int]]:
+) -> Generator[tuple[Any, int]]:
     """Load this rank's chunks of an evaluation, each with its number of rows.
 
     Chunk c holds the samples from c * chunk_size on and goes whole to rank c % world_size: what a chunk
@@ -164,6 +165,16 @@ def evaluation_chunks(
         yield from zip(to_device(source.read(requests), device), sizes, strict=True)
     finally:
         source.close()
+
+
+def first_rows(dataset: Any, count: int, collate: Collate | None, seed: int) -> Any:
+    """Give a batch of the first samples, to see what one looks like."""
+    one = torch.device("cpu")
+    chunks = evaluation_chunks(
+        dataset, count, rank=0, world_size=1, device=one, collate=collate, workers=0, seed=seed, local_world_size=1
+    )
+    with contextlib.closing(chunks):
+        return next(chunks)[0]
 
 
 def open_source(dataset: Any, *, collate: Collate | None, workers: int, seed: int) -> Source:

@@ -98,4 +98,4 @@ class Ddp(Strategy):
     name = "ddp"
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return DdpReducer(parameters, self.world, num_sums)
+        return DdpReducer(parameters, self.grid.data, num_sums)

@@ -20,7 +20,7 @@ from instep.core.tree import TreeSum, cover, run_of
 from instep.parallel.dropout import own_dropout
 from instep.parallel.scope import Scope
 from instep.parallel.shard_norm import own_batch_norm
-from instep.parallel.strategy import Reducer, Strategy
+from instep.parallel.strategy import Example, Reducer, Strategy
 from instep.world.determinism import first_matmul
 from instep.world.world import World
 
@@ -193,13 +193,14 @@ class Exact(Strategy):
 
     name = "exact"
 
-    def spread(self, model: nn.Module) -> nn.Module:
-        first_matmul(self.world.device)
+    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+        del example
+        first_matmul(self.grid.world.device)
         model = own_dropout(model, self.scope)
         own_batch_norm(model, self.scope)
-        model = model.to(self.world.device)
-        self.world.broadcast([*model.parameters(), *model.buffers()])
+        model = model.to(self.grid.world.device)
+        self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return ExactReducer(parameters, self.world, self.scope, num_sums)
+        return ExactReducer(parameters, self.grid.data, self.scope, num_sums)

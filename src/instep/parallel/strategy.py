@@ -7,17 +7,21 @@ reducer that agrees with the other ranks on gradients. The loop knows these two 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from instep.parallel.capture import Call
 from instep.parallel.dropout import own_dropout
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.scope import Scope
 from instep.parallel.silence import silence_outputs
-from instep.world.world import World
+from instep.world.grid import Grid
+
+Example = Callable[[], Call]
+"""Gives the arguments of a model's call for a few rows, on CPU."""
 
 
 class Reducer(ABC):
@@ -51,18 +55,22 @@ class Strategy(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, world: World, scope: Scope) -> None:
-        self.world = world
+    def __init__(self, grid: Grid, scope: Scope) -> None:
+        self.grid = grid
         self.scope = scope
 
-    def spread(self, model: nn.Module) -> nn.Module:
-        """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks."""
+    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+        """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks.
+
+        `example` gives what the model is called with for a few rows, where that is known; the same on all ranks.
+        """
+        del example  # for strategies that have to look into the model
         model = own_dropout(model, self.scope)
-        if sync_batch_norm(model, self.world, self.scope):
+        if sync_batch_norm(model, self.grid.data, self.scope):
             silence_outputs(model, self.scope)
-        model = model.to(self.world.device)
+        model = model.to(self.grid.world.device)
         # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
-        self.world.broadcast([*model.parameters(), *model.buffers()])
+        self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
     @abstractmethod

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.core.errors import SpecError, TaskError
+from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
@@ -23,6 +23,7 @@ from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
 from instep.train.trained import Trained
 from instep.train.witness import Witness
+from instep.world.grid import Grid
 from instep.world.seeds import derive
 from instep.world.world import World
 
@@ -36,7 +37,8 @@ class Engine:
         self.on_cpu = world.device.type == "cpu"
         self.trained: list[Trained] = []
         self.scope = Scope(world.device, derive(spec.seed, "noise"))
-        self.strategy = _choose_strategy(spec, world, self.scope)
+        self.grid = Grid.open(world, spec.mesh_of(world.world_size))
+        self.strategy = _choose_strategy(spec, self.grid, self.scope)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
         self.witness: Witness | None = None
@@ -141,12 +143,7 @@ def _ignore(step: int, loss: float) -> None:
     del step, loss
 
 
-def _choose_strategy(spec: TrainSpec, world: World, scope: Scope) -> Strategy:
-    if spec.strategy == "single" and world.world_size > 1:
-        raise SpecError(
-            f"strategy=single trains on one process, and there are {world.world_size}. "
-            "Use strategy=ddp, or one process."
-        )
+def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
     if spec.exact:
-        return Exact(world, scope)
-    return Single(world, scope) if world.world_size == 1 else Ddp(world, scope)
+        return Exact(grid, scope)
+    return Single(grid, scope) if grid.world.world_size == 1 else Ddp(grid, scope)

@@ -12,12 +12,16 @@ from torch._dynamo import OptimizedModule
 
 from instep.core.errors import TaskError
 from instep.core.spec import Cadence
+from instep.data.loader import first_rows
 from instep.events.schema import StepRecord
+from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.train.origin import find_origin
 from instep.train.run import Run
-from instep.train.step import Step
+from instep.train.step import Step, with_weight
 from instep.train.task import Task, overrides
+
+_EXAMPLE_ROWS = 2
 
 
 class Loop:
@@ -26,7 +30,7 @@ class Loop:
     def __init__(self, run: Run, task: Task) -> None:
         self._run = run
         self._task = task
-        self._model, _ = run.prepare(_model_of(task), task.optimizer, _scheduler_of(task))
+        self._model, _ = run.prepare(_model_of(task), task.optimizer, _scheduler_of(task), self._example)
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
@@ -45,8 +49,7 @@ class Loop:
         watch = None if compiled or self._run.spec.exact else NoiseWatch()
         for step in () if self._run.stopped else self._run.steps(self._train_data, collate=task.collate):
             with watch or contextlib.nullcontext():
-                for batch in step.shards():
-                    step.backward(*_with_weight(task.loss(model, batch)))
+                step.compute(model, task.loss)
             record = step.finish()
             if watch is not None:
                 self._report(watch)
@@ -85,8 +88,13 @@ class Loop:
             self._run.evaluate(_metrics_of(self._task), self._eval_data, self._task.collate)
         return self._run.metrics
 
+    def _example(self) -> Call:
+        """Find out what the model is called with, from the first rows of the data."""
+        batch = first_rows(self._task.train_data(), _EXAMPLE_ROWS, self._task.collate, self._run.spec.seed)
+        return call_of(self._task.loss, batch)
+
     def _find_origin(self, step: Step) -> str:
-        return find_origin(step, self._model, lambda *given: _with_weight(self._task.loss(*given)), self._run.world)
+        return find_origin(step, self._model, lambda *given: with_weight(self._task.loss(*given)), self._run.world)
 
     def _report(self, watch: NoiseWatch) -> None:
         for text in watch.notices():
@@ -102,10 +110,6 @@ def _model_of(task: Task) -> nn.Module:
 
 def _scheduler_of(task: Task) -> Callable[..., Any] | None:
     return task.scheduler if overrides(task, "scheduler") else None
-
-
-def _with_weight(loss: Any) -> tuple[Any, Any]:
-    return loss if isinstance(loss, tuple) else (loss, None)
 
 
 class _Once:
@@ -132,6 +136,6 @@ def _metrics_of(task: Task) -> Callable[[nn.Module, Any], dict[str, Any]]:
 
     def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
         once = _Once(model)
-        return {"eval_loss": _with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
+        return {"eval_loss": with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
 
     return metrics

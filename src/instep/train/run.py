@@ -23,6 +23,7 @@ from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
+from instep.parallel.strategy import Example
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
@@ -79,16 +80,21 @@ class Run:
         seed_everything(derive(spec.seed, "model"))
 
     def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None = None
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None = None,
+        example: Example | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Spread a model, make its optimizer, and restore both if there is something to restore.
 
-        `make_scheduler(optimizer, num_steps)` is called when the number of steps is known.
+        `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` gives the
+        arguments of a call of the model for a few rows, for strategies that have to look into it.
         """
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
-        trained = Trained(model, make_optimizer, make_scheduler, self.engine.strategy, suffix)
+        trained = Trained(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example)
         if self._saver.checkpoint is not None:
             trained.restore(self._saver.checkpoint)
         self.engine.trained.append(trained)
@@ -178,7 +184,7 @@ class Run:
         self.engine.scope.end_part()
         with torch.no_grad():
             chunks = self._chunks(dataset, collate)
-            found = evaluate(metrics_of, chunks, self.world, self.spec.exact)
+            found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact)
         for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
             module.training = training
         self.metrics, self._evaluated_at = found, self.step
@@ -352,8 +358,8 @@ class Run:
     def _reading(self, collate: Collate | None) -> dict[str, Any]:
         """How this rank reads any dataset."""
         return {
-            "rank": self.world.rank,
-            "world_size": self.world.world_size,
+            "rank": self.engine.grid.data.rank,
+            "world_size": self.engine.grid.data.world_size,
             "local_world_size": self.world.place.local_world_size,
             "device": self.world.device,
             "collate": collate,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from instep.core.errors import TaskError
 from instep.data.loader import GlobalBatch, Part
@@ -23,6 +24,9 @@ from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
 from instep.train.engine import Engine
 from instep.train.trained import Trained
+
+LossOf = Callable[[nn.Module, Any], Any]
+"""Gives the loss of a batch as a Task does: a mean, or a mean and its weight."""
 
 
 class Step:
@@ -66,6 +70,11 @@ class Step:
             yield part.batch
             self._end_part()
         self._passes += 1
+
+    def compute(self, model: nn.Module, loss_of: LossOf) -> None:
+        """Go through this rank's parts: `loss_of(model, batch)` and its backward pass, as in a Task."""
+        for batch in self.shards():
+            self.backward(*with_weight(loss_of(model, batch)))
 
     def again(self) -> Iterator[tuple[Any, bool]]:
         """Give the same parts with the same noise once more, and whether they count: to see what went wrong."""
@@ -185,6 +194,11 @@ class Step:
         """Add what this rank's parts took; layers that exchange something wait for others meanwhile."""
         waited_s = self._engine.world.waited_s - self._waited
         self._engine.pace.compute_s += time.perf_counter() - self._begun - waited_s
+
+
+def with_weight(loss: Any) -> tuple[Any, Any]:
+    """Give what a Task's loss returned as a mean and a weight, which is None where it gave none."""
+    return loss if isinstance(loss, tuple) else (loss, None)
 
 
 def _not_a_scalar(loss: Any) -> str:

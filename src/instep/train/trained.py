@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from instep.checkpoint.files import Checkpoint
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.strategy import Strategy
+from instep.parallel.strategy import Example, Strategy
 
 NUM_SUMS = 6
 """Numbers that travel with the gradients: the loss times its weight, the weight, how many parts came with one, how many
@@ -40,12 +40,13 @@ class Trained:
         make_scheduler: MakeScheduler | None,
         strategy: Strategy,
         suffix: str,
+        example: Example | None = None,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
                 "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
             )
-        self.model = strategy.spread(model)
+        self.model = strategy.spread(model, example)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
             raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")

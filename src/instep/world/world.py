@@ -67,15 +67,17 @@ def backend_for(place: Place, comm: str = "auto") -> str:
 class World:
     """The processes that train together, seen from one of them."""
 
-    def __init__(self, place: Place, backend: str, group: SharedGroup | None = None) -> None:
+    def __init__(self, place: Place, backend: str, group: dist.ProcessGroup | None = None) -> None:
         self.place = place
-        self.backend = backend if group is None else group.describe()
+        self._group = group
+        """None: a world of one, or all processes."""
+        self._lane = group if isinstance(group, SharedGroup) and not group.refusal else None
+        self.backend = group.describe() if isinstance(group, SharedGroup) else backend
         """What the ranks speak over, in words."""
         self.comm_notice = ""
         """What a person should know about that."""
-        if group is not None and group.refusal and place.local_world_size > 1:
+        if isinstance(group, SharedGroup) and group.refusal and place.local_world_size > 1:
             self.comm_notice = f"shared memory is not used: {group.refusal}; gloo is, which takes longer."
-        self._group = group if group is None or not group.refusal else None
         self.rank = place.rank
         self.world_size = place.world_size
         self.is_main = place.is_main
@@ -108,14 +110,18 @@ class World:
                 f"{place.master_addr}:{place.master_port} ({backend}): {error}. "
                 "Check that all of them were started and that this address is reachable."
             ) from error
-        group = dist.group.WORLD if backend == autoload.BACKEND else None
-        assert group is None or isinstance(group, SharedGroup)
-        if comm == "shared-memory" and group is not None and group.refusal:
+        group = dist.group.WORLD
+        if comm == "shared-memory" and isinstance(group, SharedGroup) and group.refusal:
             dist.destroy_process_group()
             raise EnvironmentFailed(
                 f"comm=shared-memory was asked for, but {group.refusal}. With --comm auto gloo is used then."
             )
         return cls(place, backend, group)
+
+    def within(self, group: dist.ProcessGroup) -> World:
+        """Give the world of a group of these ranks."""
+        place = replace(self.place, rank=group.rank(), world_size=group.size())
+        return World(place, self.backend, group)
 
     def __deepcopy__(self, _memo: object) -> World:
         return self  # there is one, whoever copies a module that knows it
@@ -134,19 +140,19 @@ class World:
             return
         # A gloo thread that still holds tensors takes the GIL while the interpreter shuts down, and aborts
         # it: what refers to the group goes first, then the group.
-        self._group = None
+        self._group = self._lane = None
         gc.collect()
         dist.destroy_process_group()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add the tensor up over all ranks, in place; it must be contiguous. Called on all ranks."""
         begun = time.perf_counter()
-        if self._group is not None:
-            self._group.sum_now(tensor)
+        if self._lane is not None:
+            self._lane.sum_now(tensor)
         elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
             self._exchange(tensor)
         elif self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._group)
         self.waited_s += time.perf_counter() - begun
         return tensor
 
@@ -160,10 +166,18 @@ class World:
             if self._spare.dtype != piece.dtype or self._spare.numel() < piece.numel():
                 self._spare = torch.empty_like(piece)
             theirs = self._spare[: piece.numel()]
-            for work in (dist.isend(piece, 1 - self.rank), dist.irecv(theirs, 1 - self.rank)):
+            for work in (self._send(piece), self._receive(theirs)):
                 assert work is not None
                 work.wait()
             piece.add_(theirs)
+
+    def _send(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to send a tensor to the other one of two ranks."""
+        return dist.isend(tensor, group=self._group, group_dst=1 - self.rank)
+
+    def _receive(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to receive a tensor from the other one of two ranks."""
+        return dist.irecv(tensor, group=self._group, group_src=1 - self.rank)
 
     def fold(
         self,
@@ -180,8 +194,8 @@ class World:
         if self.world_size == 1:
             out.copy_(add_up(own))
             return
-        if self._group is not None and self._group.folds(out):
-            self._group.fold_now(own, counts, add_up, out)
+        if self._lane is not None and self._lane.folds(out):
+            self._lane.fold_now(own, counts, add_up, out)
             return
         for start in range(0, out.numel(), _FOLD_ELEMENTS):
             pieces = [row[start : start + _FOLD_ELEMENTS] for row in own]
@@ -199,7 +213,7 @@ class World:
                 row.copy_(mine)
             return [row for rank, rows in enumerate(self.gather(padded)) for row in rows[: counts[rank]]]
         theirs = [torch.empty_like(like) for _ in range(counts[1 - self.rank])]
-        works = [dist.isend(row, 1 - self.rank) for row in own] + [dist.irecv(row, 1 - self.rank) for row in theirs]
+        works = [*map(self._send, own), *map(self._receive, theirs)]
         for work in works:
             assert work is not None
             work.wait()
@@ -222,7 +236,11 @@ class World:
                 share[: values.numel()].copy_(values)
         got = torch.empty(sum(counts) * length, dtype=out.dtype, device=device)
         dist.all_to_all_single(
-            got, mine.view(-1), [count * length for count in counts], [len(own) * length for _ in range(size)]
+            got,
+            mine.view(-1),
+            [count * length for count in counts],
+            [len(own) * length for _ in range(size)],
+            group=self._group,
         )
         total = add_up(got.view(-1, length).unbind())
         out.copy_(torch.cat(self.gather(total))[: out.numel()])
@@ -233,7 +251,7 @@ class World:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         begun = time.perf_counter()
-        dist.all_gather(parts, tensor.contiguous())
+        dist.all_gather(parts, tensor.contiguous(), group=self._group)
         self.waited_s += time.perf_counter() - begun
         return parts
 
@@ -244,7 +262,7 @@ class World:
         # As one run of bytes: one call a tensor would cost a round trip each, and gloo does not know all dtypes.
         whole = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
         flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole])
-        dist.broadcast(flat, src=source)
+        dist.broadcast(flat, group=self._group, group_src=source)
         for tensor, piece in zip(
             [tensor for tensor in tensors if tensor.numel()],
             flat.split([tensor.numel() * tensor.element_size() for tensor in whole]),
@@ -258,11 +276,11 @@ class World:
             return value
         text = json.dumps(value).encode() if self.is_main else b""
         size = torch.tensor([len(text)], device=self.device)
-        dist.broadcast(size, src=0)
+        dist.broadcast(size, group=self._group, group_src=0)
         payload = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
         if self.is_main:
             payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(payload, src=0)
+        dist.broadcast(payload, group=self._group, group_src=0)
         return json.loads(bytes(payload.tolist()))
 
     def tell_all(self, value: Any) -> list[Any]:
@@ -279,7 +297,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here. Called on all ranks."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self._group)
 
 
 def _init_method(place: Place) -> str:
