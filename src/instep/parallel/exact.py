@@ -194,7 +194,7 @@ class Exact(Strategy):
     name = "exact"
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        del example
+        del example  # the model is taken as it is
         first_matmul(self.grid.world.device)
         model = own_dropout(model, self.scope)
         own_batch_norm(model, self.scope)

@@ -30,7 +30,7 @@ class Loop:
     def __init__(self, run: Run, task: Task) -> None:
         self._run = run
         self._task = task
-        self._model, _ = run.prepare(_model_of(task), task.optimizer, _scheduler_of(task), self._example)
+        self._model, _ = run.prepare(lambda: _model_of(task), task.optimizer, _scheduler_of(task), self._example)
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
