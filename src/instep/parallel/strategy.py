@@ -89,6 +89,9 @@ class Strategy(ABC):
             silence_outputs(model, self.scope)
         return model
 
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most take it as it is
+        """Make an optimizer fit the way its parameters are spread."""
+
     @abstractmethod
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
         """Make the reducer of one optimizer's parameters; `num_sums` numbers travel with the gradients."""
