@@ -203,8 +203,8 @@ class Exact(Strategy):
         return model
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        # On CPU, fused kernels round the last few numbers of a tensor differently than the rest: a parameter that is cut
-        # would not be updated as the whole one is (seen with SGD).
+        # On CPU, fused kernels round the last few numbers of a tensor differently than the rest: a parameter that is
+        # cut would not be updated as the whole one is (seen with SGD).
         if self.grid.world.device.type == "cpu":
             for group in optimizer.param_groups:
                 if group.get("fused"):
