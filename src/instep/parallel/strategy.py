@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from instep.world.grid import Grid
 
 Example = Callable[[], Call]
 """Gives the arguments of a model's call for a few rows, on CPU."""
+Layers = Callable[[nn.Module], Sequence[Callable[..., Any]]]
+"""Gives a model's layers: applied one after the other, they make up the model."""
 
 
 class Reducer(ABC):
@@ -58,6 +60,8 @@ class Strategy(ABC):
     def __init__(self, grid: Grid, scope: Scope) -> None:
         self.grid = grid
         self.scope = scope
+        self.layers: Layers | None = None
+        """How the next model may be cut, where its Task says so."""
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks.
@@ -72,6 +76,23 @@ class Strategy(ABC):
         # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
+
+    def smallest_part(self, rows: int) -> int:
+        """Tell how many rows, over all ranks, the smallest piece has into which `rows` rows are cut."""
+        return rows
+
+    def num_parameters(self, model: nn.Module) -> int:
+        """Count the numbers that a model learns, on whichever ranks they are."""
+        return sum(p.numel() for p in model.parameters())
+
+    def notices(self, rows: int) -> list[str]:
+        """Say what a person should know before the training, in which a part has `rows` rows for each copy."""
+        del rows
+        return []
+
+    def report(self) -> list[str]:
+        """Say what a person should know after the training. Called on all ranks."""
+        return []
 
     @abstractmethod
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:

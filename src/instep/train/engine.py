@@ -16,6 +16,7 @@ from instep.data.order import PartPlan
 from instep.guard.slowness import Pace
 from instep.parallel.ddp import Ddp
 from instep.parallel.exact import Exact
+from instep.parallel.pipeline.strategy import Pipeline
 from instep.parallel.scope import Scope, mix64
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
@@ -77,7 +78,11 @@ class Engine:
         `passes` counts how often this step went through its parts before.
         """
         self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
-        self._seed(mix64(self.scope.step_key + plan.first_row + (passes << 40)) >> 1)
+        self.seed_noise(plan.first_row, passes)
+
+    def seed_noise(self, first_row: int, passes: int) -> None:
+        """Seed the noise that the layers do not own, for the rows that begin there."""
+        self._seed(mix64(self.scope.step_key + first_row + (passes << 40)) >> 1)
 
     def begin_update(self) -> None:
         """Seed the noise of an optimizer that draws some: not by what this rank's parts left."""
@@ -144,6 +149,9 @@ def _ignore(step: int, loss: float) -> None:
 
 
 def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
+    if grid.mesh.pp > 1:
+        spec.check_pipeline(grid.mesh)
+        return Pipeline(grid, scope, spec.schedule, spec.microbatches)
     if spec.exact:
         return Exact(grid, scope)
     return Single(grid, scope) if grid.world.world_size == 1 else Ddp(grid, scope)

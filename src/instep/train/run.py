@@ -23,7 +23,7 @@ from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
-from instep.parallel.strategy import Example
+from instep.parallel.strategy import Example, Layers
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
@@ -59,7 +59,7 @@ class Run:
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
         self._saver = Saver(world, spec, directory, log)
-        self._lookout = Lookout(world, spec, self._saver, self.engine.pace, self.notice)
+        self._lookout = Lookout(self.engine.grid.data, spec, self._saver, self.engine.pace, self.notice)
         self._loader: TrainLoader | None = None
         self._step: Step | None = None
         """The one under way."""
@@ -85,12 +85,15 @@ class Run:
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None = None,
         example: Example | None = None,
+        layers: Layers | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Spread a model, make its optimizer, and restore both if there is something to restore.
 
         `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` gives the
-        arguments of a call of the model for a few rows, for strategies that have to look into it.
+        arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)` says
+        where a pipeline may cut it, as in a Task.
         """
+        self.engine.strategy.layers = layers
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
@@ -125,7 +128,7 @@ class Run:
         plan = self._plan(num_samples(dataset, collate))
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
         self.steps_per_epoch = plan.num_batches
-        self.engine.scope.smallest_part = plan.smallest_part
+        self.engine.scope.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
         self._loader = self._load_from(dataset, plan, collate)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
@@ -158,6 +161,8 @@ class Run:
                 witness.finished(self.step)
             self._pulse.beat(Phase.DATA)
         self.compare()
+        for sentence in self.engine.strategy.report():
+            self.notice(sentence)
         self.close_data()
 
     def evaluate(
@@ -369,6 +374,9 @@ class Run:
 
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""
+        rows = self.spec.batch_size // self.spec.accumulate // self.engine.grid.mesh.data_size
+        for sentence in self.engine.strategy.notices(max(1, rows)):
+            self.notice(sentence)
         if self.spec.exact and moved:
             self.notice(
                 f"exact mode: this run goes on with {moved}. Kernels may round differently "
@@ -393,7 +401,7 @@ class Run:
                 steps_per_epoch=plan.num_batches,
                 batch_size=plan.batch_size,
                 num_samples=plan.num_samples,
-                num_parameters=sum(p.numel() for p in model.parameters()),
+                num_parameters=self.engine.strategy.num_parameters(model),
                 reading=self._loader.describe(),
             )
         )
