@@ -353,7 +353,7 @@ def _name_of(work: Sequence[fx.Node]) -> str:
 
 def _name_in(model: nn.Module, layer: Any, number: int) -> str:
     names = {id(module): name for name, module in model.named_modules()}
-    return names.get(id(layer)) or getattr(layer, "__name__", f"layer {number}")
+    return names.get(id(layer)) or str(getattr(layer, "__name__", f"layer {number}"))
 
 
 def _holds_blocks(module: nn.Module) -> bool:
