@@ -108,8 +108,8 @@ def in_run(world: World, spec: TrainSpec, act: Any) -> Any:
         run_dir = Path(world.tell(scratch))
         with open_run(world, spec, RunDirectory(run_dir), "test") as run:
             found = act(run)
-            world.barrier()
-            events = list(read_events(run_dir))
+        world.barrier()
+        events = list(read_events(run_dir))
         world.barrier()
     return found, events
 
@@ -215,6 +215,7 @@ def test_named_layers_and_batches_that_are_not_all_rows(name: str) -> None:
     for rank in piped():
         (found, _), found_events = rank[name]
         assert found == pytest.approx(metrics, rel=1e-9)
+        assert len(steps_of(found_events)) == 6
         assert steps_of(found_events) == pytest.approx(steps_of(events), rel=1e-9)
 
 
