@@ -272,10 +272,17 @@ class World:
 
     def carry(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Bring one rank's tensor, contiguous, to another one, which has one of that form. Called on these two."""
+        travelling = tensor.to(self.wire)
         if self.rank == source:
-            dist.send(tensor, group=self._group, group_dst=target)
+            dist.send(travelling, group=self._group, group_dst=target)
         elif self.rank == target:
-            dist.recv(tensor, group=self._group, group_src=source)
+            dist.recv(travelling, group=self._group, group_src=source)
+            tensor.copy_(travelling)
+
+    @property
+    def wire(self) -> torch.device:
+        """Where tensors must be to travel from one rank to another one: gloo knows too little of GPUs."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def tell(self, value: Any, source: int = 0) -> Any:
         """Give every rank rank 0's value, or another one's. It travels as JSON, not pickled. Called on all ranks."""

@@ -150,7 +150,7 @@ class Pipe:
                 self._num_stages,
                 count,
                 lengths,
-                self._world.device,
+                self._world,
                 self._group,
                 self.clock,
             )

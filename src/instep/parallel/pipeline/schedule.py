@@ -25,6 +25,7 @@ from instep.core.microbatches import Schedule
 from instep.parallel.capture import Call
 from instep.parallel.pipeline.chain import StageFunction
 from instep.parallel.pipeline.wire import Form, pack, unpack
+from instep.world.world import World
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,11 @@ class _Body(nn.Module):
         function: StageFunction,
         lengths: Sequence[Sequence[int]],
         device: torch.device,
+        wire: torch.device,
     ) -> None:
         super().__init__()
         self.number = number
-        self._device = device
+        self._device, self._wire = device, wire
         self.round: Round | None = None
         self._is_first, self._is_last = number == 0, number == num_stages - 1
         self._function = function
@@ -104,25 +106,27 @@ class _Body(nn.Module):
             return self._nothing(rows)
         assert microbatch.call is not None
         forms = self.round.forms[self._current]
+        rows = tuple(row.to(self._device) for row in rows)
         value = None if self._is_first else unpack(rows, forms[self.number - 1])
         output = self._function(microbatch.call, value)
         if self._is_last:
             loss = self.round.work(lambda *_, **__: output, microbatch)
             # A loss that counts nothing still goes back: the stages before wait for it.
             loss = _silent(output) if loss is None else loss
-            return loss.reshape(1).float()  # it counted already; from here on only its gradient matters, which is 1
+            # It counted already: from here on only its gradient matters, which is 1 in any precision.
+            return torch.stack([loss.reshape(())]).float()
         Form.of(output)
         packed = pack(output, self._lengths[self.number])
-        return tuple(row if row.requires_grad else row + _leaf(row) for row in packed)
+        return tuple((row if row.requires_grad else row + _leaf(row)).to(self._wire) for row in packed)
 
     def _nothing(self, rows: Sequence[torch.Tensor]) -> Any:
         """Pass an empty microbatch on, connected to what came in, so that a backward pass comes through."""
         assert self.round is not None
-        zero = torch.zeros(1, device=self._device, requires_grad=True)
+        zero = torch.zeros(1, device=self._wire, requires_grad=True)
         for row in () if self._is_first else rows:
             zero = zero + row[:1].float() * 0
         if self._is_last:
-            return zero
+            return zero.to(self._device)
         dtypes = self.round.forms[0][self.number].dtypes
         return tuple(
             zero.to(getattr(torch, dtype)).expand(length).contiguous()
@@ -181,7 +185,7 @@ class Machine:
         num_stages: int,
         num_microbatches: int,
         lengths: Sequence[tuple[Sequence[int], Sequence[str]]],
-        device: torch.device,
+        world: World,
         group: dist.ProcessGroup,
         clock: Clock,
     ) -> None:
@@ -190,12 +194,12 @@ class Machine:
         self._bodies = []
         stages = []
         for number, function in functions.items():
-            body = _Body(number, num_stages, function, [sizes for sizes, _ in lengths], device)
+            body = _Body(number, num_stages, function, [sizes for sizes, _ in lengths], world.device, world.wire)
             stage = _Stage(
                 body,
                 number,
                 num_stages,
-                device,
+                world.wire,
                 input_args=_rows(lengths[number - 1]) if number else torch.zeros(1, dtype=torch.int64),
                 output_args=_rows(lengths[number]) if number < num_stages - 1 else torch.zeros(1),
                 group=group,

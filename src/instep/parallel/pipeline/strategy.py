@@ -156,7 +156,7 @@ class Pipeline(Strategy):
         # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
         self.grid.data.broadcast([*model.parameters(), *model.buffers()])
         for holders in sorted({ranks for _, ranks in holding.shared}):
-            world = self.grid.among(holders)
+            world = self._pipe_world if len(holders) == self.grid.mesh.pp else self.grid.among(holders)
             if world is not None:
                 parameters = tuple(named[name] for name, ranks in holding.shared if ranks == holders)
                 world.broadcast(parameters)
