@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from instep.core.errors import SpecError
 from instep.core.mesh import STRATEGIES, Mesh
+from instep.core.microbatches import SCHEDULES, check_microbatches
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 DEFAULT_SHARDS = 16
@@ -128,6 +129,16 @@ class TrainSpec(LaunchSpec):
         "with fsdp: build the model without its numbers and make them block by block, for one that fits no process",
         "--meta-init/--no-meta-init",
     )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
+        "1f1b",
+        "in which order a pipeline works: gpipe, 1f1b (less memory), interleaved (less idle time) (docs/pipeline.md)",
+        "--schedule",
+    )
+    microbatches: int | None = option(
+        None,
+        "into how many pieces a pipeline cuts the rows of a batch (4 for each of its stages, where the rows suffice)",
+        "--microbatches",
+    )
     comm: Literal["auto", "shared-memory", "gloo"] = option(
         "auto",
         "how processes on CPU speak; auto: through shared memory where they share a machine, else gloo",
@@ -195,7 +206,7 @@ class TrainSpec(LaunchSpec):
         super().__post_init__()
         for name, least in (("batch_size", 1), ("accumulate", 1), ("keep", 1)):
             _check_at_least(name, getattr(self, name), least)
-        for name in ("epochs", "steps", "threads", "shards", "keep_every"):
+        for name in ("epochs", "steps", "threads", "shards", "keep_every", "microbatches"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
         if self.epochs is not None and self.steps is not None:
@@ -213,6 +224,9 @@ class TrainSpec(LaunchSpec):
                 raise SpecError(
                     f"strategy={self.strategy} and mesh={self.mesh} both say how the model is spread. Give one of them."
                 )
+        if self.schedule not in SCHEDULES:
+            raise SpecError(f"schedule={self.schedule!r} is unknown. Choose one of {', '.join(SCHEDULES)}.")
+        self._check_pipelined()
         if self.comm not in ("auto", "shared-memory", "gloo"):
             raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
         if self.on_nan not in ("stop", "skip"):
@@ -232,6 +246,17 @@ class TrainSpec(LaunchSpec):
             )
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
+
+    def _check_pipelined(self) -> None:
+        """Refuse options of a pipeline where there is none."""
+        if self.strategy == "pipeline" or (self.mesh is not None and Mesh.parse(self.mesh).pp > 1):
+            return
+        for name, default in (("schedule", "1f1b"), ("microbatches", None)):
+            if (value := getattr(self, name)) != default:
+                raise SpecError(
+                    f"{name}={value} is for a pipeline, and there is none. Add --strategy pipeline, or --mesh with "
+                    "pp=2 or more."
+                )
 
     def _check_shards(self) -> None:
         if self.shards is None:
@@ -272,7 +297,10 @@ class TrainSpec(LaunchSpec):
 
     def check_world(self, world_size: int) -> None:
         """Refuse a world that cannot be laid out, or in which a rank would never have a sample."""
-        world_size = self.mesh_of(world_size).data_size
+        mesh = self.mesh_of(world_size)
+        if mesh.pp > 1:
+            self.check_pipeline(mesh)
+        world_size = mesh.data_size
         if self.exact:
             return self._check_exact_world(world_size)
         rows = self.batch_size // self.accumulate
@@ -284,6 +312,20 @@ class TrainSpec(LaunchSpec):
             f"batch_size={self.batch_size}{parts} leaves {ranks} of {world_size} without a sample in every step. "
             f"Use batch_size >= {world_size * self.accumulate}, or fewer processes."
         )
+
+    def check_pipeline(self, mesh: Mesh) -> None:
+        """Refuse what a pipeline on this mesh cannot do."""
+        if mesh.fsdp * mesh.tp > 1:
+            raise SpecError(
+                f"mesh={self.mesh}: the stages of a pipeline cannot be split further yet. Use pp together with dp, for "
+                f"instance dp={mesh.size // mesh.pp},pp={mesh.pp}."
+            )
+        if self.exact:
+            raise SpecError(
+                "exact mode cannot hold in a pipeline: its microbatches add gradients up in an order of their own. Use "
+                "strategy=ddp with --exact, or the pipeline without (its answer is the same up to rounding)."
+            )
+        check_microbatches(self.schedule, self.microbatches, mesh.pp)
 
     def _check_exact_world(self, world_size: int) -> None:
         micro_rows = -(-self.batch_size // self.accumulate)

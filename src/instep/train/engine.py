@@ -19,6 +19,7 @@ from instep.parallel.dp import Dp
 from instep.parallel.exact import Exact
 from instep.parallel.exact_fsdp import ExactFsdp
 from instep.parallel.fsdp import Fsdp, Sharding
+from instep.parallel.pipeline.strategy import Pipeline
 from instep.parallel.scope import Scope, mix64
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
@@ -81,7 +82,11 @@ class Engine:
         `passes` counts how often this step went through its parts before.
         """
         self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
-        self._seed(mix64(self.scope.step_key + plan.first_row + (passes << 40)) >> 1)
+        self.seed_noise(plan.first_row, passes)
+
+    def seed_noise(self, first_row: int, passes: int) -> None:
+        """Seed the noise that the layers do not own, for the rows that begin there."""
+        self._seed(mix64(self.scope.step_key + first_row + (passes << 40)) >> 1)
 
     def begin_update(self) -> None:
         """Seed the noise of an optimizer that draws some: not by what this rank's parts left."""
@@ -148,6 +153,9 @@ def _ignore(step: int, loss: float) -> None:
 
 
 def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
+    if grid.mesh.pp > 1:
+        spec.check_pipeline(grid.mesh)
+        return Pipeline(grid, scope, spec.schedule, spec.microbatches)
     if spec.exact:
         return ExactFsdp(grid, scope) if grid.mesh.fsdp > 1 else Exact(grid, scope)
     if grid.mesh.fsdp > 1:

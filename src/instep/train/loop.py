@@ -16,6 +16,8 @@ from instep.data.loader import first_rows
 from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
+from instep.parallel.pipeline.pipe import Staged
+from instep.parallel.strategy import Layers
 from instep.train.origin import find_origin
 from instep.train.run import Run
 from instep.train.step import Step, with_weight
@@ -30,7 +32,9 @@ class Loop:
     def __init__(self, run: Run, task: Task) -> None:
         self._run = run
         self._task = task
-        self._model, _ = run.prepare(lambda: _model_of(task), task.optimizer, _scheduler_of(task), self._example)
+        self._model, _ = run.prepare(
+            lambda: _model_of(task), task.optimizer, _scheduler_of(task), self._example, _layers_of(task)
+        )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
@@ -94,6 +98,8 @@ class Loop:
         return call_of(self._task.loss, batch)
 
     def _find_origin(self, step: Step) -> str:
+        if isinstance(self._model, Staged):
+            return "In a pipeline it is not looked for where they begin; the same step on strategy=ddp tells."
         return find_origin(step, self._model, lambda *given: with_weight(self._task.loss(*given)), self._run.world)
 
     def _report(self, watch: NoiseWatch) -> None:
@@ -110,6 +116,11 @@ def _model_of(task: Task) -> nn.Module:
 
 def _scheduler_of(task: Task) -> Callable[..., Any] | None:
     return task.scheduler if overrides(task, "scheduler") else None
+
+
+def _layers_of(task: Task) -> Layers | None:
+    # Who has a hyper-parameter of that name means a number by it.
+    return task.layers if overrides(task, "layers") and callable(task.layers) else None
 
 
 class _Once:

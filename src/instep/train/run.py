@@ -24,7 +24,7 @@ from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecor
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.capture import call_of
-from instep.parallel.strategy import Example
+from instep.parallel.strategy import Example, Layers
 from instep.parallel.total_norm import local_part
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
@@ -87,15 +87,18 @@ class Run:
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None = None,
         example: Example | None = None,
+        layers: Layers | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Spread a model, make its optimizer, and restore both if there is something to restore.
 
         `model` may be a function that builds it, which meta_init needs.
         `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` gives the
-        arguments of a call of the model for a few rows, for strategies that have to look into it.
+        arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)` says
+        where a pipeline may cut it, as in a Task.
         """
         if not isinstance(model, nn.Module):
             model = self.engine.strategy.build(model)
+        self.engine.strategy.layers = layers
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
@@ -103,8 +106,6 @@ class Run:
         if self._saver.checkpoint is not None:
             trained.restore(self._saver.checkpoint)
         self.engine.trained.append(trained)
-        while self.engine.strategy.notices:
-            self.notice(self.engine.strategy.notices.pop(0))
         return trained.model, trained.optimizer
 
     def keep(self, **objects: Any) -> None:
@@ -132,7 +133,7 @@ class Run:
         plan = self._plan(num_samples(dataset, collate))
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
         self.steps_per_epoch = plan.num_batches
-        self.engine.scope.smallest_part = plan.smallest_part
+        self.engine.scope.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
         self._loader = self._load_from(dataset, plan, collate)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
@@ -165,6 +166,8 @@ class Run:
                 witness.finished(self.step)
             self._pulse.beat(Phase.DATA)
         self.compare()
+        for sentence in self.engine.strategy.report():
+            self.notice(sentence)
         self.close_data()
 
     def evaluate(
@@ -381,6 +384,9 @@ class Run:
 
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""
+        rows = self.spec.batch_size // self.spec.accumulate // self.engine.grid.mesh.data_size
+        for sentence in self.engine.strategy.notices(max(1, rows)):
+            self.notice(sentence)
         if self.spec.exact and moved:
             self.notice(
                 f"exact mode: this run goes on with {moved}. Kernels may round differently "
@@ -405,7 +411,7 @@ class Run:
                 steps_per_epoch=plan.num_batches,
                 batch_size=plan.batch_size,
                 num_samples=plan.num_samples,
-                num_parameters=sum(p.numel() for p in model.parameters()),
+                num_parameters=self.engine.strategy.num_parameters(model),
                 reading=self._loader.describe(),
             )
         )

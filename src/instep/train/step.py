@@ -22,7 +22,12 @@ from instep.core.errors import TaskError
 from instep.data.loader import GlobalBatch, Part
 from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
+from instep.parallel.capture import call_of
+from instep.parallel.pipeline.pipe import Staged
+from instep.parallel.pipeline.schedule import Microbatch
+from instep.parallel.pipeline.strategy import Pipeline
 from instep.train.engine import Engine
+from instep.train.microbatches import cut_batch
 from instep.train.trained import Trained
 
 LossOf = Callable[[nn.Module, Any], Any]
@@ -48,6 +53,9 @@ class Step:
         self._on_finish = on_finish
         self._part: Part | None = None
         self._weighted: bool | None = None
+        """Whether parts come with a weight; None until one has been counted here."""
+        self._has_gradient = False
+        """Whether there was a backward pass since the last update."""
         self._loss_sum: Any = 0.0
         self._weight_sum = 0.0
         self._total_weight: float | None = None
@@ -74,7 +82,33 @@ class Step:
     def compute(self, model: nn.Module, loss_of: LossOf) -> None:
         """Go through this rank's parts: `loss_of(model, batch)` and its backward pass, as in a Task."""
         for batch in self.shards():
-            self.backward(*with_weight(loss_of(model, batch)))
+            if isinstance(model, Staged):
+                self._through_stages(model, loss_of)
+            else:
+                self.backward(*with_weight(loss_of(model, batch)))
+
+    def _through_stages(self, model: Staged, loss_of: LossOf) -> None:
+        """Take a part through a pipeline, in microbatches: forward, loss on its last stage, and back."""
+        part, engine = self._part, self._engine
+        assert part is not None
+        assert isinstance(engine.strategy, Pipeline)
+        plan = part.plan
+        rows = plan.num_rows if plan.replicated else plan.micro_rows // engine.grid.mesh.data_size
+        microbatches = []
+        for first, num_rows, batch in cut_batch(part.batch, plan.num_rows, engine.strategy.num_microbatches(rows)):
+            # A loss may draw noise before it calls the model, and does so again where it is computed: the same.
+            engine.seed_noise(plan.first_row + first, self._passes)
+            call = call_of(loss_of, batch)
+            microbatches.append(Microbatch(plan.first_row + first, num_rows, batch, call))
+
+        def work(replay: Callable[..., Any], microbatch: Microbatch) -> torch.Tensor | None:
+            engine.seed_noise(microbatch.first_row, self._passes)
+            loss, weight = with_weight(loss_of(replay, microbatch.batch))  # type: ignore[arg-type]
+            scale = self._count(loss, weight, microbatch.num_rows)
+            return loss * scale if scale else None
+
+        self._begin_gradient()
+        model.pipe.train(microbatches, plan.replicated, work)
 
     def again(self) -> Iterator[tuple[Any, bool]]:
         """Give the same parts with the same noise once more, and whether they count: to see what went wrong."""
@@ -88,28 +122,40 @@ class Step:
         part = self._part
         if part is None:
             raise TaskError("step.backward() outside of `for batch in step.shards()`: its rows are unknown.")
+        scale = self._count(loss, weight, part.plan.num_rows)
+        self._begin_gradient()
+        if scale:
+            loss.backward(None if scale == 1.0 else self._engine.scalar(scale, loss))
+        else:
+            self._engine.backward_in_silence(loss)
+
+    def _count(self, loss: torch.Tensor, weight: float | torch.Tensor | None, num_rows: int) -> float:
+        """Add the loss of some rows of the current part to the step's; give what its gradient counts."""
+        assert self._part is not None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TaskError(_not_a_scalar(loss))
         if self._weighted is not None and self._weighted != (weight is not None):
             raise TaskError(
                 "some parts of this step came with a weight and some without. Give all of them one, or none."
             )
-        if self._weighted is None:
-            # Here and not after the last update: memory that was just let go is the fastest to take.
-            self._engine.clear_gradients()
         self._weighted = weight is not None
-        if not part.plan.counted:
-            scale = 0.0
-        elif weight is None:
-            scale = part.plan.num_rows / self._batch.size
+        if not self._part.plan.counted:
+            return 0.0
+        if weight is None:
+            scale = num_rows / self._batch.size
         else:
             scale = float(weight)
             self._weight_sum += scale
         if scale:
             self._loss_sum += (loss.item() if self._engine.on_cpu else loss.detach()) * scale
-            loss.backward(None if scale == 1.0 else self._engine.scalar(scale, loss))
-        else:
-            self._engine.backward_in_silence(loss)
+        return scale
+
+    def _begin_gradient(self) -> None:
+        """Forget the last update's gradients, before the first ones of this step are added."""
+        if not self._has_gradient:
+            # Here and not after the last update: memory that was just let go is the fastest to take.
+            self._engine.clear_gradients()
+        self._has_gradient = True
 
     def _end_part(self) -> None:
         """In exact mode, put a shard's gradient and sums away before the next one adds to them."""
@@ -134,7 +180,7 @@ class Step:
         trained.end_update()
         if self._batch.num_shards:
             trained.reducer.be_ready()
-        self._total_weight, self._weighted = None, None
+        self._total_weight, self._weighted, self._has_gradient = None, None, False
         self._loss_sum = self._weight_sum = 0.0
 
     def finish(self) -> StepRecord:
@@ -165,7 +211,7 @@ class Step:
     def _agree(self, trained: Trained) -> bool:
         """Bring gradients and loss together over all ranks; tell whether to apply them."""
         self._count_time()
-        if self._weighted is None:  # no backward pass since the last update: there is no gradient
+        if not self._has_gradient:  # no backward pass since the last update: there is no gradient
             self._engine.clear_gradients()
         self._end_part()
         self._pulse.beat(Phase.REDUCE)
