@@ -6,7 +6,6 @@ Ranks: all; what is called on all ranks says so. The rest runs in a thread and i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import secrets
 import shutil
@@ -116,7 +115,7 @@ class Sharing:
         self.patience = Patience()
         self._run = str(self._world.tell(secrets.token_hex(4)))
         self._number = 0
-        self._digest = b""
+        self._structure: list[Any] = []
         self._plan = SavePlan({}, ())
 
     def any(self, flag: bool) -> bool:
@@ -126,13 +125,12 @@ class Sharing:
 
     def plan(self, parts: Parts) -> SavePlan:
         """Agree on who writes what. Called on all ranks."""
-        held = {key: holding_of(key, tensor) for key, tensor in parts.tensors.items()}
-        told = json.dumps([[*key, *holding.to_json()] for key, holding in held.items()])
-        digest = hashlib.sha256(told.encode()).digest()
-        if self.any(digest != self._digest):
-            rows = self._world.tell_all(told)
-            self._plan = plan_save([_holdings(json.loads(each)) for each in rows])
-        self._digest = digest
+        structure = _structure(parts)
+        if self.any(structure != self._structure):
+            held = {key: holding_of(key, tensor) for key, tensor in parts.tensors.items()}
+            told = self._world.tell_all([[*key, *holding.to_json()] for key, holding in held.items()])
+            self._plan = plan_save([_holdings(rows) for rows in told])
+        self._structure = structure
         return self._plan
 
     def begin(self, parts: Parts) -> SharedSave:
@@ -141,6 +139,14 @@ class Sharing:
         self._number += 1
         token = f"{self._run}-{self._number}"
         return SharedSave(plan, self._world.rank, self._tellers, token, self.patience)
+
+
+def _structure(parts: Parts) -> list[Any]:
+    """Give what a plan depends on, quickly: a save waits for it."""
+    return [
+        (key, tensor.dtype, tensor.shape, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
+        for key, tensor in parts.tensors.items()
+    ]
 
 
 def _holdings(rows: list[list[Any]]) -> dict[Key, Holding]:

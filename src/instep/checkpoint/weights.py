@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +66,8 @@ def spread_weights_sha256(state: Mapping[str, Any], world: World) -> str:
         dtype, shape = told[holders[0]][name]
         if name in own:
             value = own[name].detach()
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            with _no_advice():
+                value = value.full_tensor() if hasattr(value, "full_tensor") else value
         else:
             value = torch.empty(shape, dtype=DTYPES[dtype], device=world.device)
         if (
@@ -74,6 +77,18 @@ def spread_weights_sha256(state: Mapping[str, Any], world: World) -> str:
             world.broadcast([value], holders[0])
         digest.add(name, value)
     return digest.hex()
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """Keep torch from advising other collectives: a tensor that is cut twice is gathered twice, once in a run."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def load_weights(source: Path) -> dict[str, torch.Tensor]:

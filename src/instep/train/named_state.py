@@ -18,16 +18,16 @@ class Names:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._names: dict[int, str] = {}
+        self._names: dict[nn.Parameter, str] = {}
         self._others: dict[str, str] = {}
         self._learn()
 
     def of_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Name the parameters of an optimizer, group by group; one that is not the model's goes by its place."""
-        if any(id(p) not in self._names for group in optimizer.param_groups for p in group["params"]):
+        if any(p not in self._names for group in optimizer.param_groups for p in group["params"]):
             self._learn()  # a layer may have been added
         return [
-            [self._names.get(id(p), f"group {i}, parameter {j}") for j, p in enumerate(group["params"])]
+            [self._names.get(p, f"group {i}, parameter {j}") for j, p in enumerate(group["params"])]
             for i, group in enumerate(optimizer.param_groups)
         ]
 
@@ -38,7 +38,7 @@ class Names:
     def _learn(self) -> None:
         # As they are between two steps: inside of one, a sharded model may have others for a while.
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            self._others[name] = self._names.setdefault(id(parameter), name)
+            self._others[name] = self._names.setdefault(parameter, name)
 
 
 def by_name(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
