@@ -45,6 +45,8 @@ class Engine:
         self.strategy = _choose_strategy(spec, self.grid, self.scope)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
+        self.wants_save: Callable[[], bool] = _never
+        """Tells whether this rank would have all of them save after this step."""
         self.witness: Witness | None = None
         self.stop_request = StopRequest()
         self.pace = Pace()
@@ -150,6 +152,10 @@ class Engine:
 
 def _ignore(step: int, loss: float) -> None:
     del step, loss
+
+
+def _never() -> bool:
+    return False
 
 
 def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:

@@ -65,7 +65,7 @@ class Loop:
                 break
         self._run.close_data()
         self._evaluate()
-        if not self._run.is_saved:
+        if not self._run.is_saved():
             self._run.save()
 
     def _follow(self, step: Step, record: StepRecord) -> bool:

@@ -60,7 +60,8 @@ class Run:
         self.log = log
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
-        self._saver = Saver(world, spec, directory, log)
+        self._saver = Saver(self.engine.grid, spec, directory, log)
+        self.engine.wants_save = self._saver.wants
         self._lookout = Lookout(self.engine.grid, spec, self._saver, self.engine.pace, self.notice)
         self._loader: TrainLoader | None = None
         self._step: Step | None = None
@@ -160,7 +161,7 @@ class Run:
                 self.compare()
             if step.stop_asked:
                 self._leave()
-            if self._saver.is_due(self.step, self._scores()):
+            if self._saver.is_due(self.step, self._scores(), step.save_asked):
                 self._save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
@@ -211,17 +212,16 @@ class Run:
         self._lookout.compare(self.step, self.engine.trained)
 
     def save(self) -> None:
-        """Take a checkpoint of this moment; it is written beside the training."""
+        """Take a checkpoint of this moment; it is written beside the training. Called on all ranks."""
         self._save(may_skip=False)
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete."""
         self._saver.finish()
 
-    @property
     def is_saved(self) -> bool:
-        """Whether this step's checkpoint was written already."""
-        return self._saver.saved_step == self.step
+        """Tell whether this step's checkpoint was written already. Called on all ranks."""
+        return self._saver.is_saved(self.step)
 
     def notice(self, text: str) -> None:
         """Say something that a person should know, once for all ranks."""
@@ -253,7 +253,7 @@ class Run:
         """Save and end the run early, because this step's ranks agreed that one of them was asked to stop."""
         self.compare()
         self.notice(f"asked to stop: saving at step {self.step}. The same command goes on from there.")
-        if not self.is_saved:
+        if not self.is_saved():
             self.save()
         self.finish_saving()
         self.close_data()

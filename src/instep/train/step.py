@@ -48,6 +48,8 @@ class Step:
         """What happened; there once the step is finished."""
         self.stop_asked = False
         """Whether a rank was asked to stop; once the step is finished, all ranks know alike."""
+        self.save_asked = False
+        """Whether a checkpoint is due that all ranks write together; known as `stop_asked` is."""
         self._engine = engine
         self._batch = batch
         self._on_finish = on_finish
@@ -165,11 +167,11 @@ class Step:
         self._part, self._loss_sum, self._weight_sum = None, 0.0, 0.0
 
     def _sums(self) -> tuple[float | torch.Tensor, ...]:
-        asked = float(self._engine.stop_request.asked)
+        asked = (float(self._engine.stop_request.asked), float(self._engine.wants_save()))
         if not self._engine.grid.is_counted:  # another rank has the same rows, and counts them
-            return 0.0, 0.0, 0.0, 0.0, asked, 0.0
+            return 0.0, 0.0, 0.0, 0.0, *asked, 0.0
         weighted = (float(self._weighted is True), float(self._weighted is not None))
-        return self._loss_sum, self._weight_sum, *weighted, asked, 0.0
+        return self._loss_sum, self._weight_sum, *weighted, *asked, 0.0
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
@@ -215,10 +217,11 @@ class Step:
             self._engine.clear_gradients()
         self._end_part()
         self._pulse.beat(Phase.REDUCE)
-        loss, weight, num_weighted, num_parts, num_asked, num_changed = trained.reduce(self._sums())
+        loss, weight, num_weighted, num_parts, num_asked, num_saving, num_changed = trained.reduce(self._sums())
         self._pulse.beat(Phase.UPDATE)
         self._buffers_changed |= num_changed > 0
         self.stop_asked |= num_asked > 0
+        self.save_asked |= num_saving > 0
         if 0 < num_weighted < num_parts:
             raise TaskError("loss gave a weight on some ranks and none on others. Give one always, or never.")
         weighted = num_weighted > 0  # in exact mode a rank may have had no part to know it from

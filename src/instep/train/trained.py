@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +12,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.shards import fit, read_for
+from instep.checkpoint.stored import Stored, map_stored
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import Example, Strategy
+from instep.train.named_state import Names, by_name, by_number
 
-NUM_SUMS = 6
+NUM_SUMS = 7
 """Numbers that travel with the gradients: the loss times its weight, the weight, how many parts came with one, how many
-there were, how many ranks were asked to stop, and in exact mode how many buffers the parts changed."""
+there were, how many ranks were asked to stop, how many want to save, and in exact mode how many buffers the parts
+changed."""
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -55,6 +61,10 @@ class Trained:
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
         strategy.settle(self.optimizer)
         self._strategy = strategy
+        self._names = Names(self.model)
+        self._is_partial = strategy.grid.mesh.pp > 1
+        """Whether this rank has some of the names only."""
+        self._restored_groups: list[dict[str, Any]] = []
         self.reducer = strategy.reducer(self._in_groups(), NUM_SUMS)
         self.shard_buffers: ShardBuffers | None = None
         """In exact mode, once the first step begins."""
@@ -74,18 +84,44 @@ class Trained:
                 "ReduceLROnPlateau wants a metric; schedules here count global steps. Use another scheduler."
             )
         if self.scheduler is not None and checkpoint is not None:
-            self._load(checkpoint, "scheduler", self.scheduler)
+            self._load(checkpoint, "scheduler", lambda name: self.scheduler.load_state_dict(checkpoint.part(name)))
             # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to go on with.
-            self._load(checkpoint, "optimizer", self.optimizer)
+            for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
+                group.update(restored)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take over the weights and the optimizer's state."""
-        self._load(checkpoint, "model", self.model)
-        self._load(checkpoint, "optimizer", self.optimizer)
+        """Take over the weights and the optimizer's state, or what this rank has of them."""
+
+        def load_model(name: str) -> None:
+            self.model.load_state_dict(fit(checkpoint.stored(name), self.model.state_dict(), self._is_partial))
+
+        self._load(checkpoint, "model", load_model)
+        self._load(checkpoint, "optimizer", lambda name: self._load_optimizer(checkpoint, name))
+
+    def _load_optimizer(self, checkpoint: Checkpoint, part: str) -> None:
+        names = self._names.of_groups(self.optimizer)
+        model = checkpoint.stored("model" + self._suffix)
+
+        def tied_to(name: str) -> list[str]:
+            return [other for other in model if other != name and model[other] is model.get(name)]
+
+        found = by_number(checkpoint.stored(part), names, self._is_partial, self._names.first, tied_to)
+        parameters = dict(enumerate(self._in_groups()))
+        groups = map_stored(found["param_groups"], Stored.read)
+        state = {
+            key: map_stored(value, partial(read_for, parameter=parameters.get(key)))
+            for key, value in found["state"].items()
+        }
+        self.optimizer.load_state_dict({**found, "state": state, "param_groups": groups})
+        self._restored_groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def state(self) -> dict[str, Any]:
         """Give the parts of a checkpoint that are ours."""
-        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        weights = self.model.state_dict()  # first: it brings a sharded model to rest
+        parts = {"model": weights, "optimizer": by_name(self.optimizer, self._names.of_groups(self.optimizer))}
         if self.scheduler is not None:
             parts["scheduler"] = self.scheduler.state_dict()
         return {part + self._suffix: state for part, state in parts.items()}
@@ -129,9 +165,9 @@ class Trained:
         """The learning rate of the first group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _load(self, checkpoint: Checkpoint, part: str, into: Any) -> None:
+    def _load(self, checkpoint: Checkpoint, part: str, load: Callable[[str], object]) -> None:
         try:
-            into.load_state_dict(checkpoint.part(part + self._suffix))
+            load(part + self._suffix)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{checkpoint.path}: its {part} does not fit the one that was built now: {error}\n"

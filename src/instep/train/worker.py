@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.weights import weights_sha256
+from instep.checkpoint.weights import spread_weights_sha256, weights_sha256
 from instep.core.errors import Preempted
 from instep.core.spec import TrainSpec
 from instep.core.version import __version__
@@ -109,8 +109,10 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
 def make_result(run: Run, begun: float, attempt: int) -> Result:
     """Sum a finished run up. Called on all ranks."""
     run.finish_saving()
-    own = weights_sha256(run.engine.trained[0].model.state_dict())
-    hashes = run.engine.grid.data.tell_all(own)  # the stages of a pipeline hold different weights
+    state = run.engine.trained[0].model.state_dict()
+    is_whole = run.engine.grid.mesh.has_whole_models
+    own = weights_sha256(state) if is_whole else spread_weights_sha256(state, run.world)
+    hashes = run.world.tell_all(own)
     if run.engine.witness is not None:
         run.engine.witness.ended(hashes)
     others = [rank for rank, hash_ in enumerate(hashes) if hash_ != own]
