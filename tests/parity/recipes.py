@@ -196,6 +196,8 @@ def train_case(world: World, case: Case) -> dict[str, Any]:
         save_every="never",
         seed=5,
         threads=1,
+        precision="fp32",
+        compile=False,
     )
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(world.tell(scratch))

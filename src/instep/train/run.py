@@ -24,10 +24,13 @@ from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecor
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.strategy import Example
+from instep.train.choices import describe_choices
+from instep.train.compile import compile_model, wants_compiling
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
 from instep.train.lookout import Lookout
+from instep.train.precision import resolve_precision
 from instep.train.saver import Saver
 from instep.train.step import Step
 from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
@@ -44,6 +47,7 @@ class Run:
     def __init__(
         self, world: World, spec: TrainSpec, directory: RunDirectory, log: EventLog, name: str = "loop"
     ) -> None:
+        spec = resolve_precision(spec, world.device)
         self.world = world
         self.name = name
         """The Task's, for the log."""
@@ -58,8 +62,13 @@ class Run:
         self.log = log
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
+        self.engine.say = self.notice
         self._saver = Saver(world, spec, directory, log)
         self._lookout = Lookout(world, spec, self._saver, self.engine.pace, self.notice)
+        if self.engine.loss_scale is not None and "loss_scale" in self._saver.progress:
+            self.engine.loss_scale.restore(self._saver.progress["loss_scale"])
+        self.compiled = False
+        """Whether what a step computes is compiled."""
         self._loader: TrainLoader | None = None
         self._step: Step | None = None
         """The one under way."""
@@ -94,7 +103,11 @@ class Run:
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
-        trained = Trained(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example)
+        trained = Trained(
+            *(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example),
+            recompute=self.spec.recompute,
+            exact=self.spec.exact,
+        )
         if self._saver.checkpoint is not None:
             trained.restore(self._saver.checkpoint)
         self.engine.trained.append(trained)
@@ -126,6 +139,7 @@ class Run:
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
         self.steps_per_epoch = plan.num_batches
         self.engine.scope.smallest_part = plan.smallest_part
+        self.engine.full_batch = min(plan.batch_size, plan.num_samples)
         self._loader = self._load_from(dataset, plan, collate)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
@@ -133,6 +147,10 @@ class Run:
         moved = self._saver.moved
         self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
         self._log_plan(plan, num_steps)
+        if not self.compiled and wants_compiling(self.engine):
+            self.compiled = True
+            for trained in self.engine.trained:
+                compile_model(trained.model, self.engine, self.notice)
         self._warn(moved)
         witness = self.engine.witness
         if witness is not None:
@@ -177,7 +195,8 @@ class Run:
 
         def metrics_of(batch: Any) -> dict[str, Any]:
             self._pulse.beat(Phase.EVALUATE)
-            found = metrics(model, batch)
+            with self.engine.precision.autocast():
+                found = metrics(model, batch)
             put_back()  # which chunks a rank has gone through before must not matter, now or later
             return found
 
@@ -316,6 +335,7 @@ class Run:
             "loss": self.loss,
             "metrics": self.metrics,
             "stopped": self.stopped,
+            **({} if self.engine.loss_scale is None else {"loss_scale": self.engine.loss_scale.state()}),
         }
 
     def _settle(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
@@ -369,6 +389,10 @@ class Run:
 
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""
+        if choices := describe_choices(self.engine, self.compiled):
+            self.notice(choices)
+        if self.spec.recompute and not any(trained.recomputed for trained in self.engine.trained):
+            self.notice("recompute: the model has no repeated blocks, so nothing is computed twice.")
         if self.spec.exact and moved:
             self.notice(
                 f"exact mode: this run goes on with {moved}. Kernels may round differently "
