@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +17,10 @@ from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.shards import fit, read_for
 from instep.checkpoint.stored import Stored, map_stored
 from instep.core.errors import CheckpointError, TaskError
+from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import Example, Strategy
+from instep.train.fused import can_fuse, has_sparse_gradients, may_choose, set_fused
 from instep.train.named_state import Names, by_name, by_number
 
 NUM_SUMS = 7
@@ -47,11 +51,15 @@ class Trained:
         strategy: Strategy,
         suffix: str,
         example: Example | None = None,
+        recompute: bool = False,
+        exact: bool = False,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
                 "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
             )
+        self.recomputed = recompute_blocks(model, strategy.scope) if recompute else ""
+        """The blocks that are computed twice, in words."""
         self.model = strategy.spread(model, example)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
@@ -60,6 +68,10 @@ class Trained:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
         strategy.settle(self.optimizer)
+        self.fused = can_fuse(self.optimizer) if not exact and may_choose(self.optimizer) else None
+        """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
+        self._has_reduced = False
+        self._choose_form()
         self._strategy = strategy
         self._names = Names(self.model)
         self._is_partial = strategy.grid.mesh.pp > 1
@@ -88,6 +100,7 @@ class Trained:
             # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to go on with.
             for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
                 group.update(restored)
+            self._choose_form()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take over the weights and the optimizer's state, or what this rank has of them."""
@@ -97,6 +110,12 @@ class Trained:
 
         self._load(checkpoint, "model", load_model)
         self._load(checkpoint, "optimizer", lambda name: self._load_optimizer(checkpoint, name))
+        self._choose_form()
+
+    def _choose_form(self) -> None:
+        """Let the optimizer work in the form that was chosen; a checkpoint may hold another one."""
+        if self.fused is not None:
+            set_fused(self.optimizer, self.fused)
 
     def _load_optimizer(self, checkpoint: Checkpoint, part: str) -> None:
         names = self._names.of_groups(self.optimizer)
@@ -140,7 +159,12 @@ class Trained:
                     "after step.finish() or before the first step: the shards that are done know nothing of it."
                 )
             self.begin_step()
-        return self.reducer.reduce(sums)
+        found = self.reducer.reduce(sums)
+        if self.fused and not self._has_reduced and has_sparse_gradients(self.optimizer):
+            self.fused = False
+            self._choose_form()
+        self._has_reduced = True
+        return found
 
     def _has_other_groups(self) -> bool:
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
@@ -148,10 +172,14 @@ class Trained:
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def end_update(self) -> None:
-        """Note that this step has updated it, and move the schedule on."""
+    def end_update(self, applied: bool) -> None:
+        """Note that this step has updated it, or chose not to, and move the schedule on."""
         self.updated = True
-        if self.scheduler is not None:
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings() if not applied else contextlib.nullcontext():
+            if not applied:  # torch wonders where the update is; the schedule counts steps, made or skipped
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def clear_gradients(self) -> None:

@@ -25,6 +25,7 @@ from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
 from instep.train.loop import Loop
+from instep.train.precision import precision_settings
 from instep.train.preempt import stop_requests
 from instep.train.result import Result
 from instep.train.run import Run
@@ -71,7 +72,7 @@ def process_settings(spec: TrainSpec, local_world_size: int) -> Iterator[None]:
     torch.set_num_threads(spec.num_threads or max(1, cores // local_world_size))
     torch.set_flush_denormal(spec.flush_denormals)
     try:
-        with deterministic() if spec.exact else contextlib.nullcontext():
+        with deterministic() if spec.exact else contextlib.nullcontext(), precision_settings(spec):
             yield
     finally:
         torch.set_num_threads(threads)
