@@ -56,6 +56,8 @@ class Engine:
         """Samples of a step's global batch, unless it is an epoch's last."""
         self.is_full = False
         """Whether the step under way has that many."""
+        self.reads_early = world.device.type == "cuda" and world.world_size == 1 and not spec.exact
+        """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
         self.witness: Witness | None = None
         self.stop_request = StopRequest()
         self.pace = Pace()

@@ -26,6 +26,7 @@ from instep.parallel.capture import call_of
 from instep.parallel.pipeline.pipe import Staged
 from instep.parallel.pipeline.schedule import Microbatch
 from instep.parallel.pipeline.strategy import Pipeline
+from instep.train.arriving import Arriving
 from instep.train.compile import Before, CompiledLoss, LossOf, is_compiled
 from instep.train.engine import Engine
 from instep.train.microbatches import cut_batch
@@ -59,6 +60,8 @@ class Step:
         self._has_gradient = False
         """Whether there was a backward pass since the last update."""
         self._loss_sum: Any = 0.0
+        self._arriving: Arriving | None = None
+        """The same, on its way to the host ([Note: Reading the loss])."""
         self._weight_sum = 0.0
         self._total_weight: float | None = None
         """Known once the ranks have agreed on the parts so far."""
@@ -192,6 +195,8 @@ class Step:
         if scale:
             wide = _wide(loss)
             self._loss_sum += (wide.item() if self._engine.on_cpu else wide.detach()) * scale
+            if self._engine.reads_early:
+                self._arriving = Arriving(self._loss_sum)
         return scale
 
     def _begin_gradient(self) -> None:
@@ -217,7 +222,8 @@ class Step:
         if not self._engine.grid.is_counted:  # another rank has the same rows, and counts them
             return 0.0, 0.0, 0.0, 0.0, *asked, 0.0
         weighted = (float(self._weighted is True), float(self._weighted is not None))
-        return self._loss_sum, self._weight_sum, *weighted, *asked, 0.0
+        loss_sum = self._loss_sum if self._arriving is None else float(self._arriving)
+        return loss_sum, self._weight_sum, *weighted, *asked, 0.0
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
@@ -227,6 +233,7 @@ class Step:
             trained.reducer.be_ready()
         self._total_weight, self._weighted, self._has_gradient = None, None, False
         self._loss_sum = self._weight_sum = 0.0
+        self._arriving = None
 
     def finish(self) -> StepRecord:
         """Agree on gradients, update what this step has not updated yet, step the schedules."""
