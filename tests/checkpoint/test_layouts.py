@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from instep.checkpoint import files, notes
 from instep.checkpoint.export import ExportSpec, export
 from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.inventory import look_at, verify
 from instep.checkpoint.layout import Keeping
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.sharing import Sharing
@@ -23,8 +25,9 @@ from instep.checkpoint.snapshot import Parts, Stage
 from instep.checkpoint.weights import load_weights, spread_weights_sha256, weights_sha256
 from instep.core.errors import CheckpointError, NumericsError
 from instep.world.world import World
-from layouts import LAYOUTS, Net, spread, update, whole
+from layouts import LAYOUTS, Net, make_optimizer, spread, update, whole
 from ranks import run_ranks
+from states import write_state
 
 
 def save(world: World, layout: str, root: Path, step: int, trained: Any, grid: Any, more: Any = None) -> None:
@@ -137,6 +140,11 @@ def test_export_and_weights_of_a_spread_model(tmp_path: Path) -> None:
     before = load_weights(tmp_path / "checkpoints/step-00000001")
     assert done.weights_sha256 == weights_sha256(before) == weights_sha256(load_weights(checkpoint))
     Net().load_state_dict(load_file(tmp_path / "out.safetensors"))
+    entry = look_at(checkpoint)
+    assert entry is not None
+    checked = verify(entry)
+    assert checked is not None
+    assert checked.state == "good"
     parts = export(checkpoint, ExportSpec(tmp_path / "out", 10_000))
     assert len(parts.files) > 2
     assert parts.weights_sha256 == done.weights_sha256
@@ -182,23 +190,20 @@ def numbered(world: World, layout: str, root: Path) -> Any:
 
 
 def test_numbers_of_format_1_are_still_read(tmp_path: Path) -> None:
-    grid_model = Net()
-    names = [name for name, _ in grid_model.named_parameters()]
-    from layouts import make_optimizer
-    from states import write_state
-
-    optimizer = make_optimizer(list(grid_model.parameters()))
-    for p in grid_model.parameters():
+    model = Net()
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = make_optimizer(list(model.parameters()))
+    for p in model.parameters():
         p.grad = torch.cos(p.detach())
     optimizer.step()
-    state = {"model": grid_model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     path, _ = write_state(tmp_path / "checkpoints", 1, state)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
     for layout in ("single", "ddp@2", "fsdp@2"):
         for found in run_ranks(numbered, LAYOUTS[layout].mesh.size, layout, tmp_path):
-            assert_same(found["model"], grid_model.state_dict())
-            for p, name in zip(grid_model.parameters(), names, strict=True):
+            assert_same(found["model"], model.state_dict())
+            for p, name in zip(model.parameters(), names, strict=True):
                 assert_same(found["optimizer"]["state"][name], optimizer.state[p])
     with pytest.raises(AssertionError, match="format 1, which numbers the parameters"):
         run_ranks(numbered, 2, "pipeline@2", tmp_path)
@@ -258,8 +263,6 @@ def _full(path: Path, tensors: Any) -> Any:
 )
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(problem: str, text: str, tmp_path: Path) -> None:
     told = run_ranks(with_problem, 2, tmp_path, problem)
-    import re
-
     assert re.search(text, told[0]), told[0]
     left = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-00000001", "step-00000003"]

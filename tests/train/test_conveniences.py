@@ -211,7 +211,7 @@ def test_the_checkpoint_format_carries_a_version(tmp_path: Path) -> None:
     result = train(Small(), tmp_path)
     manifest = next((tmp_path / "checkpoints").glob("step-*")) / "manifest.json"
     content = json.loads(manifest.read_text())
-    assert content["version"] == 1
+    assert content["version"] == 2
     manifest.write_text(json.dumps(content | {"version": 99}))
     with pytest.raises(CheckpointError, match="format version 99"):
         result.load_model()

@@ -241,7 +241,7 @@ def test_running_statistics_are_those_of_the_whole_batch(tmp_path: Path) -> None
 
 def test_another_torch_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(Plain(), tmp_path, epochs=1)
-    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
     train(Plain(), tmp_path, epochs=2)
     notices = [e["text"] for e in read_events(tmp_path) if e["event"] == "notice"]
-    assert [text for text in notices if "torch 9.9 instead of" in text], json.dumps(notices)
+    assert [text for text in notices if "torch 9.9.0 instead of" in text], json.dumps(notices)

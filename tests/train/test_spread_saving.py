@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from instep.checkpoint import notes
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights, weights_sha256
-from instep.core.errors import NumericsError
+from instep.core.errors import CheckpointError, NumericsError
 from instep.core.spec import TrainSpec
 from instep.events.read import read_events
 from instep.events.write import EventLog
@@ -31,6 +32,7 @@ from instep.train.worker import worker_main
 from instep.world.world import World
 from layouts import spread, update
 from ranks import run_ranks
+from states import write_state
 from tasks import Small, made_up
 
 _fsync, _choose = os.fsync, engine._choose_strategy
@@ -235,6 +237,41 @@ def test_after_an_error_rank_0_does_not_wait_long_for_a_rank_that_is_gone(tmp_pa
     (failed,) = events(tmp_path, "save_failed")
     assert "on rank 1, nothing was heard of it" in failed["error"]
     assert RunDirectory(tmp_path).names() == []
+
+
+def read_elsewhere(world: World, run_dir: Path, damage: bool) -> tuple[int, list[str], str]:
+    """Go on from a checkpoint; rank 1 is on a machine of its own, where files may arrive damaged."""
+    read: list[str] = []
+    verify = Checkpoint.verify
+
+    def watched(self: Checkpoint, files: Any) -> None:
+        read.extend(files)
+        verify(self, files)
+        if damage and world.rank == 1:
+            raise CheckpointError("model.safetensors is damaged here.")
+
+    Checkpoint.verify = watched  # type: ignore[method-assign]
+    if world.rank == 1:
+        socket.gethostname = lambda: "elsewhere"
+    grid, _ = spread(world, "ddp@2")
+    log = EventLog(run_dir, world.rank)
+    try:
+        step, told = Saver(grid, TrainSpec(), RunDirectory(run_dir), log).step, ""
+    except CheckpointError as error:
+        step, told = 0, str(error)
+    log.close()
+    return step, read, told
+
+
+def test_files_are_verified_once_on_each_machine(tmp_path: Path) -> None:
+    write_state(tmp_path / "checkpoints", 7, {"model": {"w": torch.ones(3)}, "progress": {"step": 7}})
+    (step, here, _), (other_step, there, _) = run_ranks(read_elsewhere, 2, tmp_path, False)
+    assert (step, other_step) == (7, 7)
+    assert sorted(here) == ["model.safetensors", "state.json"]
+    assert there == ["state.json"]  # the second of two local ranks verifies every second file
+    told = [text for _, _, text in run_ranks(read_elsewhere, 2, tmp_path, True)]
+    assert told[0] == told[1]
+    assert "rank 1: model.safetensors is damaged here. Rank 0 can read it" in told[0]
 
 
 class Average:
