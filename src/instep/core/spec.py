@@ -126,6 +126,19 @@ class TrainSpec(LaunchSpec):
         "into how many pieces a pipeline cuts the rows of a batch (4 for each of its stages, where the rows suffice)",
         "--microbatches",
     )
+    reshard: bool = option(
+        True,
+        "with fsdp: let go of a block's parameters after its forward pass; off: keep them until backward is over",
+        "--reshard/--no-reshard",
+    )
+    offload: bool = option(
+        False, "with fsdp on GPUs: keep parameters and optimizer state in the host's memory", "--offload/--no-offload"
+    )
+    meta_init: bool = option(
+        False,
+        "with fsdp: build the model without its numbers and make them block by block, for one that fits no process",
+        "--meta-init/--no-meta-init",
+    )
     comm: Literal["auto", "shared-memory", "gloo"] = option(
         "auto",
         "how processes on CPU speak; auto: through shared memory where they share a machine, else gloo",
@@ -222,6 +235,9 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"save_busy={self.save_busy!r} is unknown. Choose wait or skip.")
         if self.keep_best is not None and not re.fullmatch(r"[^:]+(:(min|max))?", self.keep_best):
             raise SpecError(f"keep_best={self.keep_best!r} is not a metric. Write accuracy, or eval_loss:min.")
+        if self.meta_init and (self.exact or self.init_from is not None):
+            with_what = "exact" if self.exact else "init_from"
+            raise SpecError(f"meta_init and {with_what} do not go together: leave out --meta-init.")
         self._check_shards()
         if self.batch_size < self.accumulate:
             raise SpecError(
@@ -266,7 +282,18 @@ class TrainSpec(LaunchSpec):
 
     def mesh_of(self, world_size: int) -> Mesh:
         """Lay the ranks out; refuse a world that does not come out."""
-        return Mesh.of(self.strategy, self.mesh, world_size)
+        mesh = Mesh.of(self.strategy, self.mesh, world_size)
+        if self.exact and (mesh.tp > 1 or mesh.pp > 1):
+            raise SpecError(
+                f"exact mode holds for copies and shards of a model (dp, fsdp), and {mesh} also cuts its layers, whose "
+                "sums then depend on the cut. Use --strategy ddp or fsdp, or train without --exact."
+            )
+        if mesh.fsdp == 1 and mesh.size > 1 and (self.meta_init or self.offload):
+            name = "meta_init" if self.meta_init else "offload"
+            raise SpecError(
+                f"{name} is for parameters that are cut over the ranks. Use --strategy fsdp, or leave it out."
+            )
+        return mesh
 
     def check_world(self, world_size: int) -> None:
         """Refuse a world that cannot be laid out, or in which a rank would never have a sample."""
@@ -292,11 +319,6 @@ class TrainSpec(LaunchSpec):
             raise SpecError(
                 f"mesh={self.mesh}: the stages of a pipeline cannot be split further yet. Use pp together with dp, for "
                 f"instance dp={mesh.size // mesh.pp},pp={mesh.pp}."
-            )
-        if self.exact:
-            raise SpecError(
-                "exact mode cannot hold in a pipeline: its microbatches add gradients up in an order of their own. Use "
-                "strategy=ddp with --exact, or the pipeline without (its answer is the same up to rounding)."
             )
         check_microbatches(self.schedule, self.microbatches, mesh.pp)
 

@@ -36,6 +36,9 @@ class Reducer(ABC):
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         """Add gradients, in place, and `sums` up over all ranks; give the sums. Called on all ranks."""
 
+    def be_ready(self) -> None:  # noqa: B027 - most have nothing to do
+        """Make passes possible that not every rank makes; before the parts of a step, in exact mode. On all ranks."""
+
     def forget(self) -> None:  # noqa: B027 - most keep nothing
         """Let go of what was gathered in this step so far."""
 
@@ -56,12 +59,20 @@ class Strategy(ABC):
     """One way to spread a model."""
 
     name: ClassVar[str]
+    in_step = False
+    """Whether the ranks that share a batch speak in every forward pass, so that all must make as many."""
 
     def __init__(self, grid: Grid, scope: Scope) -> None:
         self.grid = grid
         self.scope = scope
         self.layers: Layers | None = None
         """How the next model may be cut, where its Task says so."""
+        self.notices: list[str] = []
+        """What a person should know of how the model was spread."""
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Build a model that is to be spread."""
+        return make()
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks.
@@ -69,9 +80,7 @@ class Strategy(ABC):
         `example` gives what the model is called with for a few rows, where that is known; the same on all ranks.
         """
         del example  # for strategies that have to look into the model
-        model = own_dropout(model, self.scope)
-        if sync_batch_norm(model, self.grid.data, self.scope):
-            silence_outputs(model, self.scope)
+        model = self.replace_layers(model)
         model = model.to(self.grid.world.device)
         # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
@@ -85,7 +94,7 @@ class Strategy(ABC):
         """Count the numbers that a model learns, on whichever ranks they are."""
         return sum(p.numel() for p in model.parameters())
 
-    def notices(self, rows: int) -> list[str]:
+    def outlook(self, rows: int) -> list[str]:
         """Say what a person should know before the training, in which a part has `rows` rows for each copy."""
         del rows
         return []
@@ -93,6 +102,16 @@ class Strategy(ABC):
     def report(self) -> list[str]:
         """Say what a person should know after the training. Called on all ranks."""
         return []
+
+    def replace_layers(self, model: nn.Module) -> nn.Module:
+        """Let the layers that depend on the whole batch know of it."""
+        model = own_dropout(model, self.scope)
+        if sync_batch_norm(model, self.grid.data, self.scope):
+            silence_outputs(model, self.scope)
+        return model
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most take it as it is
+        """Make an optimizer fit the way its parameters are spread."""
 
     @abstractmethod
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:

@@ -15,7 +15,10 @@ from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
 from instep.guard.slowness import Pace
 from instep.parallel.ddp import Ddp
+from instep.parallel.dp import Dp
 from instep.parallel.exact import Exact
+from instep.parallel.exact_fsdp import ExactFsdp
+from instep.parallel.fsdp import Fsdp, Sharding
 from instep.parallel.pipeline.strategy import Pipeline
 from instep.parallel.scope import Scope, mix64
 from instep.parallel.shard_buffers import ShardBuffers
@@ -58,6 +61,7 @@ class Engine:
         self.scope.num_shards = num_shards
         for trained in self.trained if num_shards else ():
             trained.begin_step()
+            trained.reducer.be_ready()
             if trained.shard_buffers is None:
                 trained.shard_buffers = ShardBuffers(trained.model)
             trained.shard_buffers.begin_step()
@@ -153,5 +157,9 @@ def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
         spec.check_pipeline(grid.mesh)
         return Pipeline(grid, scope, spec.schedule, spec.microbatches)
     if spec.exact:
-        return Exact(grid, scope)
-    return Single(grid, scope) if grid.world.world_size == 1 else Ddp(grid, scope)
+        return ExactFsdp(grid, scope) if grid.mesh.fsdp > 1 else Exact(grid, scope)
+    if grid.mesh.fsdp > 1:
+        return Fsdp(grid, scope, Sharding(spec.reshard, spec.offload, spec.meta_init))
+    if grid.world.world_size > 1:
+        return Ddp(grid, scope)
+    return Dp(grid, scope) if spec.strategy == "dp" else Single(grid, scope)

@@ -33,7 +33,7 @@ class Loop:
         self._run = run
         self._task = task
         self._model, _ = run.prepare(
-            _model_of(task), task.optimizer, _scheduler_of(task), self._example, _layers_of(task)
+            lambda: _model_of(task), task.optimizer, _scheduler_of(task), self._example, _layers_of(task)
         )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)

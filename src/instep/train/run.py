@@ -23,7 +23,9 @@ from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
+from instep.parallel.capture import call_of
 from instep.parallel.strategy import Example, Layers
+from instep.parallel.total_norm import local_part
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
@@ -59,7 +61,7 @@ class Run:
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
         self._saver = Saver(world, spec, directory, log)
-        self._lookout = Lookout(self.engine.grid.data, spec, self._saver, self.engine.pace, self.notice)
+        self._lookout = Lookout(self.engine.grid, spec, self._saver, self.engine.pace, self.notice)
         self._loader: TrainLoader | None = None
         self._step: Step | None = None
         """The one under way."""
@@ -81,7 +83,7 @@ class Run:
 
     def prepare(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None = None,
         example: Example | None = None,
@@ -89,11 +91,14 @@ class Run:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Spread a model, make its optimizer, and restore both if there is something to restore.
 
+        `model` may be a function that builds it, which meta_init needs.
         `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` gives the
         arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)` says
         where a pipeline may cut it, as in a Task.
         """
         self.engine.strategy.layers = layers
+        if not isinstance(model, nn.Module):
+            model = self.engine.strategy.build(model)
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
@@ -101,6 +106,8 @@ class Run:
         if self._saver.checkpoint is not None:
             trained.restore(self._saver.checkpoint)
         self.engine.trained.append(trained)
+        while self.engine.strategy.notices:
+            self.notice(self.engine.strategy.notices.pop(0))
         return trained.model, trained.optimizer
 
     def keep(self, **objects: Any) -> None:
@@ -186,10 +193,14 @@ class Run:
             put_back()  # which chunks a rank has gone through before must not matter, now or later
             return found
 
+        def go_along(batch: Any) -> None:
+            call = call_of(metrics, batch)
+            model(*call.positional, **call.named)
+
         self.engine.scope.end_part()
         with torch.no_grad():
             chunks = self._chunks(dataset, collate)
-            found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact)
+            found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact, go_along)
         for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
             module.training = training
         self.metrics, self._evaluated_at = found, self.step
@@ -307,7 +318,7 @@ class Run:
 
     def _already_lost(self) -> str:
         weights = [p for trained in self.engine.trained for p in trained.model.parameters()]
-        lost = not all(bool(torch.isfinite(p).all()) for p in weights)
+        lost = not all(bool(torch.isfinite(local_part(p)).all()) for p in weights)
         return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
 
     def _scores(self) -> dict[str, float]:
@@ -358,7 +369,8 @@ class Run:
         # From the spec alone, so that every sample is computed in the same company at any world size. Not more
         # than an eighth of a batch: without gradients that fits where a training step's share does.
         rows = -(-self.spec.batch_size // (8 * self.spec.accumulate))
-        return evaluation_chunks(dataset, rows, **self._reading(collate))
+        in_step = self.engine.strategy.in_step
+        return evaluation_chunks(dataset, rows, in_step=in_step, **self._reading(collate))
 
     def _reading(self, collate: Collate | None) -> dict[str, Any]:
         """How this rank reads any dataset."""
@@ -375,7 +387,7 @@ class Run:
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""
         rows = self.spec.batch_size // self.spec.accumulate // self.engine.grid.mesh.data_size
-        for sentence in self.engine.strategy.notices(max(1, rows)):
+        for sentence in self.engine.strategy.outlook(max(1, rows)):
             self.notice(sentence)
         if self.spec.exact and moved:
             self.notice(

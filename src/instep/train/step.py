@@ -165,8 +165,11 @@ class Step:
         self._part, self._loss_sum, self._weight_sum = None, 0.0, 0.0
 
     def _sums(self) -> tuple[float | torch.Tensor, ...]:
+        asked = float(self._engine.stop_request.asked)
+        if not self._engine.grid.is_counted:  # another rank has the same rows, and counts them
+            return 0.0, 0.0, 0.0, 0.0, asked, 0.0
         weighted = (float(self._weighted is True), float(self._weighted is not None))
-        return self._loss_sum, self._weight_sum, *weighted, float(self._engine.stop_request.asked), 0.0
+        return self._loss_sum, self._weight_sum, *weighted, asked, 0.0
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
@@ -175,6 +178,8 @@ class Step:
             self._engine.begin_update()
             trained.optimizer.step()
         trained.end_update()
+        if self._batch.num_shards:
+            trained.reducer.be_ready()
         self._total_weight, self._weighted, self._has_gradient = None, None, False
         self._loss_sum = self._weight_sum = 0.0
 

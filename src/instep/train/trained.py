@@ -53,6 +53,7 @@ class Trained:
         self.optimizer = make_optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
+        strategy.settle(self.optimizer)
         self._strategy = strategy
         self.reducer = strategy.reducer(self._in_groups(), NUM_SUMS)
         self.shard_buffers: ShardBuffers | None = None
