@@ -115,7 +115,7 @@ class _Body(nn.Module):
             loss = _silent(output) if loss is None else loss
             # It counted already: from here on only its gradient matters, which is 1 in any precision.
             return torch.stack([loss.reshape(())]).float()
-        Form.of(output)
+        Form.of(output)  # refuses what cannot travel
         packed = pack(output, self._lengths[self.number])
         return tuple((row if row.requires_grad else row + _leaf(row)).to(self._wire) for row in packed)
 
