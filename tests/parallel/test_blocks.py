@@ -40,9 +40,11 @@ class TwoStacks(nn.Module):
 
 
 class Attributes(nn.Module):
+    """Blocks that are no one's list."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Block(), Block()
+        self.first, self.second = nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2)
         self.norm, self.other_norm = nn.LayerNorm(4), nn.LayerNorm(4)
 
 
@@ -69,7 +71,10 @@ CASES = [
     (Layers, ["a", "b"]),
     (stages, ["1.0", "1.1", "2.0", "2.1"]),
     (shared, ["0.experts.0", "0.experts.1", "0.experts.2"]),
-    (lambda: nn.Transformer(4, 2, 2, 2, 8), [f"{part}.layers.{n}" for part in ("encoder", "decoder") for n in (0, 1)]),
+    (
+        lambda: nn.Transformer(4, 2, 2, 2, 8, batch_first=True),
+        [f"{part}.layers.{n}" for part in ("encoder", "decoder") for n in (0, 1)],
+    ),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU()), []),
     (lambda: nn.Linear(4, 4), []),

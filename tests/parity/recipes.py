@@ -243,6 +243,8 @@ def train_case(world: World, case: Case, **options: Any) -> dict[str, Any]:
         "save_every": "never",
         "seed": 5,
         "threads": 1,
+        "precision": "fp32",
+        "compile": False,
     }
     spec = TrainSpec(**{**given, **options})
     with tempfile.TemporaryDirectory() as scratch:

@@ -116,16 +116,6 @@ class TrainSpec(LaunchSpec):
     mesh: str | None = option(
         None, "a mixture of strategies: processes along each axis, dp=2,fsdp=2,tp=2,pp=2", "--mesh", metavar="AXIS=N,…"
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
-        "1f1b",
-        "in which order a pipeline works: gpipe, 1f1b (less memory), interleaved (less idle time) (docs/pipeline.md)",
-        "--schedule",
-    )
-    microbatches: int | None = option(
-        None,
-        "into how many pieces a pipeline cuts the rows of a batch (4 for each of its stages, where the rows suffice)",
-        "--microbatches",
-    )
     reshard: bool = option(
         True,
         "with fsdp: let go of a block's parameters after its forward pass; off: keep them until backward is over",
@@ -139,10 +129,37 @@ class TrainSpec(LaunchSpec):
         "with fsdp: build the model without its numbers and make them block by block, for one that fits no process",
         "--meta-init/--no-meta-init",
     )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
+        "1f1b",
+        "in which order a pipeline works: gpipe, 1f1b (less memory), interleaved (less idle time) (docs/pipeline.md)",
+        "--schedule",
+    )
+    microbatches: int | None = option(
+        None,
+        "into how many pieces a pipeline cuts the rows of a batch (4 for each of its stages, where the rows suffice)",
+        "--microbatches",
+    )
     comm: Literal["auto", "shared-memory", "gloo"] = option(
         "auto",
         "how processes on CPU speak; auto: through shared memory where they share a machine, else gloo",
         "--comm",
+    )
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = option(
+        "auto",
+        "in which numbers layers compute; auto: bf16 on a GPU that has it, else fp32 (docs/precision.md)",
+        "--precision",
+        recipe=True,
+    )
+    compile: bool | None = option(
+        None,
+        "compile the loss with the model in it (unless given: on GPUs, where the strategy is single or ddp)",
+        "--compile/--no-compile",
+        recipe=True,
+    )
+    recompute: bool = option(
+        False,
+        "save memory: compute the model's repeated blocks once more in the backward pass",
+        "--recompute/--no-recompute",
     )
     clip_norm: float | None = option(None, "clip the gradient's global norm to this", "--clip-norm", recipe=True)
     eval_every: str = option(
@@ -227,6 +244,12 @@ class TrainSpec(LaunchSpec):
         if self.schedule not in SCHEDULES:
             raise SpecError(f"schedule={self.schedule!r} is unknown. Choose one of {', '.join(SCHEDULES)}.")
         self._check_pipelined()
+        if self.precision not in ("auto", "fp32", "tf32", "bf16", "fp16"):
+            raise SpecError(f"precision={self.precision!r} is unknown. Choose auto, fp32, tf32, bf16 or fp16.")
+        if self.compile and self.recompute:
+            raise SpecError(
+                "compile and recompute were both asked for, and recomputed blocks are not compiled. Give one."
+            )
         if self.comm not in ("auto", "shared-memory", "gloo"):
             raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
         if self.on_nan not in ("stop", "skip"):
@@ -335,7 +358,9 @@ class TrainSpec(LaunchSpec):
     def recipe(self) -> dict[str, Any]:
         """The fields the trajectory depends on; a run is continued only with the same ones."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["recipe"]}
-        return found | {"shards": self.num_shards or None, "threads": self.num_threads}
+        # Compiled code rounds otherwise, which only exact mode minds.
+        compiled = True if self.exact and self.compile else None
+        return found | {"shards": self.num_shards or None, "threads": self.num_threads, "compile": compiled}
 
     def words(self) -> list[str]:
         """Write the spec as options of a command line; what is as by default is left out."""

@@ -33,12 +33,12 @@ class Dp(Single):
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         num_gpus = torch.cuda.device_count() if self.grid.world.device.type == "cuda" else 0
         if num_gpus < 2:
-            self.notices.append(
+            self.said.append(
                 f"strategy=dp spreads a batch over the GPUs of one process, and this one sees {num_gpus}: it trains as "
                 "strategy=single does. For several processes use strategy=ddp with -n."
             )
             return super().spread(model, example)
-        self.notices.append(
+        self.said.append(
             f"strategy=dp: one process drives {num_gpus} GPUs, copies the model to them in every step, and BatchNorm "
             "and dropout see one GPU's rows. strategy=ddp with -n auto is faster and gives the same answer as one GPU."
         )

@@ -110,7 +110,7 @@ class Fsdp(Strategy):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         whole = sum(p.numel() for p in model.parameters())
-        self.notices.append(
+        self.said.append(
             f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, {len(units)} blocks gathered one at a time"
             if units
             else f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, all gathered at once: the model has no "

@@ -65,10 +65,10 @@ class Strategy(ABC):
     def __init__(self, grid: Grid, scope: Scope) -> None:
         self.grid = grid
         self.scope = scope
+        self.said: list[str] = []
+        """What a person should know of how the model was spread."""
         self.layers: Layers | None = None
         """How the next model may be cut, where its Task says so."""
-        self.notices: list[str] = []
-        """What a person should know of how the model was spread."""
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Build a model that is to be spread."""
@@ -86,23 +86,6 @@ class Strategy(ABC):
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
-    def smallest_part(self, rows: int) -> int:
-        """Tell how many rows, over all ranks, the smallest piece has into which `rows` rows are cut."""
-        return rows
-
-    def num_parameters(self, model: nn.Module) -> int:
-        """Count the numbers that a model learns, on whichever ranks they are."""
-        return sum(p.numel() for p in model.parameters())
-
-    def outlook(self, rows: int) -> list[str]:
-        """Say what a person should know before the training, in which a part has `rows` rows for each copy."""
-        del rows
-        return []
-
-    def report(self) -> list[str]:
-        """Say what a person should know after the training. Called on all ranks."""
-        return []
-
     def replace_layers(self, model: nn.Module) -> nn.Module:
         """Let the layers that depend on the whole batch know of it."""
         model = own_dropout(model, self.scope)
@@ -112,6 +95,23 @@ class Strategy(ABC):
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most take it as it is
         """Make an optimizer fit the way its parameters are spread."""
+
+    def smallest_part(self, rows: int) -> int:
+        """Tell how many rows, over all ranks, the smallest piece has into which `rows` rows are cut."""
+        return rows
+
+    def num_parameters(self, model: nn.Module) -> int:
+        """Count the numbers that a model learns, on whichever ranks they are."""
+        return sum(p.numel() for p in model.parameters())
+
+    def notices(self, rows: int) -> list[str]:
+        """Say what a person should know before the training, in which a part has `rows` rows for each copy."""
+        del rows
+        return self.said
+
+    def report(self) -> list[str]:
+        """Say what a person should know after the training. Called on all ranks."""
+        return []
 
     @abstractmethod
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:

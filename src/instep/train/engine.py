@@ -25,6 +25,7 @@ from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
+from instep.train.precision import LossScale, Precision
 from instep.train.trained import Trained
 from instep.train.witness import Witness
 from instep.world.grid import Grid
@@ -45,6 +46,18 @@ class Engine:
         self.strategy = _choose_strategy(spec, self.grid, self.scope)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
+        self.wants_save: Callable[[], bool] = _never
+        """Tells whether this rank would have all of them save after this step."""
+        self.say: Callable[[str], None] = _say_nothing
+        """Tells a person something, once for all ranks."""
+        self.precision = Precision(spec, world.device)
+        self.loss_scale = LossScale() if spec.precision == "fp16" else None
+        self.full_batch = 0
+        """Samples of a step's global batch, unless it is an epoch's last."""
+        self.is_full = False
+        """Whether the step under way has that many."""
+        self.reads_early = world.device.type == "cuda" and world.world_size == 1 and not spec.exact
+        """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
         self.witness: Witness | None = None
         self.stop_request = StopRequest()
         self.pace = Pace()
@@ -75,6 +88,13 @@ class Engine:
                 for buffer, value in zip(trained.model.buffers(), kept, strict=True):
                     buffer.copy_(value)
         self.on_nan(step, loss)
+
+    def end_scaled_step(self, step: int, good: bool, overflowed: bool, weight: float | None) -> None:
+        """In fp16, let the scale of the loss follow what became of a step ([Note: Loss scale])."""
+        if self.loss_scale is not None:
+            self.loss_scale.end_step(good, overflowed, weight)
+            if overflowed and (text := self.loss_scale.complaint(step)):
+                self.say(text)
 
     def begin_part(self, plan: PartPlan, passes: int) -> None:
         """Tell the layers which rows come, and seed the noise that they do not own (never by the rank).
@@ -125,11 +145,11 @@ class Engine:
         """Go through the backward pass of a part of weight 0, if there is anything in it ([Note: Silent parts])."""
         if not self.scope.connected:
             return
-        self.scope.silent = True
+        self.scope.be_silent(True)
         try:
             loss.backward(self.scalar(0.0, loss))
         finally:
-            self.scope.silent = False
+            self.scope.be_silent(False)
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> Trained:
         """Find what an optimizer trains."""
@@ -142,6 +162,20 @@ class Engine:
         """Tell whether a model's answer depends on how a batch is cut into parts."""
         return any(isinstance(m, _BatchNorm) for trained in self.trained for m in trained.model.modules())
 
+    def set_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Replace the gradients of all parameters of all models; none given: leave them."""
+        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
+            p.grad = grad
+
+    def add_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add to the gradients of all parameters of all models, if any are given."""
+        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for trained in self.trained for p in trained.model.parameters()]
+
     def clear_gradients(self) -> None:
         """Forget the gradients of all models."""
         for trained in self.trained:
@@ -150,6 +184,14 @@ class Engine:
 
 def _ignore(step: int, loss: float) -> None:
     del step, loss
+
+
+def _never() -> bool:
+    return False
+
+
+def _say_nothing(text: str) -> None:
+    del text
 
 
 def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from instep.core.errors import TaskError
 from instep.core.spec import Cadence
@@ -18,6 +17,7 @@ from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.pipeline.pipe import Staged
 from instep.parallel.strategy import Layers
+from instep.train.compile import CompiledLoss, LossOf, is_compiled, wants_compiling
 from instep.train.origin import find_origin
 from instep.train.run import Run
 from instep.train.step import Step, with_weight
@@ -48,12 +48,16 @@ class Loop:
         task, model = self._task, self._model
         if self._run.engine.witness is not None and self._run.step == 0:
             self._evaluate()
+        loss_of: LossOf = task.loss
+        if wants_compiling(self._run.engine):
+            self._run.compiled = True
+            loss_of = CompiledLoss(self._run.engine, task.loss, self._run.notice)
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
-        compiled = any(isinstance(m, OptimizedModule) for m in model.modules())
+        compiled = self._run.compiled or is_compiled(model)
         watch = None if compiled or self._run.spec.exact else NoiseWatch()
         for step in () if self._run.stopped else self._run.steps(self._train_data, collate=task.collate):
             with watch or contextlib.nullcontext():
-                step.compute(model, task.loss)
+                step.compute(model, loss_of)
             record = step.finish()
             if watch is not None:
                 self._report(watch)
@@ -65,7 +69,7 @@ class Loop:
                 break
         self._run.close_data()
         self._evaluate()
-        if not self._run.is_saved:
+        if not self._run.is_saved():
             self._run.save()
 
     def _follow(self, step: Step, record: StepRecord) -> bool:

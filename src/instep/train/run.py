@@ -26,10 +26,13 @@ from instep.guard.pulse import Phase, here
 from instep.parallel.capture import call_of
 from instep.parallel.strategy import Example, Layers
 from instep.parallel.total_norm import local_part
+from instep.train.choices import describe_choices
+from instep.train.compile import compile_model, wants_compiling
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
 from instep.train.lookout import Lookout
+from instep.train.precision import resolve_precision
 from instep.train.saver import Saver
 from instep.train.step import Step
 from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
@@ -46,6 +49,7 @@ class Run:
     def __init__(
         self, world: World, spec: TrainSpec, directory: RunDirectory, log: EventLog, name: str = "loop"
     ) -> None:
+        spec = resolve_precision(spec, world.device)
         self.world = world
         self.name = name
         """The Task's, for the log."""
@@ -60,8 +64,14 @@ class Run:
         self.log = log
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
-        self._saver = Saver(world, spec, directory, log)
+        self.engine.say = self.notice
+        self._saver = Saver(self.engine.grid, spec, directory, log)
+        self.engine.wants_save = self._saver.wants
         self._lookout = Lookout(self.engine.grid, spec, self._saver, self.engine.pace, self.notice)
+        if self.engine.loss_scale is not None and "loss_scale" in self._saver.progress:
+            self.engine.loss_scale.restore(self._saver.progress["loss_scale"])
+        self.compiled = False
+        """Whether what a step computes is compiled."""
         self._loader: TrainLoader | None = None
         self._step: Step | None = None
         """The one under way."""
@@ -96,18 +106,20 @@ class Run:
         arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)` says
         where a pipeline may cut it, as in a Task.
         """
-        self.engine.strategy.layers = layers
         if not isinstance(model, nn.Module):
             model = self.engine.strategy.build(model)
+        self.engine.strategy.layers = layers
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
-        trained = Trained(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example)
+        trained = Trained(
+            *(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example),
+            recompute=self.spec.recompute,
+            exact=self.spec.exact,
+        )
         if self._saver.checkpoint is not None:
             trained.restore(self._saver.checkpoint)
         self.engine.trained.append(trained)
-        while self.engine.strategy.notices:
-            self.notice(self.engine.strategy.notices.pop(0))
         return trained.model, trained.optimizer
 
     def keep(self, **objects: Any) -> None:
@@ -136,6 +148,7 @@ class Run:
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
         self.steps_per_epoch = plan.num_batches
         self.engine.scope.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
+        self.engine.full_batch = min(plan.batch_size, plan.num_samples)
         self._loader = self._load_from(dataset, plan, collate)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
@@ -143,6 +156,10 @@ class Run:
         moved = self._saver.moved
         self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
         self._log_plan(plan, num_steps)
+        if not self.compiled and wants_compiling(self.engine):
+            self.compiled = True
+            for trained in self.engine.trained:
+                compile_model(trained.model, self.engine, self.notice)
         self._warn(moved)
         witness = self.engine.witness
         if witness is not None:
@@ -162,7 +179,7 @@ class Run:
                 self.compare()
             if step.stop_asked:
                 self._leave()
-            if self._saver.is_due(self.step, self._scores()):
+            if self._saver.is_due(self.step, self._scores(), step.save_asked):
                 self._save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
@@ -189,7 +206,8 @@ class Run:
 
         def metrics_of(batch: Any) -> dict[str, Any]:
             self._pulse.beat(Phase.EVALUATE)
-            found = metrics(model, batch)
+            with self.engine.precision.autocast():
+                found = metrics(model, batch)
             put_back()  # which chunks a rank has gone through before must not matter, now or later
             return found
 
@@ -213,17 +231,16 @@ class Run:
         self._lookout.compare(self.step, self.engine.trained)
 
     def save(self) -> None:
-        """Take a checkpoint of this moment; it is written beside the training."""
+        """Take a checkpoint of this moment; it is written beside the training. Called on all ranks."""
         self._save(may_skip=False)
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete."""
         self._saver.finish()
 
-    @property
     def is_saved(self) -> bool:
-        """Whether this step's checkpoint was written already."""
-        return self._saver.saved_step == self.step
+        """Tell whether this step's checkpoint was written already. Called on all ranks."""
+        return self._saver.is_saved(self.step)
 
     def notice(self, text: str) -> None:
         """Say something that a person should know, once for all ranks."""
@@ -255,7 +272,7 @@ class Run:
         """Save and end the run early, because this step's ranks agreed that one of them was asked to stop."""
         self.compare()
         self.notice(f"asked to stop: saving at step {self.step}. The same command goes on from there.")
-        if not self.is_saved:
+        if not self.is_saved():
             self.save()
         self.finish_saving()
         self.close_data()
@@ -332,6 +349,7 @@ class Run:
             "loss": self.loss,
             "metrics": self.metrics,
             "stopped": self.stopped,
+            **({} if self.engine.loss_scale is None else {"loss_scale": self.engine.loss_scale.state()}),
         }
 
     def _settle(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
@@ -387,8 +405,12 @@ class Run:
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""
         rows = self.spec.batch_size // self.spec.accumulate // self.engine.grid.mesh.data_size
-        for sentence in self.engine.strategy.outlook(max(1, rows)):
+        for sentence in self.engine.strategy.notices(max(1, rows)):
             self.notice(sentence)
+        if choices := describe_choices(self.engine, self.compiled):
+            self.notice(choices)
+        if self.spec.recompute and not any(trained.recomputed for trained in self.engine.trained):
+            self.notice("recompute: the model has no repeated blocks, so nothing is computed twice.")
         if self.spec.exact and moved:
             self.notice(
                 f"exact mode: this run goes on with {moved}. Kernels may round differently "

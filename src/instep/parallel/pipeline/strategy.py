@@ -97,7 +97,7 @@ class Pipeline(Strategy):
         own = max(1, rows // self.grid.mesh.data_size)
         return rows // self.num_microbatches(own)
 
-    def outlook(self, rows: int) -> list[str]:
+    def notices(self, rows: int) -> list[str]:
         count = self.num_microbatches(rows)
         ranks = self.grid.mesh.pp
         self._predicted = bubble(self._schedule, ranks, scheduled(self._schedule, count, ranks))
