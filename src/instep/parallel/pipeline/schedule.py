@@ -91,6 +91,11 @@ class _Body(nn.Module):
         self._lengths = lengths
         self._current = 0
 
+    @property
+    def device_type(self) -> str:
+        """Where it computes."""
+        return self._device.type
+
     def begin(self, chunk: int) -> None:
         """Be ready for one microbatch, forward or back."""
         assert self.round is not None
@@ -165,7 +170,9 @@ class _Stage(PipelineStage):
         self._body.begin(bwd_chunk_id)  # what is computed once more on the way back belongs to the same rows
         begun = time.perf_counter()
         try:
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            # The backward pass follows the precision of the forward one; autocast would cast once more.
+            with torch.autocast(self._body.device_type, enabled=False):
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         finally:
             self.clock.busy_s += time.perf_counter() - begun
 
