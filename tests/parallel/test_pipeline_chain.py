@@ -128,6 +128,13 @@ def test_functions_as_layers_show_what_they_use() -> None:
     assert measure(model, chain, TOKENS, scope()).passable[0]
 
 
+def test_equal_layers_cost_the_same_and_larger_ones_more() -> None:
+    wide = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4))
+    call = Call((torch.randn(2, 512),), {})
+    costs = measure(wide, find_chain(wide, None, call, 2), call, scope()).costs
+    assert costs[0] == costs[1] == costs[2] > costs[3]
+
+
 def test_a_shared_dropout_counts_on_over_the_stages() -> None:
     shared = scope()
     model = own_dropout(Tied(), shared)

@@ -45,6 +45,12 @@ def piped(mesh: str) -> list[dict[Case, dict[str, Any]]]:
     return run_ranks(train_cases, MESHES[mesh], cases_on(mesh), mesh, timeout_s=110)
 
 
+@pytest.mark.parametrize("case", cases_on("pp=2"), ids=str)
+def test_one_process_trains(case: Case) -> None:
+    """A training that stood still would agree with itself for nothing."""
+    assert len(set(reference()[case]["losses"])) == case.steps
+
+
 @pytest.mark.parametrize(("mesh", "case"), ALL, ids=[f"{mesh}-{case}" for mesh, case in ALL])
 def test_the_same_answer(mesh: str, case: Case) -> None:
     expected, ranks = reference()[case], [by_case[case] for by_case in piped(mesh)]

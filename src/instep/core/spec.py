@@ -343,11 +343,6 @@ class TrainSpec(LaunchSpec):
                 f"mesh={self.mesh}: the stages of a pipeline cannot be split further yet. Use pp together with dp, for "
                 f"instance dp={mesh.size // mesh.pp},pp={mesh.pp}."
             )
-        if self.exact:
-            raise SpecError(
-                "exact mode cannot hold in a pipeline: its microbatches add gradients up in an order of their own. Use "
-                "strategy=ddp with --exact, or the pipeline without (its answer is the same up to rounding)."
-            )
         check_microbatches(self.schedule, self.microbatches, mesh.pp)
 
     def _check_exact_world(self, world_size: int) -> None:

@@ -123,8 +123,8 @@ def _scheduler_of(task: Task) -> Callable[..., Any] | None:
 
 
 def _layers_of(task: Task) -> Layers | None:
-    # Who has a hyper-parameter of that name means a number by it.
-    return task.layers if overrides(task, "layers") and callable(task.layers) else None
+    layers = getattr(task, "layers", None)
+    return layers if callable(layers) else None  # who has a hyper-parameter of that name means a number by it
 
 
 class _Once:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from instep.core.errors import TaskError
 from instep.core.microbatches import cut
-from instep.data.nested import map_tensors
+from instep.data.nested import map_tensors, tensors
 
 
 def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any]]:
@@ -17,6 +18,11 @@ def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any
     What has `num_rows` entries in its first dimension goes by rows. All else (a number, a mask that all rows share) is
     the same in all pieces.
     """
+    if not any(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors(batch)):
+        raise TaskError(
+            f"a pipeline cuts a batch by its rows, and this one of {num_rows} samples has no tensor with {num_rows} "
+            "entries in its first dimension. Let collate put the samples there."
+        )
     pairs = itertools.pairwise(cut(num_rows, count))
     return [(first, last - first, _rows(batch, num_rows, first, last)) for first, last in pairs]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,13 +48,14 @@ class Task:
         """Give a learning-rate scheduler that is stepped once a global step, or None."""
         del optimizer, num_steps
 
-    def layers(self, model: nn.Module) -> Sequence[Callable[..., Any]]:
-        """Give the layers (modules or functions) that, applied one after the other, make up the model.
+    if TYPE_CHECKING:  # not there otherwise: a hyper-parameter `layers` would get it for its default
 
-        Asked only by `--strategy pipeline`, which finds them by itself in most models. The first gets what `loss` calls
-        the model with, each other one what the one before it gave: a tensor, or a tuple of tensors.
-        """
-        raise NotImplementedError
+        def layers(self, model: nn.Module) -> Sequence[Callable[..., Any]]:
+            """Give the layers (modules or functions) that, applied one after the other, make up the model.
+
+            Asked only by `--strategy pipeline`, which finds them by itself in most models. The first gets what `loss`
+            calls the model with, each other one what the one before it gave: a tensor, or a tuple of tensors.
+            """
 
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of samples; torch's default_collate where it is None."""

@@ -99,7 +99,7 @@ class Pipe:
 
     def _carry(self, call: Call, to_end: bool) -> Any:
         """Take a call through the stages, one after the other; give the last one's output where that one is."""
-        key = _signature(call)
+        key = self._signature(call)
         known = self._forms.get(key)
         forms: list[Form] = []
         value: Any = None
@@ -132,12 +132,21 @@ class Pipe:
         return None if is_owner else form.whole(tensors)
 
     def _forms_of(self, call: Call) -> tuple[Form, ...]:
-        key = _signature(call)
+        key = self._signature(call)
         if key not in self._forms:
             self._scope.end_part()
             with quietly(self._model):
                 self._carry(call, to_end=False)
         return self._forms[key]
+
+    def _signature(self, call: Call) -> tuple[Any, ...]:
+        """Give what the shapes and types inside a model may depend on."""
+        kind = self._world.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        leaves = tree_flatten((call.positional, call.named))[0]
+        return precision, *(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), str(leaf)) for leaf in leaves
+        )
 
     def _machine_of(self, count: int, lengths: tuple[Any, ...]) -> Machine:
         key = (count, lengths)
@@ -155,14 +164,6 @@ class Pipe:
                 self.clock,
             )
         return self._machines[key]
-
-
-def _signature(call: Call) -> tuple[Any, ...]:
-    """Give what the shapes inside a model may depend on."""
-    leaves = tree_flatten((call.positional, call.named))[0]
-    return tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), str(leaf)) for leaf in leaves
-    )
 
 
 def _longest(forms: Sequence[Form]) -> tuple[tuple[int, ...], tuple[str, ...]]:

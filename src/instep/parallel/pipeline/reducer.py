@@ -15,6 +15,7 @@ from torch import nn
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.single import LocalReducer
 from instep.parallel.strategy import Reducer
+from instep.parallel.total_norm import clip_to, total_norm
 from instep.world.grid import Grid
 from instep.world.world import World
 
@@ -58,9 +59,9 @@ class PipelineReducer(Reducer):
             DdpReducer(parameters, grid.data, num_sums) if grid.data.world_size > 1 else LocalReducer(parameters)
         )
         self._ids = {id(p) for p in self.parameters}
-        elsewhere = {id(p) for each in shared if not each.world.is_main for p in each.parameters}
-        self._counted = [p for p in self.parameters if id(p) not in elsewhere]
-        """Those that this rank counts in the norm: a shared one counts once."""
+        self._grid = grid
+        self._stages_with = {p: each.world.world_size for each in shared for p in each.parameters}
+        """Of how many stages a shared one is: it counts once in the norm."""
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         totals = self._copies.reduce(sums)
@@ -73,9 +74,6 @@ class PipelineReducer(Reducer):
         self._copies.forget()
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the norm over all stages; all ranks give the same."""
-        grads = [p.grad for p in self._counted if p.grad is not None]
-        own = nn.utils.get_total_norm(grads).double() if grads else torch.zeros((), dtype=torch.float64)
-        total = self._pipe.sum(own.to(self._pipe.device).square().reshape(1)).sqrt()[0]
-        nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total)
-        return total
+        norm = total_norm(self.parameters, self._grid, self._stages_with)
+        clip_to(self.parameters, norm, max_norm)
+        return norm

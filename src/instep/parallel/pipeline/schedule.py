@@ -91,6 +91,11 @@ class _Body(nn.Module):
         self._lengths = lengths
         self._current = 0
 
+    @property
+    def device_type(self) -> str:
+        """Where it computes."""
+        return self._device.type
+
     def begin(self, chunk: int) -> None:
         """Be ready for one microbatch, forward or back."""
         assert self.round is not None
@@ -115,7 +120,7 @@ class _Body(nn.Module):
             loss = _silent(output) if loss is None else loss
             # It counted already: from here on only its gradient matters, which is 1 in any precision.
             return torch.stack([loss.reshape(())]).float()
-        Form.of(output)
+        Form.of(output)  # refuses what cannot travel
         packed = pack(output, self._lengths[self.number])
         return tuple((row if row.requires_grad else row + _leaf(row)).to(self._wire) for row in packed)
 
@@ -165,7 +170,9 @@ class _Stage(PipelineStage):
         self._body.begin(bwd_chunk_id)  # what is computed once more on the way back belongs to the same rows
         begun = time.perf_counter()
         try:
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            # The backward pass follows the precision of the forward one; autocast would cast once more.
+            with torch.autocast(self._body.device_type, enabled=False):
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         finally:
             self.clock.busy_s += time.perf_counter() - begun
 
