@@ -7,8 +7,8 @@ reducer that agrees with the other ranks on gradients. The loop knows these two 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -58,6 +58,10 @@ class Strategy(ABC):
     def __init__(self, grid: Grid, scope: Scope) -> None:
         self.grid = grid
         self.scope = scope
+        self.plan_of: Callable[[nn.Module], Mapping[str, Any]] | None = None
+        """Gives the Task's own tensor plan."""
+        self.notices: list[str] = []
+        """What a person should know of how a model was spread."""
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks.

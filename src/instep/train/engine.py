@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.core.errors import TaskError
+from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
@@ -21,6 +21,7 @@ from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
+from instep.parallel.tensor.strategy import Tensor
 from instep.train.trained import Trained
 from instep.train.witness import Witness
 from instep.world.grid import Grid
@@ -144,6 +145,17 @@ def _ignore(step: int, loss: float) -> None:
 
 
 def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
+    if grid.mesh.tp > 1:
+        return _tensor(spec, grid, scope)
     if spec.exact:
         return Exact(grid, scope)
     return Single(grid, scope) if grid.world.world_size == 1 else Ddp(grid, scope)
+
+
+def _tensor(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
+    if spec.exact:
+        raise SpecError(
+            f"exact=True cannot hold with tp={grid.mesh.tp}: ranks that share a layer add up its terms, and a sum's "
+            "last bits depend on how many there are. Use --strategy ddp with --exact, or tensor without it."
+        )
+    return Tensor(grid, scope)

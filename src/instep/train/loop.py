@@ -30,6 +30,7 @@ class Loop:
     def __init__(self, run: Run, task: Task) -> None:
         self._run = run
         self._task = task
+        run.engine.strategy.plan_of = task.tensor_plan if overrides(task, "tensor_plan") else None
         self._model, _ = run.prepare(_model_of(task), task.optimizer, _scheduler_of(task), self._example)
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)

@@ -95,6 +95,8 @@ class Run:
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
         trained = Trained(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example)
+        while self.engine.strategy.notices:
+            self.notice(self.engine.strategy.notices.pop(0))
         if self._saver.checkpoint is not None:
             trained.restore(self._saver.checkpoint)
         self.engine.trained.append(trained)

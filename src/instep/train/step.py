@@ -119,8 +119,17 @@ class Step:
         self._part, self._loss_sum, self._weight_sum = None, 0.0, 0.0
 
     def _sums(self) -> tuple[float | torch.Tensor, ...]:
-        weighted = (float(self._weighted is True), float(self._weighted is not None))
-        return self._loss_sum, self._weight_sum, *weighted, float(self._engine.stop_request.asked), 0.0
+        asked = float(self._engine.stop_request.asked)
+        if not self._engine.grid.is_counted:  # another rank counts the same rows
+            return 0.0, 0.0, 0.0, 0.0, asked, 0.0
+        return (
+            self._loss_sum,
+            self._weight_sum,
+            float(self._weighted is True),
+            float(self._weighted is not None),
+            asked,
+            0.0,
+        )
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -47,6 +47,15 @@ class Task:
     def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
         """Give a learning-rate scheduler that is stepped once a global step, or None."""
         del optimizer, num_steps
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        """Say how `--strategy tensor` splits layers, by their paths; without it a plan is found (docs/tensor.md).
+
+        Words as Hugging Face spells them (colwise, rowwise, colwise_rep, replicate), or PyTorch's ParallelStyles; in a
+        path `*` stands for any one name.
+        """
+        del model
+        return {}
 
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of samples; torch's default_collate where it is None."""
