@@ -6,12 +6,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.checkpoint.rundir import RunDirectory
@@ -24,7 +26,7 @@ from instep.train.worker import open_run
 from instep.world.world import World
 
 STEPS = 8
-WORDS, LENGTH, WIDTH = 29, 6, 16
+WORDS, LENGTH, WIDTH = 29, 6, 24
 
 
 class Attention(nn.Module):
@@ -93,8 +95,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A language model; the embedding is also the head, where it is tied."""
 
-    def __init__(self, num_heads: int = 4, fused: bool = False, tied: bool = True) -> None:
+    def __init__(self, num_heads: int = 4, fused: bool = False, tied: bool = True, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
         self.blocks = nn.ModuleList(Block(WIDTH, num_heads, fused) for _ in range(2))
@@ -105,7 +108,7 @@ class Transformer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embed(x) + self.positions[: x.shape[1]]
         for block in self.blocks:
-            h = block(h)
+            h = checkpoint(block, h, use_reentrant=False) if self.recompute else block(h)
         return self.head(self.norm(h))
 
 
@@ -143,12 +146,49 @@ class Perceptron(nn.Module):
         return self.head(self.body(self.words(x).flatten(0, 1)).tanh()).unflatten(0, x.shape)
 
 
+def without_head_norm(model: Transformer) -> nn.Module:
+    for block in model.blocks:
+        block.attention.q_norm = nn.Identity()
+    return model
+
+
+class Brought(nn.Module):
+    """Brings its plan along, as Hugging Face's models do."""
+
+    base_model_prefix = "model"
+    _tp_plan: ClassVar = {"lm_head": "colwise_rep", "vision.*": "colwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer(tied=False)
+        self.model.head = nn.Identity()
+        self.lm_head = nn.Linear(WIDTH, WORDS)
+        plan = {
+            "blocks.*.attention.q_proj": "colwise",
+            "blocks.*.attention.k_proj": "colwise",
+            "blocks.*.attention.v_proj": "colwise",
+            "blocks.*.attention.o_proj": "rowwise",
+            "blocks.*.mlp.gate": "colwise",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "blocks.*.norm_1": "sequence_parallel",
+            "norm": "something_new",
+        }
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(x))
+
+
 MODELS = {
     "transformer": Transformer,
     "fused": lambda: Transformer(fused=True, tied=False),
     "encoder": Encoder,
     "mlp": Perceptron,
-    "six_heads": lambda: Transformer(num_heads=1),
+    "six_heads": lambda: Transformer(num_heads=6),
+    "recomputed": lambda: Transformer(recompute=True),
+    "brought": Brought,
+    "bare": lambda: without_head_norm(Transformer()),
 }
 
 
@@ -159,15 +199,17 @@ class Words(instep.Task):
     model_name: str
     plan: Mapping[str, Any] = field(default_factory=dict)
     weighted: bool = False
-    fused_adam: bool = False
+    optimizer_name: str = "sgd"
     dtype: torch.dtype = torch.float64
 
     def model(self) -> nn.Module:
         return MODELS[self.model_name]().to(self.dtype)
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        if self.fused_adam:
+        if self.optimizer_name == "adamw":
             return torch.optim.AdamW(params, lr=3e-3, fused=True)
+        if self.optimizer_name == "adam":
+            return torch.optim.Adam(params, lr=3e-3, foreach=True)
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
     def train_data(self) -> Any:
@@ -202,11 +244,17 @@ class Case:
     clip_norm: float | None = None
     plan: tuple[tuple[str, Any], ...] = ()
     on_nan: str = "stop"
+    blind: bool = False
+    """Without an example, as in a loop of one's own."""
 
     def task(self) -> Words:
         kind = Planned if self.plan else Words
-        fused = self.optimizer == "adamw"
-        return kind(model_name=self.model, weighted=self.weighted, fused_adam=fused, plan=dict(self.plan))
+        return kind(model_name=self.model, weighted=self.weighted, optimizer_name=self.optimizer, plan=dict(self.plan))
+
+    def __str__(self) -> str:
+        extra = ["weighted"] * self.weighted + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
+        extra += ["clip"] * (self.clip_norm is not None) + ["blind"] * self.blind
+        return "-".join([self.model, self.optimizer, *extra])
 
 
 def train_case(world: World, case: Case, mesh: str | None = None) -> dict[str, Any]:
@@ -221,9 +269,8 @@ def train_case(world: World, case: Case, mesh: str | None = None) -> dict[str, A
         run_dir = Path(world.tell(scratch))
         with open_run(world, spec, RunDirectory(run_dir), "Words") as run:
             run.engine.strategy.plan_of = task.tensor_plan if overrides(task, "tensor_plan") else None
-            model, optimizer = run.prepare(
-                task.model(), task.optimizer, None, lambda: call_of(task.loss, first_rows(data, 2, None, 0))
-            )
+            example = None if case.blind else lambda: call_of(task.loss, first_rows(data, 2, None, 0))
+            model, optimizer = run.prepare(task.model(), task.optimizer, None, example)
             for step in run.steps(data):
                 step.compute(model, task.loss)
                 step.finish()

@@ -75,7 +75,7 @@ BY_RULE: dict[str, Operation] = {
     "packed": lambda x, p: packed(x),
     "chunked": lambda x, p: chunked(x),
     "grouped": lambda x, p: grouped(x),
-    "two_in_one": lambda x, p: F.silu(x.unflatten(-1, (2, 12))[..., 0, :]) * x.unflatten(-1, (2, -1)).unbind(-2)[1],
+    "two_in_one": lambda x, p: F.silu(x.chunk(2, -1)[0]) * x.view(2, 3, 2, 4, 3)[..., 1, :, :].flatten(2),
     "six_heads": lambda x, p: x.view(2, 3, 6, -1).transpose(1, 2) * 2,
     "repeated_keys": lambda x, p: heads(x)[:, :, None].expand(2, 8, 2, 3, 3).reshape(2, 16, 3, 3),
     "reductions": lambda x, p: x.sum(0) + x.mean(dim=1).amax(0) + x.mean((0, 1), keepdim=True),

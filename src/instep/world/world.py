@@ -256,7 +256,7 @@ class World:
         return parts
 
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send `send[rank]` of these rows to each rank, in order; give those that come, by rank. Called on all ranks."""
+        """Send `send[rank]` of these rows to each rank, in order; give what comes, by rank. Called on all ranks."""
         begun = time.perf_counter()
         # gloo knows too little of GPUs
         device = torch.device("cpu") if self.backend == "gloo" else rows.device

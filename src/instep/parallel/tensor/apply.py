@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import TaskError
-from instep.parallel.tensor import layers
+from instep.parallel.tensor import attention, layers
 from instep.parallel.tensor.layers import Computing, Way, distribute, exchange_class
 from instep.parallel.tensor.plan import COLUMNS, HEADS, REPLICATE, ROWS, WHOLE_COLUMNS, LayerPlan, TensorPlan
 from instep.parallel.tensor.slice import Slice
@@ -56,6 +56,8 @@ def split_layers(model: nn.Module, team: Team, plan: TensorPlan) -> Changes:
     computing = Computing(team)
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # no shortcut in evaluation: it would want its layers' whole weights
         if not module._parameters or any(_is_under(path, each) for each in styled):
             continue
         changes.keep(module)
@@ -119,7 +121,7 @@ def ways_of(model: nn.Module, plan: TensorPlan) -> dict[str, Way | None]:
     for path, layer in plan.layers.items():
         module = modules[path]
         way = way_of(module, layer.word)
-        if way is not None and way.base is layers.Heads:
+        if way is not None and way.base is attention.Heads:
             found[f"{path}.out_proj"] = layers.LINEAR_ROWS
         found[path] = way
     return found
@@ -142,7 +144,7 @@ def way_of(module: nn.Module, word: str) -> Way | None:
             ROWS: layers.EMBEDDING_ROWS,
         }.get(word)
     if isinstance(module, nn.MultiheadAttention) and is_plain(module, nn.MultiheadAttention) and word == HEADS:
-        return layers.ATTENTION_HEADS if module._qkv_same_embed_dim else layers.ATTENTION_HEADS_UNPACKED
+        return attention.PACKED if module._qkv_same_embed_dim else attention.UNPACKED
     return None
 
 
@@ -175,7 +177,7 @@ def why_not(module: nn.Module, word: str, team: Team) -> str:
 
 
 def settle(plan: TensorPlan, model: nn.Module, team: Team, strict: bool) -> None:
-    """Check a given plan against the model; what cannot be done is an error, or left whole where it was brought along."""
+    """Check a given plan against the model: what cannot be done is an error, or left whole if it was brought along."""
     modules = dict(model.named_modules())
     for path, layer in list(plan.layers.items()):
         reason = why_not(modules[path], layer.word, team)

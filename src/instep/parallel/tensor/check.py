@@ -32,7 +32,8 @@ class Answer:
 
 def answer_of(model: nn.Module, call: Call, with_gradients: bool = True) -> Answer:
     """Call a model in eval mode, and leave nothing behind in it."""
-    with _undisturbed(model), torch.set_grad_enabled(with_gradients):
+    # With gradients enabled in any case: without, some of torch's modules take a shortcut that training never takes.
+    with _undisturbed(model), torch.enable_grad():
         outputs = [leaf for leaf in _leaves(model(*call.positional, **call.named)) if leaf.is_floating_point()]
         answer = Answer([leaf.detach() for leaf in outputs])
         through = [leaf for leaf in outputs if leaf.requires_grad]

@@ -182,7 +182,8 @@ def _settled(path: str, layer: LayerPlan, decided: str | None, notes: Notes, tea
     if path in notes.uneven_heads:
         sizes = " × ".join(map(str, notes.uneven_heads[path]))
         return LayerPlan(WHOLE_COLUMNS, f"heads: {sizes}, which tp={team.size} does not divide")
-    return layer
+    reason = notes.joined.get(path, "output")
+    return layer if reason == "output" else replace(layer, why=f"for {reason}")
 
 
 def _leave_small(plan: TensorPlan, model: nn.Module) -> None:

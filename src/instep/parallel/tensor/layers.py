@@ -59,29 +59,31 @@ class Computing:
         return self._entered[1]
 
 
-class _Split(nn.Module):
+class SplitModule(nn.Module):
     """What all exchanged modules know."""
 
     _computing: Computing
     _path: str
     _cuts: dict[str, int]
 
-    def _local(self, name: str) -> torch.Tensor | None:
+    def local(self, name: str) -> torch.Tensor | None:
         """This rank's part of a parameter, which is still whole while a plan is tried."""
         parameter = self._parameters[name]
         if parameter is None or isinstance(parameter, DTensor):
             return None if parameter is None else parameter.to_local()
         return self._computing.team.take(parameter, self._cuts[name]) if name in self._cuts else parameter
 
-    def _give(self, part: torch.Tensor, size: int) -> Slice:
+    def give(self, part: torch.Tensor, size: int) -> Slice:
+        """Give this rank's output columns."""
         return note_new(Slice(part, -1, size, self._computing.team, frozenset({self._path})))
 
 
-def _plain(x: torch.Tensor, why: str) -> torch.Tensor:
+def plain(x: torch.Tensor, why: str) -> torch.Tensor:
+    """Give a whole tensor, joined for what is said."""
     return x.whole(why) if isinstance(x, Slice) else x
 
 
-class Columns(_Split):
+class Columns(SplitModule):
     """A Linear of which each rank has some output columns; gives a Slice."""
 
     out_features: int
@@ -91,10 +93,10 @@ class Columns(_Split):
         return self._columns(x)
 
     def _columns(self, x: torch.Tensor) -> Slice:
-        entered = self._computing.enter(_plain(x, "linear"))
-        weight = self._local("weight")
+        entered = self._computing.enter(plain(x, "linear"))
+        weight = self.local("weight")
         assert weight is not None
-        return self._give(F.linear(entered, weight, self._local("bias")), self.out_features)
+        return self.give(F.linear(entered, weight, self.local("bias")), self.out_features)
 
 
 class WholeColumns(Columns):
@@ -105,7 +107,7 @@ class WholeColumns(Columns):
         return self._columns(x).whole("asked for")
 
 
-class Rows(_Split):
+class Rows(SplitModule):
     """A Linear of which each rank has the weights of some inputs; their terms are added up."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,11 +117,11 @@ class Rows(_Split):
             note_use(x, self._path)
             part = x.local
         else:
-            part = cut(_plain(x, "linear"), -1, team)
-        weight = self._local("weight")
+            part = cut(plain(x, "linear"), -1, team)
+        weight = self.local("weight")
         assert weight is not None
         y = add(F.linear(part, weight), team)
-        bias = self._local("bias")
+        bias = self.local("bias")
         return y if bias is None else y + bias
 
 
@@ -138,7 +140,7 @@ class Undecided(Columns, Rows):
         return Rows.forward(self, x) if self._way is LINEAR_ROWS else self._columns(x)
 
 
-class Vocabulary(_Split):
+class Vocabulary(SplitModule):
     """An Embedding of which each rank has some rows: who has a word gives its vector, the others zeros."""
 
     num_embeddings: int
@@ -147,7 +149,7 @@ class Vocabulary(_Split):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Look up the words that this rank has, and add up."""
         team = self._computing.team
-        weight = self._local("weight")
+        weight = self.local("weight")
         assert weight is not None
         first, count = team.share(self.num_embeddings)
         here = (x >= first) & (x < first + count)
@@ -159,7 +161,7 @@ class Vocabulary(_Split):
         return add(found.masked_fill(~here[..., None], 0.0), team)
 
 
-class Features(_Split):
+class Features(SplitModule):
     """An Embedding of which each rank has some columns, put together for whoever comes next."""
 
     embedding_dim: int
@@ -168,121 +170,17 @@ class Features(_Split):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Look up this rank's columns, and join them."""
-        weight = self._local("weight")
+        weight = self.local("weight")
         assert weight is not None
         found = F.embedding(x, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
-        return self._give(found, self.embedding_dim).whole("asked for")
-
-
-class Heads(_Split):
-    """An nn.MultiheadAttention of which each rank has some heads."""
-
-    embed_dim: int
-    num_heads: int
-    head_dim: int
-    batch_first: bool
-    dropout: float
-    out_proj: nn.Linear
-    in_proj_bias: nn.Parameter | None
-    _qkv_same_embed_dim: bool
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: torch.Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend, each rank with its heads; give what torch's own gives."""
-        batched = query.dim() == 3
-        same = (query is key, query is value, key is value)
-        query, key, value = (_plain(x, "attention") for x in (query, key, value))
-        q, k, v = self._project(query, key, value, same)
-        if not batched:
-            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        elif not self.batch_first:
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        mask = _merge_masks(attn_mask, key_padding_mask, q)
-        p = self.dropout if self.training else 0.0
-        if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
-            weights = (scores if mask is None else scores + mask).softmax(-1)
-            weights = F.dropout(weights, p, True) if p else weights
-            found = weights @ v
-        else:
-            causal = is_causal and key_padding_mask is None
-            found = F.scaled_dot_product_attention(q, k, v, None if causal else mask, p, causal)
-        found = found.transpose(1, 2).flatten(2)
-        if not batched:
-            found = found.squeeze(0)
-        elif not self.batch_first:
-            found = found.transpose(0, 1)
-        y = self.out_proj(found)
-        if not need_weights:
-            return y, None
-        weights = _plain(weights, "attention weights")
-        weights = weights.mean(1) if average_attn_weights else weights
-        return y, weights if batched else weights.squeeze(0)
-
-    def _project(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, same: tuple[bool, bool, bool]
-    ) -> tuple[torch.Tensor, ...]:
-        """Give queries, keys and values, each a Slice of all heads."""
-        if not self._qkv_same_embed_dim:
-            whole = self.in_proj_bias
-            biases = whole.chunk(3) if whole is not None else (None,) * 3
-            team, names = self._computing.team, ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-            found = []
-            for x, name, bias in zip((query, key, value), names, biases, strict=True):
-                weight, part = self._local(name), None if bias is None else cut(bias, 0, team)
-                assert weight is not None
-                found.append(self._give(F.linear(self._computing.enter(x), weight, part), self.embed_dim))
-            return tuple(found)
-        if all(same):
-            return self._packed(query).chunk(3, -1)
-        # A rank's rows of the packed weights may be of any of the three: each input goes through all of them.
-        q, k = self._packed(query).chunk(3, -1)[0], self._packed(key).chunk(3, -1)
-        return q, k[1], k[2] if same[2] else self._packed(value).chunk(3, -1)[2]
-
-    def _packed(self, x: torch.Tensor) -> Slice:
-        weight = self._local("in_proj_weight")
-        assert weight is not None
-        return self._give(F.linear(self._computing.enter(x), weight, self._local("in_proj_bias")), 3 * self.embed_dim)
-
-
-def _merge_masks(
-    attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, q: torch.Tensor
-) -> torch.Tensor | None:
-    """Make one mask, to be added to the scores, of those that torch's attention takes."""
-    merged = None
-    num_rows, num_heads = q.shape[:2]
-    if attn_mask is not None:
-        attn_mask = _additive(attn_mask, q)
-        many = attn_mask.dim() == 3
-        merged = attn_mask.view(num_rows, num_heads, *attn_mask.shape[1:]) if many else attn_mask
-    if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, q)
-        padding = padding.view(num_rows, 1, 1, -1)
-        merged = padding if merged is None else merged + padding
-    return merged
-
-
-def _additive(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(q.dtype)
-    return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask, float("-inf"))
+        return self.give(found, self.embedding_dim).whole("asked for")
 
 
 @dataclass(frozen=True)
 class Way:
     """How a kind of module is split: the class that it gets, and along which dimension each parameter is cut."""
 
-    base: type[_Split]
+    base: type[SplitModule]
     cuts: dict[str, int]
 
 
@@ -291,9 +189,7 @@ LINEAR_WHOLE_COLUMNS = Way(WholeColumns, {"weight": 0, "bias": 0})
 LINEAR_ROWS = Way(Rows, {"weight": 1})
 EMBEDDING_ROWS = Way(Vocabulary, {"weight": 0})
 EMBEDDING_COLUMNS = Way(Features, {"weight": 1})
-ATTENTION_HEADS = Way(Heads, {"in_proj_weight": 0, "in_proj_bias": 0})
 LINEAR_UNDECIDED = Way(Undecided, {})
-ATTENTION_HEADS_UNPACKED = Way(Heads, {"q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0})
 
 _classes: dict[tuple[type, type | None, tuple[str, ...]], type] = {}
 
@@ -306,7 +202,7 @@ def exchange_class(module: nn.Module, way: Way | None, computing: Computing, pat
     if key not in _classes:
         body: dict[str, Any] = {name: property(_opener(name)) for name in names}
         if isinstance(module, nn.RNNBase):  # it keeps a list of its own
-            body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+            body["_flat_weights"] = property(_flat_weights, _keep_nothing)
         if base is not None:
             body["forward"] = base.forward
         _classes[key] = type(kind.__name__, (kind,) if base is None else (kind, base), body)
@@ -323,6 +219,10 @@ def _opener(name: str) -> Callable[[Any], Any]:
         return whole_of(parameter) if self._computing.is_on else parameter
 
     return opened
+
+
+def _keep_nothing(_self: Any, _value: Any) -> None:
+    """Stand in for what stores a list of weights, which would be an old one by the next step."""
 
 
 def _flat_weights(self: Any) -> list[Any]:

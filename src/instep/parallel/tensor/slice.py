@@ -79,7 +79,7 @@ class Slice(torch.Tensor):
         assert place < 0
         shape = list(local.shape)
         shape[place] = size
-        made: Slice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Slice = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.place, made.team, made.origins = local, place, team, origins
@@ -122,7 +122,7 @@ class Slice(torch.Tensor):
     def __deepcopy__(self, _memo: object) -> Slice:
         raise Refused("a part of a tensor cannot be copied deeply", self.origins)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"Slice({tuple(self.shape)}, dim {self.place} shared by {self.team.size}, {tuple(self.local.shape)} here)"
         )
@@ -146,7 +146,8 @@ class Slice(torch.Tensor):
         return _on_whole(func, name, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        del types, kwargs
         found = next((a for a in args if isinstance(a, Slice)), None)
         raise Refused(f"{func} came past the rules for split tensors", found.origins if found else frozenset())
 

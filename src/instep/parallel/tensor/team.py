@@ -82,7 +82,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.team.world.sum(grad.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -93,7 +93,7 @@ class _Cut(torch.autograd.Function):
         return team.take(x, dim).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.team.put_together(grad, ctx.dim, ctx.size), None, None
 
 
@@ -104,7 +104,7 @@ class _Join(torch.autograd.Function):
         return team.put_together(part, dim, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.team.take(grad, ctx.dim), None, None, None
 
 
@@ -114,7 +114,7 @@ class _Add(torch.autograd.Function):
         return team.world.sum(term.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]  # noqa: ARG004
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
         return grad, None
 
 
@@ -126,35 +126,38 @@ class _PassOn(torch.autograd.Function):
         return there.follow(part, dim, team.world)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, back = _routes(ctx.sizes, ctx.team.size, ctx.team.rank)
         return back.follow(grad, ctx.dim, ctx.team.world), None, None, None
 
 
 def enter(x: torch.Tensor, team: Team) -> torch.Tensor:
     """Let each rank use the same tensor for its part."""
-    return _Enter.apply(x, team) if x.requires_grad else x  # type: ignore[no-any-return]
+    return _Enter.apply(x, team) if x.requires_grad else x
 
 
 def cut(x: torch.Tensor, dim: int, team: Team) -> torch.Tensor:
     """Take this rank's part of a tensor that all hold."""
     dim %= x.dim()
-    return _Cut.apply(x, dim, team) if x.requires_grad else team.take(x, dim)  # type: ignore[no-any-return]
+    return _Cut.apply(x, dim, team) if x.requires_grad else team.take(x, dim)
 
 
 def join(part: torch.Tensor, dim: int, size: int, team: Team) -> torch.Tensor:
     """Join the parts that the ranks hold."""
-    return _Join.apply(part, dim, size, team)  # type: ignore[no-any-return]
+    joined: torch.Tensor = _Join.apply(part, dim, size, team)
+    return joined
 
 
 def add(term: torch.Tensor, team: Team) -> torch.Tensor:
     """Add up what the ranks hold."""
-    return _Add.apply(term, team)  # type: ignore[no-any-return]
+    total: torch.Tensor = _Add.apply(term, team)
+    return total
 
 
 def pass_on(part: torch.Tensor, dim: int, sizes: tuple[int, ...], team: Team) -> torch.Tensor:
     """Deal columns that lie one piece after the other (`sizes`) out anew: each rank gets its share of each piece."""
-    return _PassOn.apply(part, dim, sizes, team)  # type: ignore[no-any-return]
+    dealt: torch.Tensor = _PassOn.apply(part, dim, sizes, team)
+    return dealt
 
 
 class _Route:
