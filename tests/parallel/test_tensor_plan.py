@@ -95,7 +95,25 @@ def test_code_that_cannot_take_parts_gets_whole_tensors() -> None:
         assert not answer["split"]["rnn.weight_ih_l0"]
 
 
-def refused(world: World, plan: tuple[tuple[str, Any], ...], model: str = "transformer") -> str:
+OWN_PLANS: dict[str, tuple[tuple[tuple[str, Any], ...], str]] = {
+    "a part of a pair": (tuple((path, ColwiseParallel()) for path in ATTENTION[1:2]), "does not run"),
+    # torch's styles give each rank a bare part: -1 then makes narrower heads, and nothing fails.
+    "bare parts": (
+        (*((path, ColwiseParallel()) for path in ATTENTION), ("blocks.*.attention.o_proj", RowwiseParallel())),
+        "changes the model's answer: output 0 is off by",
+    ),
+    "rows of a whole": ((("blocks.*.mlp.down", RowwiseParallel()),), "does not run"),
+    "no such path": ((("blocks.*.mlp.norm", "colwise"),), "there is no layer 'blocks.*.mlp.norm' in the model"),
+    "no such word": ((("blocks.*.mlp.up", "columnwise"),), "'columnwise' for 'blocks.*.mlp.up' is unknown"),
+    "no such way": ((("blocks.*.norm_1", "colwise"),), "blocks.0.norm_1 cannot be colwise: a LayerNorm cannot"),
+    "tied badly": ((("embed", "rowwise"), ("head", "rowwise")), "embed and head share a weight"),
+    "tied": ((("embed", "colwise"), ("head", "rowwise")), "trained"),
+    "rows of a whole, in words": ((("blocks.*.mlp.down", "rowwise"),), "trained"),
+    "right": (BY_HEADS, "trained"),
+}
+
+
+def refused(world: World, plan: tuple[tuple[str, Any], ...], model: str = "bare") -> str:
     try:
         train_case(world, Case(model, plan=plan), f"tp={world.world_size}")
     except TaskError as error:
@@ -103,28 +121,14 @@ def refused(world: World, plan: tuple[tuple[str, Any], ...], model: str = "trans
     return "trained"
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        # torch's styles give each rank a bare part: -1 then makes narrower heads, and nothing fails.
-        (tuple((path, ColwiseParallel()) for path in ATTENTION[1:2]), "does not run"),
-        (
-            (*((path, ColwiseParallel()) for path in ATTENTION), ("blocks.*.attention.o_proj", RowwiseParallel())),
-            "changes the model's answer: output 0 is off by",
-        ),
-        ((("blocks.*.mlp.down", RowwiseParallel()),), "does not run"),
-        ((("blocks.*.mlp.norm", "colwise"),), "there is no layer 'blocks.*.mlp.norm' in the model"),
-        ((("blocks.*.mlp.up", "columnwise"),), "'columnwise' for 'blocks.*.mlp.up' is unknown"),
-        ((("blocks.*.norm_1", "colwise"),), "blocks.0.norm_1 cannot be colwise: a LayerNorm cannot be split"),
-        ((("embed", "colwise"), ("head", "rowwise")), "trained"),
-        ((("embed", "rowwise"), ("head", "rowwise")), "embed and head share a weight"),
-        (BY_HEADS, "trained"),
-    ],
-    ids=["a part of a pair", "bare parts", "rows of a whole", "path", "word", "kind", "tied", "tied badly", "right"],
-)
-def test_a_plan_of_ones_own_is_followed_or_refused(plan: tuple[tuple[str, Any], ...], words: str) -> None:
-    for told in run_ranks(refused, 2, plan, "bare"):
-        assert words in told
+def refuse_all(world: World) -> dict[str, str]:
+    return {name: refused(world, plan) for name, (plan, _) in OWN_PLANS.items()}
+
+
+def test_a_plan_of_ones_own_is_followed_or_refused() -> None:
+    for told in run_ranks(refuse_all, 2):
+        for name, (_, words) in OWN_PLANS.items():
+            assert words in told[name], name
 
 
 def test_heads_that_do_not_divide_are_refused_with_their_numbers() -> None:
@@ -153,31 +157,25 @@ def test_whole_parameters_get_the_same_gradient_everywhere(world_size: int) -> N
     assert answers[0][1][-1] == pytest.approx([first] * 8, rel=1e-7)
 
 
-def engine_of(world: World, exact: bool) -> str:
-    try:
-        return Engine(world, TrainSpec(strategy="tensor", exact=exact)).strategy.name
-    except SpecError as error:
-        return str(error)
-
-
-def test_exact_mode_is_refused() -> None:
-    for told in run_ranks(engine_of, 2, True):
-        assert "exact=True cannot hold with tp=2" in told
-    assert run_ranks(engine_of, 2, False) == ["tensor"] * 2
-
-
-def test_a_loss_that_is_not_finite() -> None:
-    for told in run_ranks(explode, 2):
-        assert "the loss of step 1 is nan" in told
-
-
-def explode(world: World) -> str:
+def told_by(world: World) -> list[str]:
+    """What is said to exact mode, and to a loss that is not finite."""
+    told = []
     MODELS["broken"] = lambda: nn.Sequential(Transformer(), nn.Threshold(1e9, float("nan")))
-    try:
-        train_case(world, Case("broken"), "tp=2")
-    except NumericsError as error:
-        return str(error)
-    return "trained"
+    for attempt in (
+        lambda: Engine(world, TrainSpec(strategy="tensor", exact=True)),
+        lambda: train_case(world, Case("broken"), "tp=2"),
+    ):
+        try:
+            attempt()
+        except (SpecError, NumericsError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_exact_mode_is_refused_and_a_loss_that_is_not_finite_told() -> None:
+    for exact, not_finite in run_ranks(told_by, 2):
+        assert "exact=True cannot hold with tp=2" in exact
+        assert "the loss of step 1 is nan" in not_finite
 
 
 class TestReading:

@@ -110,8 +110,9 @@ class _Join(torch.autograd.Function):
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, term: torch.Tensor, team: Team) -> torch.Tensor:  # noqa: ARG004
-        return team.world.sum(term.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, term: torch.Tensor, team: Team) -> torch.Tensor:
+        ctx.mark_dirty(term)
+        return team.world.sum(term)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
@@ -149,8 +150,8 @@ def join(part: torch.Tensor, dim: int, size: int, team: Team) -> torch.Tensor:
 
 
 def add(term: torch.Tensor, team: Team) -> torch.Tensor:
-    """Add up what the ranks hold."""
-    total: torch.Tensor = _Add.apply(term, team)
+    """Add up what the ranks hold, in place: `term` was made for this, and nobody else has it."""
+    total: torch.Tensor = _Add.apply(term.contiguous(), team)
     return total
 
 
