@@ -98,6 +98,11 @@ class Slice(torch.Tensor):
         """The dimension that the ranks share, counted from the front."""
         return self.dim() + self.place
 
+    @property
+    def part(self) -> tuple[int, int, int]:
+        """Which columns this rank has: their dimension, the first one, how many."""
+        return (self.axis, *self.team.share(self.size_shared))
+
     def like(self, local: torch.Tensor, place: int | None = None, size: int | None = None) -> Slice:
         """Wrap what was computed from this part."""
         place = self.place if place is None else place
