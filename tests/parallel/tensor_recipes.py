@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
-from instep.data.loader import first_rows
 from instep.events.read import read_events
-from instep.parallel.capture import call_of
-from instep.train.task import overrides
+from instep.train.loop import Loop
 from instep.train.worker import open_run
 from instep.world.world import World
 
@@ -268,9 +266,11 @@ def train_case(world: World, case: Case, mesh: str | None = None) -> dict[str, A
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(world.tell(scratch))
         with open_run(world, spec, RunDirectory(run_dir), "Words") as run:
-            run.engine.strategy.plan_of = task.tensor_plan if overrides(task, "tensor_plan") else None
-            example = None if case.blind else lambda: call_of(task.loss, first_rows(data, 2, None, 0))
-            model, optimizer = run.prepare(task.model(), task.optimizer, None, example)
+            if case.blind:
+                run.prepare(task.model(), task.optimizer)
+            else:
+                Loop(run, task)
+            model, optimizer = run.engine.trained[0].model, run.engine.trained[0].optimizer
             for step in run.steps(data):
                 step.compute(model, task.loss)
                 step.finish()

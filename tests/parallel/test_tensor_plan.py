@@ -63,6 +63,37 @@ class Stubborn(nn.Module):
         return self.rnn(h)[0] @ self.table.weight.T  # a weight that its own module does not use
 
 
+class Attentive(nn.Module):
+    """All that nn.MultiheadAttention can be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.separate = nn.MultiheadAttention(WIDTH, 2, bias=False, kdim=7, vdim=9)
+        self.biased = nn.MultiheadAttention(WIDTH, 6, kdim=7, vdim=9, batch_first=True)
+        self.three_heads = nn.MultiheadAttention(WIDTH, 3, batch_first=True)
+        self.more_keys = nn.MultiheadAttention(WIDTH, 4, add_bias_kv=True, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        late = torch.ones(length, length).triu(1).bool()
+        padding = torch.arange(length).expand(rows, length) >= length - torch.arange(rows)[:, None]
+        by_head = torch.linspace(-1, 1, rows * 4 * length * length, dtype=x.dtype).view(rows * 4, length, length)
+        k, v = x[..., :7], x[:, :, 5:14]
+        found = [
+            self.packed(x, x, x, attn_mask=late, key_padding_mask=padding, need_weights=False)[0],
+            self.packed(x, x, x, attn_mask=late, need_weights=False, is_causal=True)[0],
+            self.packed(x, x.roll(1, 1), x.roll(1, 1), attn_mask=by_head)[0],
+            self.packed(x[0], x[0], x[0], key_padding_mask=padding[0])[0],
+            *(y.flatten(-2) for y in self.packed(x, x, x.flip(1), average_attn_weights=False)),
+            *self.biased(x, k, v, key_padding_mask=padding),
+            *(y for y in self.separate(x.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))),
+            self.three_heads(x, x, x)[0],
+            self.more_keys(x, x, x)[0],
+        ]
+        return torch.cat([(y * torch.arange(y.numel()).view_as(y).cos()).flatten() for y in found])
+
+
 def spread_alone(world: World, kind: type[nn.Module]) -> dict[str, Any]:
     """Spread a model, and compare it with itself before: output, gradients, and those of a copy."""
     torch.manual_seed(1)
@@ -111,6 +142,14 @@ OWN_PLANS: dict[str, tuple[tuple[tuple[str, Any], ...], str]] = {
     "rows of a whole, in words": ((("blocks.*.mlp.down", "rowwise"),), "trained"),
     "right": (BY_HEADS, "trained"),
 }
+
+
+def test_attention_of_torchs_own_in_all_its_forms() -> None:
+    for answer in run_ranks(spread_alone, 2, Attentive):
+        assert answer["off"] < 1e-12
+        assert "packed, separate, biased by heads" in answer["told"]
+        assert "three_heads whole on every rank (3 heads cannot be shared by tp=2)" in answer["told"]
+        assert "more_keys whole on every rank (it attends to more than its keys" in answer["told"]
 
 
 def refused(world: World, plan: tuple[tuple[str, Any], ...], model: str = "bare") -> str:

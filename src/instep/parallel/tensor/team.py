@@ -17,7 +17,7 @@ Ranks: all of a team, alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -173,16 +173,15 @@ class _Route:
         self.send_counts, self.receive_counts = [*map(len, sent)], [*map(len, come)]
         self._send = torch.tensor([mine[column] for each in sent for column in each])
         self._order = torch.tensor([came[column] for column in want[rank]])
-
-    @cached_property
-    def _is_sorted(self) -> bool:
-        return bool((self._order.diff() == 1).all())
+        self._is_sorted = bool((self._order.diff() == 1).all())
 
     def follow(self, part: torch.Tensor, dim: int, world: World) -> torch.Tensor:
         """Exchange columns. Called on all ranks."""
-        rows = part.movedim(dim, 0).index_select(0, self._send.to(part.device))
+        if self._send.device != part.device:  # to stay there: a process has one device
+            self._send, self._order = self._send.to(part.device), self._order.to(part.device)
+        rows = part.movedim(dim, 0).index_select(0, self._send)
         got = world.exchange(rows, self.send_counts, self.receive_counts)
-        return (got if self._is_sorted else got.index_select(0, self._order.to(part.device))).movedim(0, dim)
+        return (got if self._is_sorted else got.index_select(0, self._order)).movedim(0, dim)
 
 
 @lru_cache(maxsize=256)
