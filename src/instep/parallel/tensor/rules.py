@@ -85,6 +85,11 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
+def _hook(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Look at the gradient of this rank's part when it comes."""
+    return args[0].local.register_hook(*args[1:])
+
+
 def _reduced(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute along other dimensions than the shared one."""
     x = args[0]
@@ -201,4 +206,5 @@ RULES: dict[str, Rule] = {
     "__iter__": shapes.each,
     "scaled_dot_product_attention": _attention,
     "dropout": _dropout,
+    "register_hook": _hook,
 }
