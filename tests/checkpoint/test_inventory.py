@@ -134,7 +134,7 @@ def test_good_means_what_it_means_to_a_training(damage: Any, name: str, tmp_path
 def test_another_format_is_no_damage_and_is_never_deleted(tmp_path: Path) -> None:
     _, path = write(tmp_path, 5, 6)
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
     found = take_inventory(tmp_path)
     assert found.entries[0].kind is Kind.FOREIGN
     assert not found.ok

@@ -58,7 +58,7 @@ def test_masks_are_those_of_the_cpu() -> None:
 
 
 def train(world: World, run_dir: str, steps: int) -> dict[str, Any]:
-    spec = TrainSpec(steps=steps, batch_size=10, save_every="3", threads=1)
+    spec = TrainSpec(steps=steps, batch_size=10, save_every="3", threads=1, compile=False)
     return worker_main(world, Small(), spec, RunDirectory(Path(run_dir))).to_json()
 
 

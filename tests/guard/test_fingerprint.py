@@ -121,7 +121,7 @@ A, B = {"w": 1, "b": 2}, {"w": 1, "b": 3}
     ],
 )
 def test_who_has_drifted(by_rank: list[dict[str, int]], drift: Drift | None) -> None:
-    assert find_drift(by_rank) == drift
+    assert find_drift(dict(enumerate(by_rank))) == drift
 
 
 def test_it_is_said_who() -> None:

@@ -30,6 +30,7 @@ CASES = {
         Case("mlp", weighted=True, batch_size=13, accumulate=3),
     ],
 }
+CASES["fsdp=2,tp=2"] = CASES["dp=2,tp=2"]
 ALL = [(mesh, case) for mesh, cases in CASES.items() for case in cases]
 
 

@@ -112,7 +112,7 @@ def spread_alone(world: World, kind: type[nn.Module]) -> dict[str, Any]:
             assert isinstance(p.grad, DTensor)
             differences.append(float((p.grad.full_tensor() - q.grad).abs().max()))
     kinds = {name: is_split(p) for name, p in model.named_parameters()}
-    return {"off": max(differences), "split": kinds, "told": strategy.notices[0], "type": type(model(x))}
+    return {"off": max(differences), "split": kinds, "told": strategy.said[0], "type": type(model(x))}
 
 
 def test_code_that_cannot_take_parts_gets_whole_tensors() -> None:
@@ -213,7 +213,7 @@ def told_by(world: World) -> list[str]:
 
 def test_exact_mode_is_refused_and_a_loss_that_is_not_finite_told() -> None:
     for exact, not_finite in run_ranks(told_by, 2):
-        assert "exact=True cannot hold with tp=2" in exact
+        assert "exact mode holds for copies and shards of a model (dp, fsdp), and tp(2) also cuts" in exact
         assert "the loss of step 1 is nan" in not_finite
 
 

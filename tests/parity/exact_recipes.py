@@ -211,6 +211,7 @@ def train_case(world: World, case: Case, steps: int = 7) -> dict[str, Any]:
         eval_every="3",
         save_every="never",
         seed=5,
+        precision="fp32",
     )
     with tempfile.TemporaryDirectory() as scratch, process_settings(spec, world.world_size):
         run_dir = Path(world.tell(scratch))

@@ -14,6 +14,7 @@ from torch import nn
 
 import instep
 from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.weights import load_weights
 from instep.core.spec import TrainSpec
 from instep.events.read import read_events
 from instep.train.task import Task
@@ -86,11 +87,57 @@ class Odd(nn.Module):
         return self.head(self.late(self.rnn(steps)[0])[-1])
 
 
+def _tanh_layers(width: int, count: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Tanh(), nn.Linear(width, width), nn.Dropout(0.1)) for _ in range(count)]
+
+
+class TiedBlock(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.o_proj = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm_1(x)
+        q, k, v = (self.heads(project(h)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.o_proj(found))
+        return x + self.drop(self.mlp(self.norm_2(x)))
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], x.shape[1], self.num_heads, -1).transpose(1, 2)
+
+
+class Tied(nn.Module):
+    """A transformer whose head is its embedding, with blocks enough for eight stages."""
+
+    def __init__(self, width: int = 16, num_blocks: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, width)
+        self.blocks = nn.ModuleList(TiedBlock(width, 4) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bits = (x.view(-1, 12, 3) > 0).long()
+        h = self.embed(bits[:, :, 0] + 2 * bits[:, :, 1] + 4 * bits[:, :, 2])
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h)).mean(1)
+
+
 MODELS = {
     "mlp": lambda: nn.Sequential(nn.Linear(36, 24), nn.Tanh(), nn.Linear(24, 5)),
     "conv": Conv,
     "transformer": Transformer,
     "odd": Odd,
+    "tied": Tied,
+    "deep": lambda: nn.Sequential(nn.Linear(36, 24), *_tanh_layers(24, 7), nn.Linear(24, 5)),
 }
 
 
@@ -178,8 +225,8 @@ CASES = [
 ]
 
 
-def train_case(world: World, case: Case) -> dict[str, Any]:
-    """Train one case as a rank, and give all that is compared."""
+def train_case(world: World, case: Case, **options: Any) -> dict[str, Any]:
+    """Train one case as a rank, and give all that is compared; `options`: more of the spec."""
     task = Recipe(
         model_name=case.model,
         optimizer_name=case.optimizer,
@@ -187,21 +234,25 @@ def train_case(world: World, case: Case) -> dict[str, Any]:
         num_samples=case.num_samples,
         weighted=case.weighted,
     )
-    spec = TrainSpec(
-        steps=STEPS,
-        batch_size=case.batch_size,
-        accumulate=case.accumulate,
-        clip_norm=case.clip_norm,
-        eval_every="never",
-        save_every="never",
-        seed=5,
-        threads=1,
-    )
+    given = {
+        "steps": STEPS,
+        "batch_size": case.batch_size,
+        "accumulate": case.accumulate,
+        "clip_norm": case.clip_norm,
+        "eval_every": "never",
+        "save_every": "never",
+        "seed": 5,
+        "threads": 1,
+        "precision": "fp32",
+        "compile": False,
+    }
+    spec = TrainSpec(**{**given, **options})
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(world.tell(scratch))
         result = worker_main(world, task, spec, RunDirectory(run_dir))
         world.barrier()
         steps = [e for e in read_events(run_dir) if e["event"] == "step"]
+        weights = load_weights(run_dir) if world.is_main and options else {}
         world.barrier()
     return {
         "losses": [e["loss"] for e in steps],
@@ -210,12 +261,13 @@ def train_case(world: World, case: Case) -> dict[str, Any]:
         "seen": task.seen,
         "metrics": result.metrics,
         "sha256": result.weights_sha256,
+        "weights": {name: tensor.tolist() for name, tensor in weights.items()},
     }
 
 
-def train_cases(world: World, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+def train_cases(world: World, cases: list[Case], **options: Any) -> dict[Case, dict[str, Any]]:
     """Train several, one after the other: one launch for all of them."""
-    return {case: train_case(world, case) for case in cases}
+    return {case: train_case(world, case, **options) for case in cases}
 
 
 __all__ = ["CASES", "STEPS", "Case", "instep", "train_case", "train_cases"]

@@ -5,7 +5,8 @@
     NAME.safetensors                                                       a target that ends so: one file
 
 A tied weight is stored once in a checkpoint. It is written under each of its names, so that
-`load_state_dict` finds all of them without knowing what is tied.
+`load_state_dict` finds all of them without knowing what is tied. One tensor is in memory at a time, so that a model
+that several ranks trained can be exported where it would not fit.
 """
 
 from __future__ import annotations
@@ -18,14 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
-from instep.checkpoint import layout
-from instep.checkpoint.files import sync_directory
-from instep.checkpoint.stream import write_synced, write_tensors
-from instep.checkpoint.tree import put_together
+from instep.checkpoint.files import Checkpoint, sync_directory
+from instep.checkpoint.stored import Stored
+from instep.checkpoint.stream import Readable, write_synced, write_tensors
 from instep.checkpoint.weights import weights_sha256
 from instep.core.errors import CheckpointError, SpecError
 
@@ -33,7 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-Shard = dict[str, torch.Tensor]
+Shard = dict[str, Readable]
 
 
 @dataclass(frozen=True)
@@ -108,13 +104,13 @@ def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
     """Write the weights of a checkpoint that has been verified."""
     taken = check_target(spec, checkpoint)
     state, others = _read_model(checkpoint)
-    tensors = _untied({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+    tensors: Shard = {name: value for name, value in state.items() if isinstance(value, Stored)}
     if not tensors:
         raise CheckpointError(f"the model in {checkpoint} has no weights, so there is nothing to export.")
     shards = [tensors] if spec.is_file else cut(tensors, spec.max_shard_bytes)
     try:
         written = _write(shards, spec, taken)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{spec.target} cannot be written: {why}. Look into that, then export again.") from error
     return ExportResult(
@@ -128,7 +124,7 @@ def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
     )
 
 
-def cut(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> list[Shard]:
+def cut(tensors: Mapping[str, Readable], max_bytes: int) -> list[Shard]:
     """Fill shards in order; a tensor that is larger than a shard has one to itself."""
     shards: list[Shard] = [{}]
     used = 0
@@ -143,27 +139,14 @@ def cut(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> list[Shard]:
 
 
 def _read_model(checkpoint: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Give the model's state, its tensors mapped from the file, and the names of other models."""
+    """Give the model's state, its tensors still to be read, and the names of other models."""
     try:
-        skeletons = json.loads((checkpoint / layout.STATE).read_bytes())
-        if "model" not in skeletons:
-            raise CheckpointError(f"{checkpoint} holds no model; it has {', '.join(skeletons)}.")
-        file = checkpoint / SINGLE
-        state = put_together(skeletons["model"], load_file(file) if file.exists() else {})
-        others = tuple(sorted(part for part in skeletons if re.fullmatch(r"model-\d+", part)))
+        found = Checkpoint(checkpoint, is_verified=True)
+        state = found.stored("model")
+        others = tuple(sorted(part for part in found.parts if re.fullmatch(r"model-\d+", part)))
         return {str(name): value for name, value in state.items()}, others
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
+    except (TypeError, AttributeError) as error:
         raise CheckpointError(f"the model in {checkpoint} cannot be read: {error!r}.") from error
-
-
-def _untied(tensors: Shard) -> Shard:
-    """Give every name memory of its own: safetensors refuses tensors that share some."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        result[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
-        seen.add(tensor.data_ptr())
-    return result
 
 
 def _write(shards: list[Shard], spec: ExportSpec, taken: tuple[Path, ...]) -> list[Path]:
@@ -208,7 +191,7 @@ def _index(names: list[str], shards: list[Shard]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
+def _num_bytes(tensor: Readable) -> int:
     return tensor.numel() * tensor.element_size()
 
 

@@ -166,7 +166,7 @@ def verify(entry: Entry, progress: Callable[[int], None] = lambda _: None) -> En
     manifest = _read_manifest(entry.path)
     if isinstance(manifest, Problem):
         return _unless_gone(replace(entry, problems=(manifest,), verified=True))
-    problems = [_content_problem(entry.path / name, file, progress) for name, file in manifest.files.items()]
+    problems = [content_problem(entry.path / name, file, progress) for name, file in manifest.files.items()]
     return _unless_gone(replace(entry, problems=tuple(each for each in problems if each), verified=True))
 
 
@@ -235,7 +235,7 @@ def _read_manifest(path: Path) -> layout.Manifest | Problem:
         manifest = layout.Manifest.from_json(content)
     except ValueError as error:
         version = content.get("version") if isinstance(content, dict) else None
-        is_other = isinstance(version, int) and version != layout.FORMAT_VERSION
+        is_other = isinstance(version, int) and version not in layout.READABLE
         return (OtherFormat if is_other else Problem)(layout.MANIFEST, str(error))
     if layout.STATE not in manifest.files:
         return Problem(layout.MANIFEST, f"it names no {layout.STATE}")
@@ -254,7 +254,10 @@ def _size_problem(path: Path, entry: layout.FileEntry) -> Problem | None:
     return None
 
 
-def _content_problem(path: Path, entry: layout.FileEntry, progress: Callable[[int], None]) -> Problem | None:
+def content_problem(
+    path: Path, entry: layout.FileEntry, progress: Callable[[int], None] = lambda _: None
+) -> Problem | None:
+    """Read a file, a little at a time, and say what is wrong with it; None: it is as it was written."""
     problem = _size_problem(path, entry)
     if problem is not None:
         return problem

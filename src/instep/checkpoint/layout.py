@@ -2,6 +2,8 @@
 
     checkpoints/step-00000120/
       model.safetensors, optimizer.safetensors, …     tensors, one file a part of the state
+      model-rank-00003.safetensors, …                 or one a part and rank, where several ranks wrote it
+      pieces.json                                     then: which piece of which tensor is where
       state.json                                      the parts' skeletons: everything that is not a tensor
       manifest.json                                   written last: format version, step, size and SHA-256 of each file
 
@@ -16,8 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-FORMAT_VERSION = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT_VERSION = 2
+READABLE = (1, 2)
+"""In version 1 an optimizer's state goes by the numbers of its parameters; since version 2 by their names."""
+MANIFEST, STATE, PIECES = "manifest.json", "state.json", "pieces.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -49,8 +53,9 @@ class Manifest:
         """Read what was written; a ValueError says what is wrong with it."""
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
             raise ValueError("no format version")
-        if data["version"] != FORMAT_VERSION:
-            raise ValueError(f"format version {data['version']}, this instep reads {FORMAT_VERSION}")
+        if data["version"] not in READABLE:
+            readable = " and ".join(map(str, READABLE))
+            raise ValueError(f"format version {data['version']}, this instep reads {readable}")
         try:
             files = {name: FileEntry(int(e["num_bytes"]), str(e["sha256"])) for name, e in data["files"].items()}
             step = int(data["step"])

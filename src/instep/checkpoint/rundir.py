@@ -14,12 +14,15 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from instep.checkpoint import layout
 from instep.checkpoint.files import Checkpoint, read_manifest, replace_synced, write_checkpoint
 from instep.checkpoint.snapshot import Snapshot
 from instep.core.errors import CheckpointError
+
+if TYPE_CHECKING:  # it needs more of torch than a process that only launches others
+    from instep.checkpoint.sharing import SharedSave
 
 _JOB_MEETS_S = 5.0
 SPEC, RESULT = "spec.json", "result.json"
@@ -187,10 +190,15 @@ class RunDirectory:
         return layout.newest_first(entry.name for entry in self.checkpoints.iterdir())
 
     def save(
-        self, step: int, snapshot: Snapshot, keeping: layout.Keeping, scores: dict[str, float] | None = None
+        self,
+        step: int,
+        snapshot: Snapshot,
+        keeping: layout.Keeping,
+        scores: dict[str, float] | None = None,
+        shared: SharedSave | None = None,
     ) -> tuple[Path, int]:
         """Write a checkpoint, then drop those that need not stay; give its path and size."""
-        written = write_checkpoint(self.checkpoints, step, snapshot, scores)
+        written = write_checkpoint(self.checkpoints, step, snapshot, scores, shared)
         for name in keeping.to_prune(self.names(), self.scores() if keeping.best_by else {}):
             self._remove(name)
         return written

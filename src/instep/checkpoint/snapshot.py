@@ -12,11 +12,39 @@ from typing import Any
 
 import torch
 
+from instep.checkpoint.pieces import Key, Piece
 from instep.checkpoint.stream import check_dtype
-from instep.checkpoint.tree import take_apart
+from instep.checkpoint.tree import local_of, take_apart
 
-Key = tuple[str, str]
-"""A part of the state, and a tensor's name in it."""
+Share = Mapping[Key, Piece]
+"""What one of several ranks writes of a state, and where."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A state, taken apart; its tensors are still those of the training."""
+
+    skeletons: dict[str, Any]
+    """By part: everything that is not a tensor."""
+    tensors: dict[Key, torch.Tensor]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Parts:
+        """Take a state apart; refuse by name what no checkpoint can hold."""
+        skeletons: dict[str, Any] = {}
+        tensors: dict[Key, torch.Tensor] = {}
+        for part, tree in state.items():
+            skeletons[part], found = take_apart(tree, where=part)
+            for name, tensor in found.items():
+                check_dtype(f"{part}: {name}", tensor.dtype)
+            tensors |= {(part, name): tensor for name, tensor in found.items()}
+        return cls(skeletons, tensors)
+
+    def local(self, share: Share | None) -> dict[Key, torch.Tensor]:
+        """Give what this rank is to write: its share, or everything."""
+        if share is None:
+            return self.tensors
+        return {key: local_of(self.tensors[key]) for key in share}
 
 
 @dataclass(frozen=True)
@@ -26,7 +54,9 @@ class Snapshot:
     skeletons: dict[str, Any]
     """By part: everything that is not a tensor."""
     tensors: dict[str, dict[str, torch.Tensor]]
-    """By part: contiguous, on the CPU."""
+    """By part: contiguous, on the CPU, under their names in a file."""
+    files: dict[str, str]
+    """By part: the file that they go to."""
 
 
 class Stage:
@@ -35,26 +65,30 @@ class Stage:
     def __init__(self) -> None:
         self._host: dict[Key, torch.Tensor] = {}
 
-    def take(self, state: Mapping[str, Any]) -> Snapshot:
-        """Copy a state as it is now; the one before must not be in use any more."""
-        skeletons, sources = _take_apart(state)
+    def take(self, parts: Parts, share: Share | None = None) -> Snapshot:
+        """Copy a state as it is now, or this rank's share; the one before must not be in use any more."""
+        sources = parts.local(share)
         host = {key: self._room_for(key, tensor) for key, tensor in sources.items()}
         if host:
             torch._foreach_copy_(list(host.values()), list(sources.values()), non_blocking=True)
         for device in {tensor.device for tensor in sources.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._host = host
-        tensors: dict[str, dict[str, torch.Tensor]] = {part: {} for part in skeletons}
-        for (part, name), tensor in host.items():
+        tensors: dict[str, dict[str, torch.Tensor]] = {part: {} for part in parts.skeletons}
+        files = {part: f"{part}.safetensors" for part in parts.skeletons}
+        for key, tensor in host.items():
+            part, name = key
+            if share is not None:
+                files[part], name = share[key].file, share[key].name
             tensors[part][name] = tensor
-        return Snapshot(skeletons, tensors)
+        return Snapshot(parts.skeletons, tensors, files)
 
-    def plan(self, state: Mapping[str, Any]) -> Callable[[], None]:
+    def plan(self, parts: Parts, share: Share | None = None) -> Callable[[], None]:
         """Give a job that gets the memory for a snapshot of this state, so that the first is no slower.
 
         It may run in another thread: it knows shapes, and nothing of the state itself.
         """
-        sources = _take_apart(state)[1]
+        sources = parts.local(share)
         wanted = [(key, tensor.shape, tensor.dtype, tensor.is_cuda) for key, tensor in sources.items()]
 
         def reserve() -> None:
@@ -68,14 +102,3 @@ class Stage:
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-
-def _take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Key, torch.Tensor]]:
-    skeletons: dict[str, Any] = {}
-    tensors: dict[Key, torch.Tensor] = {}
-    for part, tree in state.items():
-        skeletons[part], found = take_apart(tree, where=part)
-        for name, tensor in found.items():
-            check_dtype(f"{part}: {name}", tensor)
-        tensors |= {(part, name): tensor for name, tensor in found.items()}
-    return skeletons, tensors

@@ -10,6 +10,7 @@ only key begins with `$`. Anything else is refused by name: a pickle would run c
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -48,8 +49,15 @@ def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return walk(tree, ""), tensors
 
 
-def put_together(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Undo `take_apart`."""
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the memory that this rank has of a tensor: its shard, where it is a DTensor."""
+    # Not by its class, whose import takes half a second that a process which only launches others can do without.
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def put_together(skeleton: Any, tensors: Mapping[str, Any]) -> Any:
+    """Undo `take_apart`; in the place of a tensor comes what `tensors` has under its name."""
     if isinstance(skeleton, list):
         return [put_together(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):
@@ -69,12 +77,15 @@ def put_together(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], names: dict[tuple[Any, ...], str]) -> str:
     """Remember a tensor under its path; a tied one is stored once."""
-    identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    here = local_of(tensor)
+    # Not the address: a shard may be empty on one rank and not on another, and both must see what is tied.
+    memory = (here.untyped_storage()._cdata, here.storage_offset())
+    identity = (tensor.device, memory, tensor.dtype, tuple(tensor.shape), tensor.stride())
     if tensor.numel() and identity in names:
         return names[identity]
     name = path or "value"
     while name in tensors:  # "a.b" and "b" inside "a" have one path
         name += "'"
     names[identity] = name
-    tensors[name] = tensor.detach()
+    tensors[name] = tensor.detach() if tensor.requires_grad else tensor
     return name

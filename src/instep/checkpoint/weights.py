@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,18 +16,79 @@ from safetensors.torch import load_file
 from instep.checkpoint import layout
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.stored import Stored
+from instep.checkpoint.stream import DTYPES, check_dtype, name_of_dtype
 from instep.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from instep.world.world import World
+
+
+class _Hash:
+    """The hash of tensors that come in the order of their names."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._digest.update(name.encode())
+        here = tensor.detach().to("cpu").contiguous()
+        self._digest.update(here.reshape(-1).view(torch.uint8).numpy().data)
+
+    def hex(self) -> str:
+        return self._digest.hexdigest()
 
 
 def weights_sha256(state: Mapping[str, Any]) -> str:
     """Hash a state_dict: names sorted, each tensor's little-endian contiguous bytes after its name."""
-    digest = hashlib.sha256()
+    digest = _Hash()
     for name in sorted(state):
-        if isinstance(state[name], torch.Tensor):
-            tensor = state[name].detach().to("cpu").contiguous()
-            digest.update(name.encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        value = state[name]
+        if isinstance(value, Stored):
+            value = value.read()
+        if isinstance(value, torch.Tensor):
+            digest.add(name, value)
+    return digest.hex()
+
+
+def spread_weights_sha256(state: Mapping[str, Any], world: World) -> str:
+    """Hash the whole model's state_dict, of which each rank has some names, or shards: one whole tensor at a time.
+
+    Called on all ranks. Each hashes what it has whole, and what it lacks as the first rank has it that does not.
+    """
+    own = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for name, value in own.items():
+        check_dtype(name, value.dtype)
+    told = world.tell_all({name: [name_of_dtype(value.dtype), list(value.shape)] for name, value in own.items()})
+    digest = _Hash()
+    for name in sorted(set().union(*told)):
+        holders = [rank for rank, names in enumerate(told) if name in names]
+        dtype, shape = told[holders[0]][name]
+        if name in own:
+            value = own[name].detach()
+            with _no_advice():
+                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        else:
+            value = torch.empty(shape, dtype=DTYPES[dtype], device=world.device)
+        if (
+            len(holders) < world.world_size and value.numel()
+        ):  # in the order of the names on every rank, so nobody waits in vain
+            value = value.to(world.device).contiguous()
+            world.broadcast([value], holders[0])
+        digest.add(name, value)
+    return digest.hex()
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """Keep torch from advising other collectives: a tensor that is cut twice is gathered twice, once in a run."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def load_weights(source: Path) -> dict[str, torch.Tensor]:

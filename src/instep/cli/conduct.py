@@ -24,6 +24,7 @@ from instep.launch.processes import check_process_count
 from instep.monitor.progress import duration, metrics_text
 from instep.monitor.terminal import TerminalDisplay
 from instep.train.directory import agree_on_directory, settle_directory
+from instep.train.precision import resolve_precision
 from instep.train.result import Result
 from instep.train.source import TaskSource
 from instep.train.task import Task
@@ -45,6 +46,7 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     worker processes also where one would do.
     """
     place = place_here()
+    spec = resolve_precision(spec, place.device)
     processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
     if place.launched:
         _refuse_other_size(spec, processes, place)

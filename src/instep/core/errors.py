@@ -6,6 +6,7 @@
     ├── DataError         a dataset cannot be read, or holds nothing                            exit 2
     ├── CheckpointError   a run directory or checkpoint cannot be written or continued          exit 2
     ├── NumericsError     the loss is not a number                                              exit 1
+    ├── CompileError      --compile was asked for, and the model cannot be compiled             exit 1
     ├── DivergenceError   ranks that must hold the same weights do not; what they saved is set aside    exit 3
     ├── EnvironmentFailed the machine, the network or the launcher is not as it must be         exit 3
     │   └── PeerLost      another rank ended, left or did not come; names it                    exit 3
@@ -55,6 +56,10 @@ class CheckpointError(InstepError):
 
 class NumericsError(InstepError):
     """The loss is not a finite number."""
+
+
+class CompileError(InstepError):
+    """What should be compiled cannot be."""
 
 
 class DivergenceError(InstepError):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from instep.core.errors import SpecError
 from instep.core.mesh import STRATEGIES, Mesh
+from instep.core.microbatches import SCHEDULES, check_microbatches
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 DEFAULT_SHARDS = 16
@@ -115,10 +116,50 @@ class TrainSpec(LaunchSpec):
     mesh: str | None = option(
         None, "a mixture of strategies: processes along each axis, dp=2,fsdp=2,tp=2,pp=2", "--mesh", metavar="AXIS=N,…"
     )
+    reshard: bool = option(
+        True,
+        "with fsdp: let go of a block's parameters after its forward pass; off: keep them until backward is over",
+        "--reshard/--no-reshard",
+    )
+    offload: bool = option(
+        False, "with fsdp on GPUs: keep parameters and optimizer state in the host's memory", "--offload/--no-offload"
+    )
+    meta_init: bool = option(
+        False,
+        "with fsdp: build the model without its numbers and make them block by block, for one that fits no process",
+        "--meta-init/--no-meta-init",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
+        "1f1b",
+        "in which order a pipeline works: gpipe, 1f1b (less memory), interleaved (less idle time) (docs/pipeline.md)",
+        "--schedule",
+    )
+    microbatches: int | None = option(
+        None,
+        "into how many pieces a pipeline cuts the rows of a batch (4 for each of its stages, where the rows suffice)",
+        "--microbatches",
+    )
     comm: Literal["auto", "shared-memory", "gloo"] = option(
         "auto",
         "how processes on CPU speak; auto: through shared memory where they share a machine, else gloo",
         "--comm",
+    )
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = option(
+        "auto",
+        "in which numbers layers compute; auto: bf16 on a GPU that has it, else fp32 (docs/precision.md)",
+        "--precision",
+        recipe=True,
+    )
+    compile: bool | None = option(
+        None,
+        "compile the loss with the model in it (unless given: on GPUs, where the strategy is single or ddp)",
+        "--compile/--no-compile",
+        recipe=True,
+    )
+    recompute: bool = option(
+        False,
+        "save memory: compute the model's repeated blocks once more in the backward pass",
+        "--recompute/--no-recompute",
     )
     clip_norm: float | None = option(None, "clip the gradient's global norm to this", "--clip-norm", recipe=True)
     eval_every: str = option(
@@ -182,7 +223,7 @@ class TrainSpec(LaunchSpec):
         super().__post_init__()
         for name, least in (("batch_size", 1), ("accumulate", 1), ("keep", 1)):
             _check_at_least(name, getattr(self, name), least)
-        for name in ("epochs", "steps", "threads", "shards", "keep_every"):
+        for name in ("epochs", "steps", "threads", "shards", "keep_every", "microbatches"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
         if self.epochs is not None and self.steps is not None:
@@ -200,6 +241,15 @@ class TrainSpec(LaunchSpec):
                 raise SpecError(
                     f"strategy={self.strategy} and mesh={self.mesh} both say how the model is spread. Give one of them."
                 )
+        if self.schedule not in SCHEDULES:
+            raise SpecError(f"schedule={self.schedule!r} is unknown. Choose one of {', '.join(SCHEDULES)}.")
+        self._check_pipelined()
+        if self.precision not in ("auto", "fp32", "tf32", "bf16", "fp16"):
+            raise SpecError(f"precision={self.precision!r} is unknown. Choose auto, fp32, tf32, bf16 or fp16.")
+        if self.compile and self.recompute:
+            raise SpecError(
+                "compile and recompute were both asked for, and recomputed blocks are not compiled. Give one."
+            )
         if self.comm not in ("auto", "shared-memory", "gloo"):
             raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
         if self.on_nan not in ("stop", "skip"):
@@ -208,6 +258,9 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"save_busy={self.save_busy!r} is unknown. Choose wait or skip.")
         if self.keep_best is not None and not re.fullmatch(r"[^:]+(:(min|max))?", self.keep_best):
             raise SpecError(f"keep_best={self.keep_best!r} is not a metric. Write accuracy, or eval_loss:min.")
+        if self.meta_init and (self.exact or self.init_from is not None):
+            with_what = "exact" if self.exact else "init_from"
+            raise SpecError(f"meta_init and {with_what} do not go together: leave out --meta-init.")
         self._check_shards()
         if self.batch_size < self.accumulate:
             raise SpecError(
@@ -216,6 +269,17 @@ class TrainSpec(LaunchSpec):
             )
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
+
+    def _check_pipelined(self) -> None:
+        """Refuse options of a pipeline where there is none."""
+        if self.strategy == "pipeline" or (self.mesh is not None and Mesh.parse(self.mesh).pp > 1):
+            return
+        for name, default in (("schedule", "1f1b"), ("microbatches", None)):
+            if (value := getattr(self, name)) != default:
+                raise SpecError(
+                    f"{name}={value} is for a pipeline, and there is none. Add --strategy pipeline, or --mesh with "
+                    "pp=2 or more."
+                )
 
     def _check_shards(self) -> None:
         if self.shards is None:
@@ -241,11 +305,25 @@ class TrainSpec(LaunchSpec):
 
     def mesh_of(self, world_size: int) -> Mesh:
         """Lay the ranks out; refuse a world that does not come out."""
-        return Mesh.of(self.strategy, self.mesh, world_size)
+        mesh = Mesh.of(self.strategy, self.mesh, world_size)
+        if self.exact and (mesh.tp > 1 or mesh.pp > 1):
+            raise SpecError(
+                f"exact mode holds for copies and shards of a model (dp, fsdp), and {mesh} also cuts its layers, whose "
+                "sums then depend on the cut. Use --strategy ddp or fsdp, or train without --exact."
+            )
+        if mesh.fsdp == 1 and mesh.size > 1 and (self.meta_init or self.offload):
+            name = "meta_init" if self.meta_init else "offload"
+            raise SpecError(
+                f"{name} is for parameters that are cut over the ranks. Use --strategy fsdp, or leave it out."
+            )
+        return mesh
 
     def check_world(self, world_size: int) -> None:
         """Refuse a world that cannot be laid out, or in which a rank would never have a sample."""
-        world_size = self.mesh_of(world_size).data_size
+        mesh = self.mesh_of(world_size)
+        if mesh.pp > 1:
+            self.check_pipeline(mesh)
+        world_size = mesh.data_size
         if self.exact:
             return self._check_exact_world(world_size)
         rows = self.batch_size // self.accumulate
@@ -257,6 +335,20 @@ class TrainSpec(LaunchSpec):
             f"batch_size={self.batch_size}{parts} leaves {ranks} of {world_size} without a sample in every step. "
             f"Use batch_size >= {world_size * self.accumulate}, or fewer processes."
         )
+
+    def check_pipeline(self, mesh: Mesh) -> None:
+        """Refuse what a pipeline on this mesh cannot do."""
+        if mesh.fsdp * mesh.tp > 1:
+            raise SpecError(
+                f"mesh={self.mesh}: the stages of a pipeline cannot be split further yet. Use pp together with dp, for "
+                f"instance dp={mesh.size // mesh.pp},pp={mesh.pp}."
+            )
+        if self.exact:
+            raise SpecError(
+                "exact mode cannot hold in a pipeline: its microbatches add gradients up in an order of their own. Use "
+                "strategy=ddp with --exact, or the pipeline without (its answer is the same up to rounding)."
+            )
+        check_microbatches(self.schedule, self.microbatches, mesh.pp)
 
     def _check_exact_world(self, world_size: int) -> None:
         micro_rows = -(-self.batch_size // self.accumulate)
@@ -271,7 +363,9 @@ class TrainSpec(LaunchSpec):
     def recipe(self) -> dict[str, Any]:
         """The fields the trajectory depends on; a run is continued only with the same ones."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["recipe"]}
-        return found | {"shards": self.num_shards or None, "threads": self.num_threads}
+        # Compiled code rounds otherwise, which only exact mode minds.
+        compiled = True if self.exact and self.compile else None
+        return found | {"shards": self.num_shards or None, "threads": self.num_threads, "compile": compiled}
 
     def words(self) -> list[str]:
         """Write the spec as options of a command line; what is as by default is left out."""

@@ -147,22 +147,27 @@ def evaluation_chunks(
     workers: int | None = None,
     seed: int,
     local_world_size: int | None = None,
+    in_step: bool = False,
 ) -> Generator[tuple[Any, int]]:
     """Load this rank's chunks of an evaluation, each with its number of rows.
 
     Chunk c holds the samples from c * chunk_size on and goes whole to rank c % world_size: what a chunk
-    holds does not depend on the world size, and every sample is in exactly one.
+    holds does not depend on the world size, and every sample is in exactly one. `in_step` gives all ranks as many
+    chunks: a rank that has one less gets the first chunk of all at the end, with 0 rows, which counts nothing.
     """
     total = num_samples(dataset, collate)
-    starts = range(rank * chunk_size, total, world_size * chunk_size)
-    sizes = [min(chunk_size, total - start) for start in starts]
-    if not sizes:
+    starts = [*range(rank * chunk_size, total, world_size * chunk_size)]
+    counted = [min(chunk_size, total - start) for start in starts]
+    if in_step and len(starts) < -(-total // (world_size * chunk_size)):
+        starts, counted = [*starts, 0], [*counted, 0]
+    if not starts:
         return
+    sizes = [min(chunk_size, total - start) for start in starts]
     workers = default_workers(local_world_size or world_size) if workers is None else workers
     source = open_source(dataset, collate=collate, workers=min(workers, len(sizes)), seed=seed)
     requests = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
     try:
-        yield from zip(to_device(source.read(requests), device), sizes, strict=True)
+        yield from zip(to_device(source.read(requests), device), counted, strict=True)
     finally:
         source.close()
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _ROW = 2**15
@@ -58,6 +59,8 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _lanes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's raw bits as whole numbers, so narrow that their differences survive the multiplication."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     flat = tensor.contiguous().view(-1)
@@ -142,14 +145,14 @@ class Drift:
         return f"{who} from the other {self.world_size - len(self.ranks)} in {first}{also}"
 
 
-def find_drift(by_rank: Sequence[Mapping[str, int]]) -> Drift | None:
+def find_drift(by_rank: Mapping[int, Mapping[str, int]]) -> Drift | None:
     """Compare the ranks' fingerprints by name; a name that a rank does not have counts as a difference."""
-    names = dict.fromkeys(name for numbers in by_rank for name in numbers)
-    different = [name for name in names if len({numbers.get(name) for numbers in by_rank}) > 1]
+    names = dict.fromkeys(name for numbers in by_rank.values() for name in numbers)
+    different = [name for name in names if len({numbers.get(name) for numbers in by_rank.values()}) > 1]
     if not different:
         return None
-    held = [tuple(numbers.get(name) for name in different) for numbers in by_rank]
-    common, count = Counter(held).most_common(1)[0]
+    held = {rank: tuple(numbers.get(name) for name in different) for rank, numbers in by_rank.items()}
+    common, count = Counter(held.values()).most_common(1)[0]
     has_majority = 2 * count > len(by_rank)
-    ranks = [rank for rank, values in enumerate(held) if values != common or not has_majority]
+    ranks = [rank for rank, values in held.items() if values != common or not has_majority]
     return Drift(tuple(different), tuple(ranks), len(by_rank))

@@ -18,15 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from instep.parallel.strategy import Reducer, Strategy
+from instep.parallel.total_norm import local_part
 from instep.world.world import World
 
 _COUNTING = (torch.float32, torch.float64)
 """Dtypes precise enough to carry the step's sums behind the gradients."""
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Give what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -48,7 +44,7 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], num_extra: int) -> None:
         self.parameters = parameters
-        own = [local_of(p) for p in parameters]
+        own = [local_part(p) for p in parameters]
         sizes = [p.numel() for p in own]
         self.flat = torch.zeros(sum(sizes) + num_extra, dtype=own[0].dtype, device=own[0].device)
         *pieces, self.extra = self.flat.split([*sizes, num_extra])
@@ -56,7 +52,7 @@ class _Bucket:
 
     def fill(self) -> list[bool]:
         """Copy the gradients in and tell which were there; a missing one counts as zero."""
-        grads = [None if p.grad is None else local_of(p.grad) for p in self.parameters]
+        grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
         dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
         if len(dense) == len(grads):
             torch._foreach_copy_(self.views, dense)

@@ -56,8 +56,12 @@ class Scope:
         """Whether every rank computes this whole part, so that nothing is to be exchanged."""
         self.silent = False
         """Whether this rank's part has weight 0 ([Note: Silent parts])."""
+        self.silence = torch.zeros((), dtype=torch.bool, device=device)
+        """The same for compiled code."""
         self.connected = False
         """Whether layers exchange something in backward, so that even a silent part must go through it."""
+        self.again = False
+        """Whether a block is gone through once more for its gradients: what is counted was counted before."""
         self.noisy: list[Noisy] = []
         """The layers that read `noise`."""
         self.doubts: dict[str, str] = {}
@@ -81,6 +85,11 @@ class Scope:
                 layer.uses = 0
             words = (signed32(self.step_key), signed32(self.step_key >> 32), first_row)
             self.noise.copy_(torch.tensor(words, dtype=torch.int32))
+
+    def be_silent(self, silent: bool) -> None:
+        """Announce that the coming backward pass is that of a part of weight 0, or that it is over."""
+        self.silent = silent
+        self.silence.data.fill_(silent)  # unnoticed by autograd, which has saved it for this very moment
 
     def end_part(self) -> None:
         """Announce that what follows is no part of a training step."""

@@ -42,7 +42,8 @@ class _ByShard(_BatchNorm):
         mean, variance = (torch.zeros(x.shape[1], dtype=self._statistics_dtype(x), device=x.device) for _ in range(2))
         # With a momentum of 1 the kernel leaves the batch's own statistics in what it takes for running ones.
         y = F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
-        self._seen.setdefault(scope.shard, []).append((x.numel() / x.shape[1], mean, variance))
+        if not scope.again:
+            self._seen.setdefault(scope.shard, []).append((x.numel() / x.shape[1], mean, variance))
         return y
 
     def _statistics_dtype(self, x: torch.Tensor) -> torch.dtype:

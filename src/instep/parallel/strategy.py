@@ -22,6 +22,10 @@ from instep.world.grid import Grid
 
 Example = Callable[[], Call]
 """Gives the arguments of a model's call for a few rows, on CPU."""
+Layers = Callable[[nn.Module], Sequence[Callable[..., Any]]]
+"""Gives a model's layers: applied one after the other, they make up the model."""
+TensorPlanOf = Callable[[nn.Module], Mapping[str, Any]]
+"""Says how a model's layers are split, by their paths: in words, or as PyTorch's ParallelStyles."""
 
 
 class Reducer(ABC):
@@ -33,6 +37,9 @@ class Reducer(ABC):
     @abstractmethod
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         """Add gradients, in place, and `sums` up over all ranks; give the sums. Called on all ranks."""
+
+    def be_ready(self) -> None:  # noqa: B027 - most have nothing to do
+        """Make passes possible that not every rank makes; before the parts of a step, in exact mode. On all ranks."""
 
     def forget(self) -> None:  # noqa: B027 - most keep nothing
         """Let go of what was gathered in this step so far."""
@@ -54,14 +61,22 @@ class Strategy(ABC):
     """One way to spread a model."""
 
     name: ClassVar[str]
+    in_step = False
+    """Whether the ranks that share a batch speak in every forward pass, so that all must make as many."""
 
     def __init__(self, grid: Grid, scope: Scope) -> None:
         self.grid = grid
         self.scope = scope
-        self.plan_of: Callable[[nn.Module], Mapping[str, Any]] | None = None
-        """Gives the Task's own tensor plan."""
-        self.notices: list[str] = []
-        """What a person should know of how a model was spread."""
+        self.said: list[str] = []
+        """What a person should know of how the model was spread."""
+        self.layers: Layers | None = None
+        """How the next model may be cut, where its Task says so."""
+        self.tensor_plan: TensorPlanOf | None = None
+        """How the next model's layers are split, where its Task says so."""
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Build a model that is to be spread."""
+        return make()
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks.
@@ -69,13 +84,38 @@ class Strategy(ABC):
         `example` gives what the model is called with for a few rows, where that is known; the same on all ranks.
         """
         del example  # for strategies that have to look into the model
-        model = own_dropout(model, self.scope)
-        if sync_batch_norm(model, self.grid.data, self.scope):
-            silence_outputs(model, self.scope)
+        model = self.replace_layers(model)
         model = model.to(self.grid.world.device)
         # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
+
+    def replace_layers(self, model: nn.Module) -> nn.Module:
+        """Let the layers that depend on the whole batch know of it."""
+        model = own_dropout(model, self.scope)
+        if sync_batch_norm(model, self.grid.data, self.scope):
+            silence_outputs(model, self.scope)
+        return model
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most take it as it is
+        """Make an optimizer fit the way its parameters are spread."""
+
+    def smallest_part(self, rows: int) -> int:
+        """Tell how many rows, over all ranks, the smallest piece has into which `rows` rows are cut."""
+        return rows
+
+    def num_parameters(self, model: nn.Module) -> int:
+        """Count the numbers that a model learns, on whichever ranks they are."""
+        return sum(p.numel() for p in model.parameters())
+
+    def notices(self, rows: int) -> list[str]:
+        """Say what a person should know before the training, in which a part has `rows` rows for each copy."""
+        del rows
+        return self.said
+
+    def report(self) -> list[str]:
+        """Say what a person should know after the training. Called on all ranks."""
+        return []
 
     @abstractmethod
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:

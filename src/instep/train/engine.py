@@ -9,19 +9,25 @@ import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.core.errors import SpecError, TaskError
+from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
 from instep.guard.slowness import Pace
 from instep.parallel.ddp import Ddp
+from instep.parallel.dp import Dp
 from instep.parallel.exact import Exact
+from instep.parallel.exact_fsdp import ExactFsdp
+from instep.parallel.fsdp import Fsdp, Sharding
+from instep.parallel.pipeline.strategy import Pipeline
 from instep.parallel.scope import Scope, mix64
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
+from instep.parallel.tensor.sharded import ShardedTensor
 from instep.parallel.tensor.strategy import Tensor
+from instep.train.precision import LossScale, Precision
 from instep.train.trained import Trained
 from instep.train.witness import Witness
 from instep.world.grid import Grid
@@ -42,6 +48,18 @@ class Engine:
         self.strategy = _choose_strategy(spec, self.grid, self.scope)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
+        self.wants_save: Callable[[], bool] = _never
+        """Tells whether this rank would have all of them save after this step."""
+        self.say: Callable[[str], None] = _say_nothing
+        """Tells a person something, once for all ranks."""
+        self.precision = Precision(spec, world.device)
+        self.loss_scale = LossScale() if spec.precision == "fp16" else None
+        self.full_batch = 0
+        """Samples of a step's global batch, unless it is an epoch's last."""
+        self.is_full = False
+        """Whether the step under way has that many."""
+        self.reads_early = world.device.type == "cuda" and world.world_size == 1 and not spec.exact
+        """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
         self.witness: Witness | None = None
         self.stop_request = StopRequest()
         self.pace = Pace()
@@ -58,6 +76,7 @@ class Engine:
         self.scope.num_shards = num_shards
         for trained in self.trained if num_shards else ():
             trained.begin_step()
+            trained.reducer.be_ready()
             if trained.shard_buffers is None:
                 trained.shard_buffers = ShardBuffers(trained.model)
             trained.shard_buffers.begin_step()
@@ -72,13 +91,24 @@ class Engine:
                     buffer.copy_(value)
         self.on_nan(step, loss)
 
+    def end_scaled_step(self, step: int, good: bool, overflowed: bool, weight: float | None) -> None:
+        """In fp16, let the scale of the loss follow what became of a step ([Note: Loss scale])."""
+        if self.loss_scale is not None:
+            self.loss_scale.end_step(good, overflowed, weight)
+            if overflowed and (text := self.loss_scale.complaint(step)):
+                self.say(text)
+
     def begin_part(self, plan: PartPlan, passes: int) -> None:
         """Tell the layers which rows come, and seed the noise that they do not own (never by the rank).
 
         `passes` counts how often this step went through its parts before.
         """
         self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
-        self._seed(mix64(self.scope.step_key + plan.first_row + (passes << 40)) >> 1)
+        self.seed_noise(plan.first_row, passes)
+
+    def seed_noise(self, first_row: int, passes: int) -> None:
+        """Seed the noise that the layers do not own, for the rows that begin there."""
+        self._seed(mix64(self.scope.step_key + first_row + (passes << 40)) >> 1)
 
     def begin_update(self) -> None:
         """Seed the noise of an optimizer that draws some: not by what this rank's parts left."""
@@ -117,11 +147,11 @@ class Engine:
         """Go through the backward pass of a part of weight 0, if there is anything in it ([Note: Silent parts])."""
         if not self.scope.connected:
             return
-        self.scope.silent = True
+        self.scope.be_silent(True)
         try:
             loss.backward(self.scalar(0.0, loss))
         finally:
-            self.scope.silent = False
+            self.scope.be_silent(False)
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> Trained:
         """Find what an optimizer trains."""
@@ -134,6 +164,20 @@ class Engine:
         """Tell whether a model's answer depends on how a batch is cut into parts."""
         return any(isinstance(m, _BatchNorm) for trained in self.trained for m in trained.model.modules())
 
+    def set_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Replace the gradients of all parameters of all models; none given: leave them."""
+        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
+            p.grad = grad
+
+    def add_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add to the gradients of all parameters of all models, if any are given."""
+        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for trained in self.trained for p in trained.model.parameters()]
+
     def clear_gradients(self) -> None:
         """Forget the gradients of all models."""
         for trained in self.trained:
@@ -144,18 +188,25 @@ def _ignore(step: int, loss: float) -> None:
     del step, loss
 
 
+def _never() -> bool:
+    return False
+
+
+def _say_nothing(text: str) -> None:
+    del text
+
+
 def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
+    if grid.mesh.pp > 1:
+        spec.check_pipeline(grid.mesh)
+        return Pipeline(grid, scope, spec.schedule, spec.microbatches)
+    if spec.exact:
+        return ExactFsdp(grid, scope) if grid.mesh.fsdp > 1 else Exact(grid, scope)
+    if grid.mesh.fsdp > 1:
+        sharding = Sharding(spec.reshard, spec.offload, spec.meta_init)
+        return ShardedTensor(grid, scope, sharding) if grid.mesh.tp > 1 else Fsdp(grid, scope, sharding)
     if grid.mesh.tp > 1:
-        return _tensor(spec, grid, scope)
-    if spec.exact:
-        return Exact(grid, scope)
-    return Single(grid, scope) if grid.world.world_size == 1 else Ddp(grid, scope)
-
-
-def _tensor(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
-    if spec.exact:
-        raise SpecError(
-            f"exact=True cannot hold with tp={grid.mesh.tp}: ranks that share a layer add up its terms, and a sum's "
-            "last bits depend on how many there are. Use --strategy ddp with --exact, or tensor without it."
-        )
-    return Tensor(grid, scope)
+        return Tensor(grid, scope)
+    if grid.world.world_size > 1:
+        return Ddp(grid, scope)
+    return Dp(grid, scope) if spec.strategy == "dp" else Single(grid, scope)

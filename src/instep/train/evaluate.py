@@ -111,11 +111,21 @@ class _Summed:
 
 
 def evaluate(
-    metrics_of: MetricsOf, chunks: Iterable[tuple[Any, int]], world: World, exact: bool = False
+    metrics_of: MetricsOf,
+    chunks: Iterable[tuple[Any, int]],
+    world: World,
+    exact: bool = False,
+    go_along: Callable[[Any], None] | None = None,
 ) -> dict[str, float]:
-    """Go through this rank's chunks, then agree with the others. Called on all ranks."""
+    """Go through this rank's chunks, then agree with the others. Called on all ranks.
+
+    `go_along` gets a chunk of no rows of this rank's, where the ranks have to compute in step.
+    """
     found: dict[str, _Mean | _Summed] = {}
     for batch, num_rows in chunks:
+        if not num_rows and go_along is not None:
+            go_along(batch)
+            continue
         for name, value in metrics_of(batch).items():
             kind = _Summed if hasattr(value, "update") and hasattr(value, "compute") else _Mean
             found.setdefault(name, kind()).add(name, value, num_rows, exact)

@@ -7,6 +7,8 @@ step and every checkpoint is wrong. The ranks exchange one number that stands fo
 only when these differ the numbers of the single tensors. Then rank 0 sets aside what was saved since the ranks last
 agreed, and all ranks end with the same error: the next try goes on from the last step that is beyond doubt.
 Other buffers may differ by rank, where a model writes to them in its forward pass: that is said once.
+Where a model is spread, ranks hold different pieces: each is compared with those that hold a copy of its own (the axis
+`dp` of the mesh), if there are any.
 
 Ranks: all of them, alike.
 """
@@ -24,14 +26,17 @@ from instep.guard.fingerprint import Drift, buffers_of, find_drift, fingerprint,
 from instep.guard.slowness import Pace, Share, Slowness
 from instep.train.saver import Saver
 from instep.train.trained import Trained
-from instep.world.world import World
+from instep.world.grid import Grid
 
 
 class Lookout:
     """Compares this rank with the others."""
 
-    def __init__(self, world: World, spec: TrainSpec, saver: Saver, pace: Pace, notice: Callable[[str], None]) -> None:
+    def __init__(self, grid: Grid, spec: TrainSpec, saver: Saver, pace: Pace, notice: Callable[[str], None]) -> None:
+        world = grid.world
         self._world, self._saver, self._notice = world, saver, notice
+        self._groups = list({tuple(grid.mesh.ranks_along(("dp",), rank)): None for rank in range(world.world_size)})
+        """The ranks that hold copies of each other's."""
         self._every = spec.check_every if world.world_size > 1 else 0
         self._exact = spec.exact
         self._pace = pace
@@ -50,15 +55,15 @@ class Lookout:
         """Compare the ranks, unless this step's were compared already; raise if they differ. Called on all ranks."""
         if not self._every or step == self._agreed:
             return
-        strict, others = self._state(trained)
+        strict, others = self._state(trained) if len(self._groups[0]) > 1 else ({}, {})
         own = [fingerprints(list(part.values())) for part in (strict, others)]
         share = self._pace.take()
         told = self._exchange([fingerprint(own[0]), len(own[0]), fingerprint(own[1])], share)
-        if any(numbers[:2] != told[0][:2] for numbers in told):
-            self._raise(step, self._find(strict, own[0]))
-        if any(numbers[2] != told[0][2] for numbers in told):
+        if (group := self._disagreeing([numbers[:2] for numbers in told])) is not None:
+            self._raise(step, self._find(strict, own[0], group))
+        if (group := self._disagreeing([numbers[2:3] for numbers in told])) is not None:
             self._watches_others = False
-            self._tell_others(self._find(others, own[1]))
+            self._tell_others(self._find(others, own[1], group))
         self._agreed = self._saver.trusted = step
         for sentence in self._slowness.judge([Share(n[3] / 1e9, n[4] / 1e9, n[5] / 1000) for n in told]):
             self._notice(sentence)
@@ -84,12 +89,18 @@ class Lookout:
         own = torch.tensor([*map(int, numbers), *times], dtype=torch.int64, device=self._world.device)
         return [list(map(int, part.tolist())) for part in self._world.gather(own)]
 
-    def _find(self, named: Mapping[str, torch.Tensor], numbers: torch.Tensor) -> tuple[Drift, list[str]]:
-        """Find out what differs, and on which machines the ranks are. Called on all ranks."""
+    def _disagreeing(self, told: Sequence[list[int]]) -> tuple[int, ...] | None:
+        """Find ranks that should have told the same, and did not."""
+        return next((group for group in self._groups if any(told[r] != told[group[0]] for r in group)), None)
+
+    def _find(
+        self, named: Mapping[str, torch.Tensor], numbers: torch.Tensor, group: Sequence[int]
+    ) -> tuple[Drift, list[str]]:
+        """Find out what differs in a group, and on which machines the ranks are. Called on all ranks."""
         told = self._world.tell_all(
             {"host": socket.gethostname(), "held": dict(zip(named, numbers.tolist(), strict=True))}
         )
-        drift = find_drift([each["held"] for each in told])
+        drift = find_drift({rank: told[rank]["held"] for rank in group})
         assert drift is not None
         return drift, [each["host"] for each in told]
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from instep.core.errors import TaskError
 from instep.core.spec import Cadence
@@ -16,6 +15,9 @@ from instep.data.loader import first_rows
 from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
+from instep.parallel.pipeline.pipe import Staged
+from instep.parallel.strategy import Layers, TensorPlanOf
+from instep.train.compile import CompiledLoss, LossOf, is_compiled, wants_compiling
 from instep.train.origin import find_origin
 from instep.train.run import Run
 from instep.train.step import Step, with_weight
@@ -30,8 +32,14 @@ class Loop:
     def __init__(self, run: Run, task: Task) -> None:
         self._run = run
         self._task = task
-        run.engine.strategy.plan_of = task.tensor_plan if overrides(task, "tensor_plan") else None
-        self._model, _ = run.prepare(_model_of(task), task.optimizer, _scheduler_of(task), self._example)
+        self._model, _ = run.prepare(
+            lambda: _model_of(task),
+            task.optimizer,
+            _scheduler_of(task),
+            self._example,
+            _layers_of(task),
+            _plan_of(task),
+        )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
@@ -45,12 +53,16 @@ class Loop:
         task, model = self._task, self._model
         if self._run.engine.witness is not None and self._run.step == 0:
             self._evaluate()
+        loss_of: LossOf = task.loss
+        if wants_compiling(self._run.engine):
+            self._run.compiled = True
+            loss_of = CompiledLoss(self._run.engine, task.loss, self._run.notice)
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
-        compiled = any(isinstance(m, OptimizedModule) for m in model.modules())
+        compiled = self._run.compiled or is_compiled(model)
         watch = None if compiled or self._run.spec.exact else NoiseWatch()
         for step in () if self._run.stopped else self._run.steps(self._train_data, collate=task.collate):
             with watch or contextlib.nullcontext():
-                step.compute(model, task.loss)
+                step.compute(model, loss_of)
             record = step.finish()
             if watch is not None:
                 self._report(watch)
@@ -62,7 +74,7 @@ class Loop:
                 break
         self._run.close_data()
         self._evaluate()
-        if not self._run.is_saved:
+        if not self._run.is_saved():
             self._run.save()
 
     def _follow(self, step: Step, record: StepRecord) -> bool:
@@ -95,6 +107,8 @@ class Loop:
         return call_of(self._task.loss, batch)
 
     def _find_origin(self, step: Step) -> str:
+        if isinstance(self._model, Staged):
+            return "In a pipeline it is not looked for where they begin; the same step on strategy=ddp tells."
         return find_origin(step, self._model, lambda *given: with_weight(self._task.loss(*given)), self._run.world)
 
     def _report(self, watch: NoiseWatch) -> None:
@@ -111,6 +125,15 @@ def _model_of(task: Task) -> nn.Module:
 
 def _scheduler_of(task: Task) -> Callable[..., Any] | None:
     return task.scheduler if overrides(task, "scheduler") else None
+
+
+def _layers_of(task: Task) -> Layers | None:
+    # Who has a hyper-parameter of that name means a number by it.
+    return task.layers if overrides(task, "layers") and callable(task.layers) else None
+
+
+def _plan_of(task: Task) -> TensorPlanOf | None:
+    return task.tensor_plan if overrides(task, "tensor_plan") else None
 
 
 class _Once:

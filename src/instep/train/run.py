@@ -23,11 +23,16 @@ from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
-from instep.parallel.strategy import Example
+from instep.parallel.capture import call_of
+from instep.parallel.strategy import Example, Layers, TensorPlanOf
+from instep.parallel.total_norm import local_part
+from instep.train.choices import describe_choices
+from instep.train.compile import compile_model, wants_compiling
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
 from instep.train.lookout import Lookout
+from instep.train.precision import resolve_precision
 from instep.train.saver import Saver
 from instep.train.step import Step
 from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
@@ -44,6 +49,7 @@ class Run:
     def __init__(
         self, world: World, spec: TrainSpec, directory: RunDirectory, log: EventLog, name: str = "loop"
     ) -> None:
+        spec = resolve_precision(spec, world.device)
         self.world = world
         self.name = name
         """The Task's, for the log."""
@@ -58,8 +64,14 @@ class Run:
         self.log = log
         self.engine = Engine(world, spec)
         self.engine.on_nan = self._on_nan
-        self._saver = Saver(world, spec, directory, log)
-        self._lookout = Lookout(world, spec, self._saver, self.engine.pace, self.notice)
+        self.engine.say = self.notice
+        self._saver = Saver(self.engine.grid, spec, directory, log)
+        self.engine.wants_save = self._saver.wants
+        self._lookout = Lookout(self.engine.grid, spec, self._saver, self.engine.pace, self.notice)
+        if self.engine.loss_scale is not None and "loss_scale" in self._saver.progress:
+            self.engine.loss_scale.restore(self._saver.progress["loss_scale"])
+        self.compiled = False
+        """Whether what a step computes is compiled."""
         self._loader: TrainLoader | None = None
         self._step: Step | None = None
         """The one under way."""
@@ -81,22 +93,31 @@ class Run:
 
     def prepare(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None = None,
         example: Example | None = None,
+        layers: Layers | None = None,
+        tensor_plan: TensorPlanOf | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Spread a model, make its optimizer, and restore both if there is something to restore.
 
+        `model` may be a function that builds it, which meta_init needs.
         `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` gives the
-        arguments of a call of the model for a few rows, for strategies that have to look into it.
+        arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)` says
+        where a pipeline may cut it, and `tensor_plan(model)` how its layers are split, as in a Task.
         """
+        if not isinstance(model, nn.Module):
+            model = self.engine.strategy.build(model)
+        self.engine.strategy.layers, self.engine.strategy.tensor_plan = layers, tensor_plan
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
-        trained = Trained(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example)
-        while self.engine.strategy.notices:
-            self.notice(self.engine.strategy.notices.pop(0))
+        trained = Trained(
+            *(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example),
+            recompute=self.spec.recompute,
+            exact=self.spec.exact,
+        )
         if self._saver.checkpoint is not None:
             trained.restore(self._saver.checkpoint)
         self.engine.trained.append(trained)
@@ -127,7 +148,8 @@ class Run:
         plan = self._plan(num_samples(dataset, collate))
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
         self.steps_per_epoch = plan.num_batches
-        self.engine.scope.smallest_part = plan.smallest_part
+        self.engine.scope.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
+        self.engine.full_batch = min(plan.batch_size, plan.num_samples)
         self._loader = self._load_from(dataset, plan, collate)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
@@ -135,6 +157,10 @@ class Run:
         moved = self._saver.moved
         self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
         self._log_plan(plan, num_steps)
+        if not self.compiled and wants_compiling(self.engine):
+            self.compiled = True
+            for trained in self.engine.trained:
+                compile_model(trained.model, self.engine, self.notice)
         self._warn(moved)
         witness = self.engine.witness
         if witness is not None:
@@ -154,12 +180,14 @@ class Run:
                 self.compare()
             if step.stop_asked:
                 self._leave()
-            if self._saver.is_due(self.step, self._scores()):
+            if self._saver.is_due(self.step, self._scores(), step.save_asked):
                 self._save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
             self._pulse.beat(Phase.DATA)
         self.compare()
+        for sentence in self.engine.strategy.report():
+            self.notice(sentence)
         self.close_data()
 
     def evaluate(
@@ -179,14 +207,19 @@ class Run:
 
         def metrics_of(batch: Any) -> dict[str, Any]:
             self._pulse.beat(Phase.EVALUATE)
-            found = metrics(model, batch)
+            with self.engine.precision.autocast():
+                found = metrics(model, batch)
             put_back()  # which chunks a rank has gone through before must not matter, now or later
             return found
+
+        def go_along(batch: Any) -> None:
+            call = call_of(metrics, batch)
+            model(*call.positional, **call.named)
 
         self.engine.scope.end_part()
         with torch.no_grad():
             chunks = self._chunks(dataset, collate)
-            found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact)
+            found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact, go_along)
         for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
             module.training = training
         self.metrics, self._evaluated_at = found, self.step
@@ -199,17 +232,16 @@ class Run:
         self._lookout.compare(self.step, self.engine.trained)
 
     def save(self) -> None:
-        """Take a checkpoint of this moment; it is written beside the training."""
+        """Take a checkpoint of this moment; it is written beside the training. Called on all ranks."""
         self._save(may_skip=False)
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete."""
         self._saver.finish()
 
-    @property
     def is_saved(self) -> bool:
-        """Whether this step's checkpoint was written already."""
-        return self._saver.saved_step == self.step
+        """Tell whether this step's checkpoint was written already. Called on all ranks."""
+        return self._saver.is_saved(self.step)
 
     def notice(self, text: str) -> None:
         """Say something that a person should know, once for all ranks."""
@@ -241,7 +273,7 @@ class Run:
         """Save and end the run early, because this step's ranks agreed that one of them was asked to stop."""
         self.compare()
         self.notice(f"asked to stop: saving at step {self.step}. The same command goes on from there.")
-        if not self.is_saved:
+        if not self.is_saved():
             self.save()
         self.finish_saving()
         self.close_data()
@@ -304,7 +336,7 @@ class Run:
 
     def _already_lost(self) -> str:
         weights = [p for trained in self.engine.trained for p in trained.model.parameters()]
-        lost = not all(bool(torch.isfinite(p).all()) for p in weights)
+        lost = not all(bool(torch.isfinite(local_part(p)).all()) for p in weights)
         return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
 
     def _scores(self) -> dict[str, float]:
@@ -318,6 +350,7 @@ class Run:
             "loss": self.loss,
             "metrics": self.metrics,
             "stopped": self.stopped,
+            **({} if self.engine.loss_scale is None else {"loss_scale": self.engine.loss_scale.state()}),
         }
 
     def _settle(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
@@ -355,7 +388,8 @@ class Run:
         # From the spec alone, so that every sample is computed in the same company at any world size. Not more
         # than an eighth of a batch: without gradients that fits where a training step's share does.
         rows = -(-self.spec.batch_size // (8 * self.spec.accumulate))
-        return evaluation_chunks(dataset, rows, **self._reading(collate))
+        in_step = self.engine.strategy.in_step
+        return evaluation_chunks(dataset, rows, in_step=in_step, **self._reading(collate))
 
     def _reading(self, collate: Collate | None) -> dict[str, Any]:
         """How this rank reads any dataset."""
@@ -371,6 +405,13 @@ class Run:
 
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""
+        rows = self.spec.batch_size // self.spec.accumulate // self.engine.grid.mesh.data_size
+        for sentence in self.engine.strategy.notices(max(1, rows)):
+            self.notice(sentence)
+        if choices := describe_choices(self.engine, self.compiled):
+            self.notice(choices)
+        if self.spec.recompute and not any(trained.recomputed for trained in self.engine.trained):
+            self.notice("recompute: the model has no repeated blocks, so nothing is computed twice.")
         if self.spec.exact and moved:
             self.notice(
                 f"exact mode: this run goes on with {moved}. Kernels may round differently "
@@ -395,7 +436,7 @@ class Run:
                 steps_per_epoch=plan.num_batches,
                 batch_size=plan.batch_size,
                 num_samples=plan.num_samples,
-                num_parameters=sum(p.numel() for p in model.parameters()),
+                num_parameters=self.engine.strategy.num_parameters(model),
                 reading=self._loader.describe(),
             )
         )

@@ -5,7 +5,11 @@ A step waits only for the snapshot into host memory. Whether its weights are fin
 rename that makes it a checkpoint follow in a thread, one save at a time. What became of a save is collected between two
 later steps: a disk that refuses is told and tried again, anything else is raised there. The last one is waited for.
 
-Ranks: rank 0 writes; all read the same one.
+Where every rank holds the whole model, rank 0 alone decides and writes, and the others know nothing of it. Where a
+model is spread, all ranks save the same step, each its share ([Note: Writing together]): rank 0's wish travels with the
+step's sums, and what became of a save is still rank 0's to know and to tell.
+
+Ranks: rank 0, or all of them where the model is spread; all read the same one.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,14 +32,18 @@ from instep.checkpoint.background import Background
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.interval import FIRST_SAVE_S, best_interval
 from instep.checkpoint.layout import Keeping, step_of
+from instep.checkpoint.notes import Note
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.snapshot import Snapshot, Stage
+from instep.checkpoint.shards import fit
+from instep.checkpoint.sharing import SharedSave, Sharing
+from instep.checkpoint.snapshot import Parts, Snapshot, Stage
 from instep.core.errors import CheckpointError, NumericsError, TaskError
 from instep.core.spec import Cadence, TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
 from instep.train.trained import Trained
 from instep.world.determinism import platform_of
+from instep.world.grid import Grid
 from instep.world.world import World
 
 _RETRY_S = 30.0
@@ -47,6 +56,8 @@ class _Save:
 
     step: int
     snapshot: Snapshot
+    shared: SharedSave | None
+    """None: this rank writes all of it."""
     scores: dict[str, float]
     begun: float
     stall_s: float
@@ -65,8 +76,13 @@ class _Saved:
 class Saver:
     """Keeps a run from being lost."""
 
-    def __init__(self, world: World, spec: TrainSpec, directory: RunDirectory, log: EventLog) -> None:
+    def __init__(self, grid: Grid, spec: TrainSpec, directory: RunDirectory, log: EventLog) -> None:
+        world = grid.world
         self._directory = directory
+        self._world = world
+        self._is_partial = grid.mesh.pp > 1
+        self._sharing = None if grid.mesh.has_whole_models else Sharing(grid)
+        """None: every rank holds everything, and rank 0 saves alone."""
         self.spec = spec
         self._log = log
         self._is_main = world.is_main
@@ -111,7 +127,12 @@ class Saver:
             raise TaskError(f"keep({name}=…): a {type(thing).__name__} has no state_dict and load_state_dict.")
         self._kept[name] = thing
         if self.checkpoint is not None and f"kept-{name}" in self.checkpoint:
-            thing.load_state_dict(self.checkpoint.part(f"kept-{name}"))
+            thing.load_state_dict(self._read_kept(self.checkpoint, name, thing))
+
+    def _read_kept(self, checkpoint: Checkpoint, name: str, thing: Any) -> Any:
+        if self._sharing is None:
+            return checkpoint.part(f"kept-{name}")
+        return fit(checkpoint.stored(f"kept-{name}"), thing.state_dict(), self._is_partial)
 
     def restore_rng(self) -> None:
         """Bring the global generators where they were."""
@@ -123,16 +144,33 @@ class Saver:
         numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
         torch.set_rng_state(rng["torch"])
 
-    def is_due(self, step: int, scores: Mapping[str, float]) -> bool:
-        """Tell whether the time for a checkpoint has come; `scores`: this step's evaluation, if there was one."""
+    def wants(self) -> bool:
+        """Tell whether this rank would have all of them save together: rank 0, by its clock."""
+        return self._sharing is not None and self._is_main and self._is_time()
+
+    def is_due(self, step: int, scores: Mapping[str, float], is_asked: bool) -> bool:
+        """Tell whether the time for a checkpoint has come; `scores`: this step's evaluation, if there was one.
+
+        `is_asked`: whether the ranks agreed in this step that one of them `wants` it. Called on all ranks.
+        """
+        if self._cadence.steps is not None and step % self._cadence.steps == 0:
+            return True
+        if self._sharing is None:
+            return self._is_time() or self._is_best(scores)
+        if is_asked or not (scores and self._keeping.best_by):
+            return is_asked
+        return bool(self._world.tell(self._is_best(scores)))  # rank 0 alone knows what became of earlier ones
+
+    def _is_time(self) -> bool:
         now = time.monotonic()
         if self._retry_at is not None and now >= self._retry_at:
             return True
-        if self._cadence.steps is not None and step % self._cadence.steps == 0:
-            return True
-        if self._interval_s is not None and now - self._saved_at >= self._interval_s:
-            return True
-        return self._is_best(scores)
+        return self._interval_s is not None and now - self._saved_at >= self._interval_s
+
+    def is_saved(self, step: int) -> bool:
+        """Tell whether a step's checkpoint was taken, and is not known to have failed. Called on all ranks."""
+        is_saved = self.saved_step == step
+        return is_saved if self._sharing is None else bool(self._world.tell(is_saved))
 
     def save(
         self,
@@ -144,33 +182,44 @@ class Saver:
     ) -> None:
         """Take a snapshot of this moment, and have it written ([Note: Saving beside the training]).
 
-        `may_skip`: not if the last one is still being written.
+        `may_skip`: not if the last one is still being written. Called on all ranks.
         """
-        if not self._is_main:
+        if self._sharing is None and not self._is_main:
             return
         begun = time.monotonic()
-        if may_skip and self._background.busy and not self._reserving:
-            self._log.write(
-                NoticeRecord(text=f"the checkpoint of step {step} is skipped: the last one is still being written")
-            )
+        if may_skip and self._is_busy():
+            self._tell(f"the checkpoint of step {step} is skipped: the last one is still being written")
             self._saved_at = begun
             return
         self._collect()
-        snapshot = self._stage.take(self._state(trained, progress))
+        parts = Parts.of(self._state(trained, progress))
+        shared = self._sharing.begin(parts) if self._sharing is not None else None
+        snapshot = self._stage.take(parts, shared.share if shared is not None else None)
         self._saved_at = time.monotonic()
-        save = _Save(step, snapshot, dict(scores), begun, self._saved_at - begun)
+        save = _Save(step, snapshot, shared, dict(scores), begun, self._saved_at - begun)
         self.saved_step, self._retry_at, self._reserved = step, None, True
         if self._keeping.best_by in scores:
             self._best = max(self._best or -math.inf, self._value(scores))
         self._background.start(partial(self._write, save))
 
+    def _is_busy(self) -> bool:
+        """Tell whether a checkpoint is still being written, on any rank that writes. Called on all that do."""
+        is_busy = self._background.busy and not self._reserving
+        return is_busy if self._sharing is None else self._sharing.any(is_busy)
+
+    def _tell(self, text: str) -> None:
+        if self._is_main:
+            self._log.write(NoticeRecord(text=text))
+
     def look(self, trained: list[Trained]) -> None:
-        """See what became of a save, if it has ended since; called between steps."""
+        """See what became of a save, if it has ended since; called between steps, on all ranks."""
         if self._background.done:
             self._collect()
-        elif not self._reserved and self._is_main:  # after the first step: now the optimizer has its state
-            self._reserved = self._reserving = True
-            self._background.start(partial(_reserve, self._stage.plan(self._state(trained, {}))))
+        elif not self._reserved and (self._is_main or self._sharing is not None):
+            self._reserved = self._reserving = True  # after the first step: now the optimizer has its state
+            parts = Parts.of(self._state(trained, {}))
+            share = self._sharing.plan(parts).shares[self._world.rank] if self._sharing is not None else None
+            self._background.start(partial(_reserve, self._stage.plan(parts, share)))
 
     def finish(self) -> None:
         """Wait for the save that is on its way; raise if it failed, for there is no later one."""
@@ -178,11 +227,16 @@ class Saver:
             raise CheckpointError(f"{error} Then run the same command again: it goes on from the newest checkpoint.")
 
     def close(self) -> None:
-        """Wait for the save that is on its way, after an error that is worth more than what becomes of it."""
+        """Wait for the save that is on its way, after an error that is worth more than what becomes of it.
+
+        Issues no collective; other ranks may be gone, and are not waited for as long as otherwise.
+        """
+        if self._sharing is not None:
+            self._sharing.patience.hurry()
         try:
             self._collect()
         except NumericsError as error:
-            self._log.write(NoticeRecord(text=str(error)))
+            self._tell(str(error))
 
     def doubt(self, since: int) -> list[str]:
         """Set the checkpoints of steps after `since` aside, also one on its way; name them. Issues no collective."""
@@ -216,15 +270,23 @@ class Saver:
         keeping = Keeping.of(self.spec.keep, self.spec.keep_every, self.spec.keep_best)
         return replace(keeping, trusted=self.trusted)
 
-    def _write(self, save: _Save) -> _Saved:
-        """Write a snapshot, unless its weights are worthless; beside the training."""
+    def _write(self, save: _Save) -> _Saved | None:
+        """Write a snapshot, or this rank's share of one, unless its weights are worthless; beside the training."""
+        worthless = ""
         for part, tensors in save.snapshot.tensors.items():
             if part.startswith("model") and not all(map(_is_finite, tensors.values())):
-                raise NumericsError(
-                    f"the weights of step {save.step} are not finite, so no checkpoint is made. {self.newest()}"
-                )
-        path, num_bytes = self._directory.save(save.step, save.snapshot, self._keeping, save.scores)
-        return _Saved(save, path, num_bytes, time.monotonic() - save.begun)
+                worthless = f"the weights of step {save.step} are not finite, so no checkpoint is made. {self.newest()}"
+        if self._is_main and worthless:
+            raise NumericsError(worthless)
+        if self._is_main:
+            path, num_bytes = self._directory.save(save.step, save.snapshot, self._keeping, save.scores, save.shared)
+            return _Saved(save, path, num_bytes, time.monotonic() - save.begun)
+        assert save.shared is not None
+        if worthless:
+            save.shared.refuse(self._directory.checkpoints, save.step, Note(problem="weights", text=worthless))
+        else:
+            save.shared.write(self._directory.checkpoints, save.step, save.snapshot)
+        return None
 
     def _collect(self) -> CheckpointError | None:
         """Wait for the save on its way and note what became of it; give the error of a disk that refused."""
@@ -282,6 +344,8 @@ class Saver:
         for each in trained:
             state |= each.state()
         state |= {f"kept-{name}": thing.state_dict() for name, thing in self._kept.items()}
+        if not self._is_main:  # what follows is the same on all ranks, or rank 0's
+            return {part: tree for part, tree in state.items() if not part.startswith("scheduler")}
         numpy_state = (kind, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), *rest)
         state["rng"] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
         state["progress"] = dict(progress)
@@ -296,15 +360,28 @@ class Saver:
             newest, complaints = self._directory.take_stock()
             for complaint in complaints:
                 self._log.write(NoticeRecord(text=complaint + " An older checkpoint is used."))
-        name = world.tell(newest.path.name if newest is not None else None)
-        if world.is_main or name is None:
-            return newest
-        try:
-            return Checkpoint(self._directory.checkpoints / name)
-        except CheckpointError as error:
+        name, host = world.tell([newest.path.name if newest is not None else None, socket.gethostname()])
+        if name is None:
+            return None
+        problem = ""
+        if newest is None:
+            try:
+                newest = self._open_here(world, name, is_verified=host == socket.gethostname())
+            except CheckpointError as error:
+                problem = str(error)
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(world.tell_all(problem)) if text]
+        if problems:
             raise CheckpointError(
-                f"{error} Rank 0 can read it: is the run directory on a disk that all nodes share?"
-            ) from error
+                f"{problems[0]} Rank 0 can read it: is the run directory on a disk that all nodes share?"
+            )
+        return newest
+
+    def _open_here(self, world: World, name: str, is_verified: bool) -> Checkpoint:
+        """Open a checkpoint that rank 0 has verified; on another machine its ranks verify it again, in shares."""
+        checkpoint = Checkpoint(self._directory.checkpoints / name, is_verified=True)
+        if not is_verified:
+            checkpoint.verify(checkpoint.files[world.place.local_rank :: world.place.local_world_size])
+        return checkpoint
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

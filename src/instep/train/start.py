@@ -13,6 +13,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import SpecError
 from instep.core.spec import TrainSpec
 from instep.train.directory import agree_on_directory, open_directory
+from instep.train.precision import resolve_precision
 from instep.train.run import Run
 from instep.train.worker import make_result, open_run, process_settings
 from instep.world.world import World, place_here
@@ -31,6 +32,7 @@ def start(**options: Any) -> Iterator[Run]:
         raise SpecError(f"instep.start: {error}. Its options are those of `instep train --help`.") from None
     begun = time.monotonic()
     place = place_here()
+    spec = resolve_precision(spec, place.device)
     with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
         name = Path(sys.argv[0]).stem or "loop"
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,14 +48,21 @@ class Task:
         """Give a learning-rate scheduler that is stepped once a global step, or None."""
         del optimizer, num_steps
 
+    def layers(self, model: nn.Module) -> Sequence[Callable[..., Any]]:
+        """Give the layers (modules or functions) that, applied one after the other, make up the model.
+
+        Asked only by `--strategy pipeline`, which finds them by itself in most models. The first gets what `loss` calls
+        the model with, each other one what the one before it gave: a tensor, or a tuple of tensors.
+        """
+        raise NotImplementedError
+
     def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
         """Say how `--strategy tensor` splits layers, by their paths; without it a plan is found (docs/tensor.md).
 
         Words as Hugging Face spells them (colwise, rowwise, colwise_rep, replicate), or PyTorch's ParallelStyles; in a
         path `*` stands for any one name.
         """
-        del model
-        return {}
+        raise NotImplementedError
 
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of samples; torch's default_collate where it is None."""

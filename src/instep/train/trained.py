@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +14,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.shards import fit, read_for
+from instep.checkpoint.stored import Stored, map_stored
 from instep.core.errors import CheckpointError, TaskError
+from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import Example, Strategy
+from instep.train.fused import can_fuse, has_sparse_gradients, may_choose, set_fused
+from instep.train.named_state import Names, by_name, by_number
 
-NUM_SUMS = 6
+NUM_SUMS = 7
 """Numbers that travel with the gradients: the loss times its weight, the weight, how many parts came with one, how many
-there were, how many ranks were asked to stop, and in exact mode how many buffers the parts changed."""
+there were, how many ranks were asked to stop, how many want to save, and in exact mode how many buffers the parts
+changed."""
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -41,11 +51,15 @@ class Trained:
         strategy: Strategy,
         suffix: str,
         example: Example | None = None,
+        recompute: bool = False,
+        exact: bool = False,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
                 "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
             )
+        self.recomputed = recompute_blocks(model, strategy.scope) if recompute else ""
+        """The blocks that are computed twice, in words."""
         self.model = strategy.spread(model, example)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
@@ -53,7 +67,16 @@ class Trained:
         self.optimizer = make_optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
+        strategy.settle(self.optimizer)
+        self.fused = can_fuse(self.optimizer) if not exact and may_choose(self.optimizer) else None
+        """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
+        self._has_reduced = False
+        self._choose_form()
         self._strategy = strategy
+        self._names = Names(self.model)
+        self._is_partial = strategy.grid.mesh.pp > 1
+        """Whether this rank has some of the names only."""
+        self._restored_groups: list[dict[str, Any]] = []
         self.reducer = strategy.reducer(self._in_groups(), NUM_SUMS)
         self.shard_buffers: ShardBuffers | None = None
         """In exact mode, once the first step begins."""
@@ -73,18 +96,51 @@ class Trained:
                 "ReduceLROnPlateau wants a metric; schedules here count global steps. Use another scheduler."
             )
         if self.scheduler is not None and checkpoint is not None:
-            self._load(checkpoint, "scheduler", self.scheduler)
+            self._load(checkpoint, "scheduler", lambda name: self.scheduler.load_state_dict(checkpoint.part(name)))
             # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to go on with.
-            self._load(checkpoint, "optimizer", self.optimizer)
+            for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
+                group.update(restored)
+            self._choose_form()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take over the weights and the optimizer's state."""
-        self._load(checkpoint, "model", self.model)
-        self._load(checkpoint, "optimizer", self.optimizer)
+        """Take over the weights and the optimizer's state, or what this rank has of them."""
+
+        def load_model(name: str) -> None:
+            self.model.load_state_dict(fit(checkpoint.stored(name), self.model.state_dict(), self._is_partial))
+
+        self._load(checkpoint, "model", load_model)
+        self._load(checkpoint, "optimizer", lambda name: self._load_optimizer(checkpoint, name))
+        self._choose_form()
+
+    def _choose_form(self) -> None:
+        """Let the optimizer work in the form that was chosen; a checkpoint may hold another one."""
+        if self.fused is not None:
+            set_fused(self.optimizer, self.fused)
+
+    def _load_optimizer(self, checkpoint: Checkpoint, part: str) -> None:
+        names = self._names.of_groups(self.optimizer)
+        model = checkpoint.stored("model" + self._suffix)
+
+        def tied_to(name: str) -> list[str]:
+            return [other for other in model if other != name and model[other] is model.get(name)]
+
+        found = by_number(checkpoint.stored(part), names, self._is_partial, self._names.first, tied_to)
+        parameters = dict(enumerate(self._in_groups()))
+        groups = map_stored(found["param_groups"], Stored.read)
+        state = {
+            key: map_stored(value, partial(read_for, parameter=parameters.get(key)))
+            for key, value in found["state"].items()
+        }
+        self.optimizer.load_state_dict({**found, "state": state, "param_groups": groups})
+        self._restored_groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def state(self) -> dict[str, Any]:
         """Give the parts of a checkpoint that are ours."""
-        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        weights = self.model.state_dict()  # first: it brings a sharded model to rest
+        parts = {"model": weights, "optimizer": by_name(self.optimizer, self._names.of_groups(self.optimizer))}
         if self.scheduler is not None:
             parts["scheduler"] = self.scheduler.state_dict()
         return {part + self._suffix: state for part, state in parts.items()}
@@ -103,7 +159,12 @@ class Trained:
                     "after step.finish() or before the first step: the shards that are done know nothing of it."
                 )
             self.begin_step()
-        return self.reducer.reduce(sums)
+        found = self.reducer.reduce(sums)
+        if self.fused and not self._has_reduced and has_sparse_gradients(self.optimizer):
+            self.fused = False
+            self._choose_form()
+        self._has_reduced = True
+        return found
 
     def _has_other_groups(self) -> bool:
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
@@ -111,10 +172,14 @@ class Trained:
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def end_update(self) -> None:
-        """Note that this step has updated it, and move the schedule on."""
+    def end_update(self, applied: bool) -> None:
+        """Note that this step has updated it, or chose not to, and move the schedule on."""
         self.updated = True
-        if self.scheduler is not None:
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings() if not applied else contextlib.nullcontext():
+            if not applied:  # torch wonders where the update is; the schedule counts steps, made or skipped
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def clear_gradients(self) -> None:
@@ -128,9 +193,9 @@ class Trained:
         """The learning rate of the first group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _load(self, checkpoint: Checkpoint, part: str, into: Any) -> None:
+    def _load(self, checkpoint: Checkpoint, part: str, load: Callable[[str], object]) -> None:
         try:
-            into.load_state_dict(checkpoint.part(part + self._suffix))
+            load(part + self._suffix)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{checkpoint.path}: its {part} does not fit the one that was built now: {error}\n"

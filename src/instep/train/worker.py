@@ -18,13 +18,14 @@ import numpy
 import torch
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.weights import weights_sha256
+from instep.checkpoint.weights import spread_weights_sha256, weights_sha256
 from instep.core.errors import Preempted
 from instep.core.spec import TrainSpec
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
 from instep.train.loop import Loop
+from instep.train.precision import precision_settings
 from instep.train.preempt import stop_requests
 from instep.train.result import Result
 from instep.train.run import Run
@@ -71,7 +72,7 @@ def process_settings(spec: TrainSpec, local_world_size: int) -> Iterator[None]:
     torch.set_num_threads(spec.num_threads or max(1, cores // local_world_size))
     torch.set_flush_denormal(spec.flush_denormals)
     try:
-        with deterministic() if spec.exact else contextlib.nullcontext():
+        with deterministic() if spec.exact else contextlib.nullcontext(), precision_settings(spec):
             yield
     finally:
         torch.set_num_threads(threads)
@@ -109,7 +110,9 @@ def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, 
 def make_result(run: Run, begun: float, attempt: int) -> Result:
     """Sum a finished run up. Called on all ranks."""
     run.finish_saving()
-    own = weights_sha256(run.engine.trained[0].model.state_dict())
+    state = run.engine.trained[0].model.state_dict()
+    is_whole = run.engine.grid.mesh.has_whole_models
+    own = weights_sha256(state) if is_whole else spread_weights_sha256(state, run.world)
     hashes = run.world.tell_all(own)
     if run.engine.witness is not None:
         run.engine.witness.ended(hashes)

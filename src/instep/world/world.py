@@ -281,17 +281,32 @@ class World:
         ):
             tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
-    def tell(self, value: Any) -> Any:
-        """Give every rank rank 0's value. It travels as JSON: nothing is unpickled. Called on all ranks."""
+    def carry(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Bring one rank's tensor, contiguous, to another one, which has one of that form. Called on these two."""
+        travelling = tensor.to(self.wire)
+        if self.rank == source:
+            dist.send(travelling, group=self._group, group_dst=target)
+        elif self.rank == target:
+            dist.recv(travelling, group=self._group, group_src=source)
+            tensor.copy_(travelling)
+
+    @property
+    def wire(self) -> torch.device:
+        """Where tensors must be to travel from one rank to another one: gloo knows too little of GPUs."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def tell(self, value: Any, source: int = 0) -> Any:
+        """Give every rank rank 0's value, or another one's. It travels as JSON, not pickled. Called on all ranks."""
         if self.world_size == 1:
             return value
-        text = json.dumps(value).encode() if self.is_main else b""
+        is_source = self.rank == source
+        text = json.dumps(value).encode() if is_source else b""
         size = torch.tensor([len(text)], device=self.device)
-        dist.broadcast(size, group=self._group, group_src=0)
+        dist.broadcast(size, group=self._group, group_src=source)
         payload = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
-        if self.is_main:
+        if is_source:
             payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(payload, group=self._group, group_src=0)
+        dist.broadcast(payload, group=self._group, group_src=source)
         return json.loads(bytes(payload.tolist()))
 
     def tell_all(self, value: Any) -> list[Any]:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from instep.parallel.ddp import DdpReducer, local_of
+from instep.parallel.ddp import DdpReducer
 from instep.parallel.strategy import Reducer
-from instep.parallel.tensor.team import Team
+from instep.parallel.total_norm import clip_to, local_gradients, total_norm
 from instep.world.grid import Grid
 
 
@@ -34,14 +34,14 @@ def num_split(model: nn.Module) -> int:
 class TensorReducer(Reducer):
     """Adds gradients up: those of parts over the ranks with the same parts, the others over all ranks, one a team."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, team: Team, num_sums: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, num_sums: int) -> None:
         super().__init__(parameters)
-        self._team = team
-        self._parts = [p for p in self.parameters if is_split(p)]
+        self._grid = grid
+        parts = [p for p in self.parameters if is_split(p)]
         whole = [p for p in self.parameters if not is_split(p)]
         self._of_whole = DdpReducer(whole, grid.world, num_sums, counted=grid.is_counted)
-        has_copies = self._parts and grid.data.world_size > 1
-        self._of_parts = DdpReducer(self._parts, grid.data, 0) if has_copies else None
+        has_copies = parts and grid.data.world_size > 1
+        self._of_parts = DdpReducer(parts, grid.data, 0) if has_copies else None
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         if self._of_parts is not None:
@@ -49,30 +49,10 @@ class TensorReducer(Reducer):
         return self._of_whole.reduce(sums)
 
     def scale(self, factor: float) -> None:
-        if found := self._local(self.parameters):
-            torch._foreach_mul_(found, factor)
+        if gradients := local_gradients(self.parameters):
+            torch._foreach_mul_(gradients, factor)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        norm = self._norm()
-        if max_norm < float("inf"):
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for grad in self._local(self.parameters):
-                grad.mul_(factor.to(grad.dtype))
+        norm = total_norm(self.parameters, self._grid)
+        clip_to(self.parameters, norm, max_norm)
         return norm
-
-    def _norm(self) -> torch.Tensor:
-        """The norm of all gradients together. Called on all ranks."""
-        of_parts, of_whole = (
-            self._squares([p for p in self.parameters if is_split(p) is split]) for split in (True, False)
-        )
-        return (self._team.world.sum(of_parts) + of_whole).sqrt()
-
-    def _squares(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        grads = self._local(parameters)
-        if not grads:
-            return torch.zeros((), device=self._team.world.device)
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        return torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads)]).square().sum()
-
-    def _local(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        return [local_of(p.grad) for p in parameters if p.grad is not None]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 
 from instep.core.errors import TaskError
 from instep.parallel.capture import Call
 from instep.parallel.scope import Scope
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.strategy import Example, Reducer, Strategy, TensorPlanOf
 from instep.parallel.tensor.apply import Changes, settle, split_layers
 from instep.parallel.tensor.check import Answer, answer_of, difference, on_device
 from instep.parallel.tensor.find import certain_plan, tried_plan, without_slices
@@ -32,13 +31,11 @@ class Tensor(Strategy):
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         model = super().spread(model)
-        plan = split_model(model, self.grid, self.team, example, self.plan_of)
-        share = num_split(model) / max(1, sum(p.numel() for p in model.parameters()))
-        self.notices.append(plan.describe(self.team.size, share))
+        self.said.append(split_model(model, self.grid, self.team, example, self.tensor_plan))
         return model
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return TensorReducer(parameters, self.grid, self.team, num_sums)
+        return TensorReducer(parameters, self.grid, num_sums)
 
 
 def split_model(
@@ -46,9 +43,17 @@ def split_model(
     grid: Grid,
     team: Team,
     example: Example | None = None,
-    plan_of: Callable[[nn.Module], Mapping[str, Any]] | None = None,
+    plan_of: TensorPlanOf | None = None,
+) -> str:
+    """Find a plan for a model, carry it out, see that the answer is the same, and say the plan. Called on all ranks."""
+    plan = _split(model, grid, team, example, plan_of)
+    share = num_split(model) / max(1, sum(p.numel() for p in model.parameters()))
+    return plan.describe(team.size, share)
+
+
+def _split(
+    model: nn.Module, grid: Grid, team: Team, example: Example | None, plan_of: TensorPlanOf | None
 ) -> TensorPlan:
-    """Find a plan for a model, carry it out, and see that the answer is the same. Called on all ranks."""
     call = on_device(example(), grid.world.device) if example is not None else None
     expected = answer_of(model, call) if call is not None else None
     given = plan_of(model) if plan_of is not None else None

@@ -1,0 +1,251 @@
+"""Build a model without its numbers, and make them later, a tensor at a time: the same ones.
+
+[Note: Deferred models]
+A model that is to be cut over ranks need not fit into the memory of one. It is built on the meta device, where tensors
+have shapes and no numbers, and what its constructor does to them (draw, fill, copy, multiply) is written down. Later
+the same operations are made on the CPU in the same order, from the same state of the generator, so every number is the
+one that building the model as usual would have given. A tensor is handed over as soon as nothing more is done to it,
+and let go of; numbers that would be overwritten (a constructor's own, before `apply(init)`) are drawn, since what
+comes after them in the generator depends on it, and thrown away at once.
+
+The functions of torch.nn.init are written down whole: some look at the numbers they have drawn, and do nothing to
+a tensor without numbers. They are taken hold of wherever they were imported to.
+
+What cannot be written down (numbers that the constructor looks at, noise on tensors that were put on the CPU by name)
+is an error that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from instep.core.errors import TaskError
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_OVERWRITING = {
+    "uniform_",
+    "normal_",
+    "fill_",
+    "zero_",
+    "copy_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "log_normal_",
+}
+Deliver = Callable[[torch.Tensor, torch.Tensor], None]
+"""Gets a tensor of the deferred model, and its numbers; they are let go of when it returns."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One operation of the constructor."""
+
+    function: Any
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    made: dict[int, int]
+    """The storages that it made, and which of its results has each."""
+    used: tuple[int, ...]
+    """The storages that it read or wrote."""
+    overwrites: int | None
+    """The storage that it overwrites whole, whatever was in it."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the generator moves on."""
+        return _draws(self.function)
+
+    @property
+    def only_makes_room(self) -> bool:
+        """Whether what it makes has no numbers yet."""
+        return isinstance(self.function, OpOverload) and self.function.overloadpacket.__name__.startswith("empty")
+
+
+@dataclass
+class Deferred:
+    """A model without numbers, and how they are made."""
+
+    model: nn.Module
+    _calls: list[_Call]
+    _generator: torch.Tensor
+    _keep: list[torch.Tensor] = field(default_factory=list)
+    """All tensors that were made, so that no storage's number is given out twice."""
+
+    def make(self, wanted: list[torch.Tensor], deliver: Deliver) -> None:
+        """Make the numbers of `wanted` tensors of the model, one after the other, on the CPU."""
+        torch.set_rng_state(self._generator)
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for tensor in wanted:
+            by_storage.setdefault(_storage(tensor), []).append(tensor)
+        last = {storage: i for i, call in enumerate(self._calls) for storage in (*call.used, *call.made)}
+        begins = {call.overwrites: i for i, call in enumerate(self._calls) if call.overwrites is not None}
+        # Read or changed in part before it is overwritten for the last time: needed from its beginning.
+        needed = {s for i, c in enumerate(self._calls) for s in c.used if i < begins.get(s, 0) and c.overwrites != s}
+        real: dict[int, torch.Tensor] = {}
+        for i, call in enumerate(self._calls):
+            self._do(call, real, lambda s, i=i: s in needed or i >= begins.get(s, 0))  # type: ignore[misc]
+            for storage in {*call.used, *call.made}:
+                if last[storage] == i:
+                    for tensor in by_storage.pop(storage, ()):
+                        deliver(tensor, _as(tensor, real[storage]))
+                    real.pop(storage, None)
+        if by_storage:
+            raise _refusal(f"{len(by_storage)} of its tensors came from elsewhere")
+
+    def _do(self, call: _Call, real: dict[int, torch.Tensor], is_kept: Callable[[int], bool]) -> None:
+        """Make one operation, unless its result will be overwritten; what it draws is drawn in any case."""
+        target = call.overwrites
+        if target is not None and not is_kept(target):
+            if call.draws:
+                self._call(call, {**real, target: _empty_for(call.positional[0])})
+            return
+        for storage in call.made:  # an empty one that will be overwritten is made only then
+            if call.only_makes_room and not is_kept(storage):
+                return
+        if target is not None and target not in real:
+            real[target] = _empty_for(call.positional[0])
+        found = self._call(call, real)
+        results = _tensors_in(found)
+        for storage, place in call.made.items():
+            real[storage] = results[place]
+
+    def _call(self, call: _Call, real: dict[int, torch.Tensor]) -> Any:
+        def to_real(tensor: torch.Tensor) -> torch.Tensor:
+            return _as(tensor, real[_storage(tensor)]) if tensor.is_meta else tensor
+
+        positional, named = tree_map_only(torch.Tensor, to_real, (call.positional, call.named))
+        if named.get("device") == _META:
+            named = {**named, "device": _CPU}
+        with torch.no_grad():
+            return call.function(*positional, **named)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what is done to tensors on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.keep: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        given = _tensors_in((args, kwargs))
+        out = func(*args, **kwargs)
+        results = _tensors_in(out)
+        if not any(t.is_meta for t in (*given, *results)):
+            if _draws(func):
+                raise _refusal(f"{func} draws on the CPU, out of turn")
+            return out
+        if kwargs.get("generator") is not None:
+            raise _refusal(f"{func} draws from a generator of its own")
+        self.keep += [t for t in (*given, *results) if t.is_meta]
+        used = tuple(_storage(t) for t in given if t.is_meta)
+        made = {s: place for place, t in enumerate(results) if t.is_meta and (s := _storage(t)) not in used}
+        # A view makes nothing and changes nothing: whoever uses it finds the numbers by its storage.
+        if made or func._schema.is_mutable:
+            self.calls.append(_Call(func, args, kwargs, made, used, _overwritten(func, args)))
+        return out
+
+
+def build_deferred(build: Callable[[], nn.Module]) -> Deferred:
+    """Build a model without numbers."""
+    state = torch.get_rng_state()
+    recorder = _Recorder()
+    try:
+        with _META, recorder, _initialisers_recorded(recorder):
+            model = build()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise _refusal(f"{type(error).__name__}: {error}") from error
+    finally:
+        torch.set_rng_state(state)
+    return Deferred(model, recorder.calls, state, recorder.keep)
+
+
+@contextlib.contextmanager
+def _initialisers_recorded(recorder: _Recorder) -> Iterator[None]:
+    """Have calls of torch.nn.init's functions written down as they are."""
+    originals = {
+        function: name
+        for name, function in vars(nn.init).items()
+        if isinstance(function, FunctionType) and function.__module__ == nn.init.__name__ and name.endswith("_")
+    }
+
+    def recorded(function: Any) -> Any:
+        @functools.wraps(function)
+        def initialise(tensor: torch.Tensor, *positional: Any, **named: Any) -> torch.Tensor:
+            if not tensor.is_meta:
+                return cast(torch.Tensor, function(tensor, *positional, **named))
+            storage = _storage(tensor)
+            whole = storage if _is_whole(tensor) else None
+            recorder.keep.append(tensor)
+            recorder.calls.append(_Call(function, (tensor, *positional), named, {}, (storage,), whole))
+            return tensor
+
+        return initialise
+
+    replacements = {function: recorded(function) for function in originals}
+    changed = []
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if type(value) is FunctionType and value in replacements:
+                changed.append((module, name, value))
+                setattr(module, name, replacements[value])
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+def _draws(function: Any) -> bool:
+    return not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded in function.tags
+
+
+def _refusal(why: str) -> TaskError:
+    return TaskError(
+        f"meta_init builds the model without its numbers, and this one cannot be built so: {why}. Train without "
+        "--meta-init, or let model() only make modules and initialise them."
+    )
+
+
+def _overwritten(function: Any, positional: tuple[Any, ...]) -> int | None:
+    if function.overloadpacket.__name__ not in _OVERWRITING or not isinstance(positional[0], torch.Tensor):
+        return None
+    target = positional[0]
+    return _storage(target) if target.is_meta and _is_whole(target) else None
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _empty_for(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype, device=_CPU)
+
+
+def _as(like: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """See a storage's numbers as a tensor of the deferred model sees them."""
+    return real.as_strided(like.size(), like.stride(), like.storage_offset())

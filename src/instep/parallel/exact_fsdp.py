@@ -1,0 +1,101 @@
+"""Exact mode with sharded parameters and optimizer state.
+
+[Note: Exact sharding]
+The gradient of a shard of the batch must be whole and alone before it goes into the canonical tree ([Note: Exact
+mode]), and ranks have different numbers of such shards. So the parameters are gathered once, before the first pass of a
+step, FSDP2 is told to leave gradients alone, and the tree adds up whole gradients as it does without sharding: same
+passes, same additions, same norm, same bits. Each rank's piece of the sums is then the gradient of its piece of the
+parameters, which are let go of before the update. Between steps a rank holds its pieces and their optimizer state;
+within a step, whole parameters and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from instep.parallel.exact import Exact, ExactReducer
+from instep.parallel.fsdp import Fsdp, Sharding
+from instep.parallel.scope import Scope
+from instep.parallel.strategy import Example, Reducer
+from instep.world.grid import Grid
+
+
+class ExactShardedReducer(ExactReducer):
+    """Adds up whole gradients, and gives each rank its piece of the sums ([Note: Exact sharding])."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, scope: Scope, num_sums: int):
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._pieces = list(parameters)
+        self._place, self._num_places = grid.mesh.coordinate(grid.world.rank, "fsdp"), grid.mesh.fsdp
+        self._gathered = False
+        names = {id(p): name for name, p in model.named_parameters()}
+        for module in self._modules:
+            module.set_requires_gradient_sync(False)
+        self.be_ready()
+        whole = dict(model.named_parameters())
+        super().__init__([whole[names[id(p)]] for p in parameters], grid.data, scope, num_sums)
+        self._let_go()
+
+    def be_ready(self) -> None:
+        if self._gathered:
+            return
+        for module in self._modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            module.unshard()
+        self._gathered = True
+
+    def forget(self) -> None:
+        super().forget()
+        for p in self.parameters:
+            p.grad = None
+
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+        totals = super().reduce(sums)
+        for piece, whole in zip(self._pieces, self.parameters, strict=True):
+            piece.grad = None if whole.grad is None else self._piece_of(whole.grad, piece)
+        self._let_go()
+        return totals
+
+    def _piece_of(self, gradient: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+        """View this rank's piece of a whole gradient: what is scaled or clipped later is the same memory."""
+        assert isinstance(like, DTensor)
+        pieces = gradient.chunk(self._num_places)
+        own = pieces[self._place] if self._place < len(pieces) else gradient[:0]
+        return DTensor.from_local(
+            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def _let_go(self) -> None:
+        for module in self._modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.set_reshard_after_backward(True, recurse=False)
+            module.reshard()
+        self._gathered = False
+
+
+class ExactFsdp(Exact):
+    """Parameters and optimizer state cut over the ranks, and the same bits as on one."""
+
+    name = "exact fsdp"
+    in_step = True
+
+    def __init__(self, grid: Grid, scope: Scope) -> None:
+        super().__init__(grid, scope)
+        self._sharding = Fsdp(grid, scope, Sharding())
+        self._models: dict[int, nn.Module] = {}
+
+    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+        model = super().spread(model, example)
+        self._sharding.shard(model)
+        self._models |= {id(p): model for p in model.parameters()}
+        return model
+
+    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
+        model = self._models[id(parameters[0])]
+        return ExactShardedReducer(model, parameters, self.grid, self.scope, num_sums)

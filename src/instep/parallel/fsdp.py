@@ -1,0 +1,183 @@
+"""Sharding: every parameter, its gradient and its optimizer state cut over the ranks (PyTorch's FSDP2).
+
+[Note: Sharding]
+The repeated blocks of a model are its units, and what is left of it is one more. A unit's parameters are gathered
+when it computes, and its gradients are added up and cut again as soon as backward has left it. The contract asks for
+sums rather than means (C4), so the division that FSDP2 makes is set to 1; the step's own sums travel by themselves.
+All ranks go through the same units in the same order, also a rank whose part counts nothing: its backward pass runs
+with zeros ([Note: Silent parts]), and in evaluation one without a chunk computes along.
+
+A block that shares a parameter with something outside of it is no unit of its own: a tied weight is gathered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from instep.core.errors import TaskError
+from instep.parallel.blocks import find_blocks
+from instep.parallel.deferred import Deferred, build_deferred
+from instep.parallel.scope import Scope
+from instep.parallel.silence import silence_outputs
+from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.total_norm import clip_to, local_gradients, total_norm
+from instep.world.grid import Grid
+
+
+class ShardedReducer(Reducer):
+    """Gradients are sums already when backward is over; what is left are the step's own sums."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid) -> None:
+        super().__init__(parameters)
+        self._grid = grid
+
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+        return sum_over_world(self._grid, sums)
+
+    def scale(self, factor: float) -> None:
+        if gradients := local_gradients(self.parameters):
+            torch._foreach_mul_(gradients, factor)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        norm = total_norm(self.parameters, self._grid)
+        clip_to(self.parameters, norm, max_norm)
+        return norm
+
+
+def sum_over_world(grid: Grid, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    """Add a step's sums up over all ranks, by themselves. Called on all ranks."""
+    device = grid.world.device
+    row = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in sums])
+    return grid.world.sum(row).tolist()
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What can be chosen of it."""
+
+    reshard: bool = True
+    """Let go of a unit's parameters after its forward pass, and gather them again in backward."""
+    offload: bool = False
+    """Keep the pieces and their optimizer state in the host's memory."""
+    meta_init: bool = False
+    """Build the model without its numbers ([Note: Deferred models])."""
+    precision: torch.dtype | None = None
+    """What parameters are gathered as, where that is not their own dtype."""
+
+
+class Fsdp(Strategy):
+    """Each parameter cut over the ranks along `fsdp`; copies of the whole along `dp`."""
+
+    name: ClassVar[str] = "fsdp"
+    in_step = True
+
+    def __init__(self, grid: Grid, scope: Scope, sharding: Sharding) -> None:
+        super().__init__(grid, scope)
+        self._sharding = sharding
+        self._deferred: Deferred | None = None
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        if not self._sharding.meta_init:
+            return make()
+        self._deferred = build_deferred(make)
+        return self._deferred.model
+
+    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+        deferred, self._deferred = self._deferred, None
+        model = super().spread(model, example) if deferred is None else self.replace_layers(model)
+        if not self.scope.connected:  # every rank must go through every backward pass
+            silence_outputs(model, self.scope)
+        self.shard(model, deferred)
+        return model
+
+    def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
+        """Cut a model's parameters, in place; those of a deferred one as soon as a unit has its numbers."""
+        units = [block for _, block in own_blocks(model)]
+        if deferred is None:
+            for unit in units:
+                self._shard_unit(unit)
+        else:
+            self._make_in_units(model, units, deferred)
+        self._shard_unit(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        whole = sum(p.numel() for p in model.parameters())
+        self.said.append(
+            f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, {len(units)} blocks gathered one at a time"
+            if units
+            else f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, all gathered at once: the model has no "
+            "repeated blocks"
+        )
+
+    def _make_in_units(self, model: nn.Module, units: Sequence[nn.Module], deferred: Deferred) -> None:
+        """Make the numbers of a model; each unit is cut when it has all of its own, before those of the next."""
+        places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        places.setdefault(tensor, []).append((held, name))
+        unit_of = {tensor: unit for unit in units for tensor in (*unit.parameters(), *unit.buffers())}
+        missing = {unit: sum(owner is unit for owner in unit_of.values()) for unit in units}
+
+        def deliver(deferred_one: torch.Tensor, numbers: torch.Tensor) -> None:
+            made = numbers.to(self.grid.world.device, copy=len(numbers.untyped_storage()) != numbers.nbytes)
+            if isinstance(deferred_one, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=deferred_one.requires_grad)
+            for held, name in places[deferred_one]:
+                held[name] = made
+            unit = unit_of.get(deferred_one)
+            if unit is not None:
+                missing[unit] -= 1
+                if not missing[unit]:
+                    self._shard_unit(unit)
+
+        deferred.make(list(places), deliver)
+
+    def _shard_unit(self, module: nn.Module) -> None:
+        dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
+        if len(dtypes) > 1:
+            raise TaskError(
+                f"fsdp moves the parameters of a module together, and {type(module).__name__} has some of "
+                f"{' and some of '.join(sorted(map(str, dtypes)))}. Make them one dtype, or use strategy=ddp."
+            )
+        assert self.grid.devices is not None
+        narrow = self._sharding.precision
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=None if narrow is None else torch.float32)
+        fully_shard(
+            module,
+            mesh=self.grid.devices["dp", "fsdp"] if self.grid.mesh.dp > 1 else self.grid.devices["fsdp"],
+            mp_policy=policy,
+            reshard_after_forward=self._sharding.reshard,
+            offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
+        )
+
+    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
+        return ShardedReducer(parameters, self.grid)
+
+
+def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Find the repeated blocks that share no parameter with anything outside of them."""
+    users: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                users[p] = users.get(p, 0) + 1
+
+    def is_closed(block: nn.Module) -> bool:
+        inside: dict[nn.Parameter, int] = {}
+        for module in block.modules():
+            for p in module._parameters.values():
+                if p is not None:
+                    inside[p] = inside.get(p, 0) + 1
+        return all(users[p] == count for p, count in inside.items())
+
+    return [(name, block) for name, block in find_blocks(model) if is_closed(block)]

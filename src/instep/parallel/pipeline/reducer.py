@@ -1,0 +1,81 @@
+"""Gradients in a pipeline: each stage's over its copies, those of weights that stages share over these stages.
+
+Ranks: all; each sum is made by those who hold what is added up. The step's own sums (loss, weight, flags) go over the
+copies with the gradients, and then once along the pipeline, so that all ranks know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from instep.parallel.ddp import DdpReducer
+from instep.parallel.single import LocalReducer
+from instep.parallel.strategy import Reducer
+from instep.world.grid import Grid
+from instep.world.world import World
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Parameters that this rank shares with the same other ones of its pipeline."""
+
+    parameters: tuple[nn.Parameter, ...]
+    world: World
+    """The ranks that hold them."""
+
+    def add_up(self, among: set[int]) -> None:
+        """Add the holders' gradients up, of those parameters whose ids are given. Called on all of them."""
+        chosen = [p for p in self.parameters if id(p) in among]
+        if not chosen:
+            return
+        counts = torch.tensor([float(p.grad is not None) for p in chosen], device=chosen[0].device)
+        is_used = self.world.sum(counts).tolist()
+        for p, used in zip(chosen, is_used, strict=True):
+            if not used:
+                continue
+            whole = torch.zeros_like(p) if p.grad is None else _dense(p.grad).contiguous()
+            p.grad = self.world.sum(whole.detach())
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+class PipelineReducer(Reducer):
+    """Adds gradients up for one stage."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], grid: Grid, pipe: World, shared: Sequence[Shared], num_sums: int
+    ) -> None:
+        super().__init__(parameters)
+        self._pipe = pipe
+        self._shared = shared
+        self._copies = (
+            DdpReducer(parameters, grid.data, num_sums) if grid.data.world_size > 1 else LocalReducer(parameters)
+        )
+        self._ids = {id(p) for p in self.parameters}
+        elsewhere = {id(p) for each in shared if not each.world.is_main for p in each.parameters}
+        self._counted = [p for p in self.parameters if id(p) not in elsewhere]
+        """Those that this rank counts in the norm: a shared one counts once."""
+
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+        totals = self._copies.reduce(sums)
+        for shared in self._shared:
+            shared.add_up(self._ids)
+        whole = torch.tensor(totals, dtype=torch.float64, device=self._pipe.device)
+        return self._pipe.sum(whole).tolist()
+
+    def forget(self) -> None:
+        self._copies.forget()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the norm over all stages; all ranks give the same."""
+        grads = [p.grad for p in self._counted if p.grad is not None]
+        own = nn.utils.get_total_norm(grads).double() if grads else torch.zeros((), dtype=torch.float64)
+        total = self._pipe.sum(own.to(self._pipe.device).square().reshape(1)).sqrt()[0]
+        nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total)
+        return total

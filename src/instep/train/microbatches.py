@@ -1,0 +1,39 @@
+"""A part's rows, cut into microbatches for a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from instep.core.microbatches import cut
+from instep.data.nested import map_tensors
+
+
+def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any]]:
+    """Cut a batch of any shape by its rows; give each piece's first row, its number of rows, and the piece.
+
+    What has `num_rows` entries in its first dimension goes by rows. All else (a number, a mask that all rows share) is
+    the same in all pieces.
+    """
+    pairs = itertools.pairwise(cut(num_rows, count))
+    return [(first, last - first, _rows(batch, num_rows, first, last)) for first, last in pairs]
+
+
+def _rows(batch: Any, num_rows: int, first: int, last: int) -> Any:
+    def slice_(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[first:last] if tensor.dim() and tensor.shape[0] == num_rows else tensor
+
+    return map_tensors(slice_, _slice_lists(batch, num_rows, first, last))
+
+
+def _slice_lists(batch: Any, num_rows: int, first: int, last: int) -> Any:
+    """Cut lists of what is no tensor (texts, say), which collating leaves as one entry a row."""
+    if isinstance(batch, dict):
+        return type(batch)({key: _slice_lists(item, num_rows, first, last) for key, item in batch.items()})
+    if type(batch) in (tuple, list):
+        if len(batch) == num_rows and batch and all(isinstance(item, str | bytes) for item in batch):
+            return batch[first:last]
+        return type(batch)(_slice_lists(item, num_rows, first, last) for item in batch)
+    return batch

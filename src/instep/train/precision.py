@@ -1,0 +1,159 @@
+"""In which numbers a model computes: autocast, and the scale of a loss whose gradients float16 could not hold.
+
+Parameters, gradients and the optimizer stay in float32; layers that gain by it compute in bf16 or fp16. Each part of a
+batch has an autocast of its own, so that no part finds weights which another one cast.
+
+[Note: Loss scale]
+Gradients below 6e-8 are zero in float16, so the loss is multiplied before its backward pass and the gradients are
+divided afterwards by the same power of two. A scale that is too large makes them infinite: then the step is skipped and
+the scale halved; after 2000 good steps it is doubled. Whether a step is good is read off the gradients that all ranks
+share, so the scale has the same history on every rank, and at any number of them. Where the user gives weights, losses
+count as mean times weight, and the scale is divided by the last step's total, rounded up to a power of two: what goes
+through the layers is about as large as without weights.
+
+Ranks: all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch._functorch.config
+
+from instep.core.errors import SpecError
+from instep.core.spec import TrainSpec
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-16
+_GROWS_AFTER = 2000
+_OUTSIDE = "off"
+_WINDOW, _OFTEN, _QUIET = 100, 10, 1000
+"""Steps that are looked back on, how many of them skipped are many, and for how long that is not said again."""
+
+
+def resolve_precision(spec: TrainSpec, device: str | torch.device) -> TrainSpec:
+    """Decide what `auto` is on a device; refuse what the device does not have."""
+    kind = torch.device(device).type
+    if spec.precision == "tf32" and kind == "cpu":
+        raise SpecError(
+            "precision=tf32 is a way in which NVIDIA's GPUs multiply, and this process trains on CPU. Use fp32 or bf16."
+        )
+    if spec.precision != "auto":
+        return spec
+    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return replace(spec, precision="bf16" if has_bf16 else "fp32")
+
+
+@contextlib.contextmanager
+def precision_settings(spec: TrainSpec) -> Iterator[None]:
+    """Set what is per process; what was set before is set again in the end."""
+    before = torch.get_float32_matmul_precision()
+    config: Any = torch._functorch.config
+    backward = getattr(config, "backward_pass_autocast", None)
+    if spec.precision in ("fp32", "tf32"):
+        torch.set_float32_matmul_precision("high" if spec.precision == "tf32" else "highest")
+    elif backward is not None:
+        config.backward_pass_autocast = _OUTSIDE  # else compiled code would go backward under autocast, too
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        if backward is not None:
+            config.backward_pass_autocast = backward
+
+
+class Precision:
+    """The numbers in which the layers of a run compute."""
+
+    def __init__(self, spec: TrainSpec, device: torch.device) -> None:
+        self.name = spec.precision
+        self._device = device.type
+        self._dtype = _DTYPES.get(spec.precision)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute in it; with weights that are cast anew."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        torch.clear_autocast_cache()  # a user's own autocast around it would keep those from before the update
+        return torch.autocast(self._device, self._dtype)
+
+    def as_stored(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute in the tensors' own precision, inside of `autocast`: the backward pass follows the forward one."""
+        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device, enabled=False)
+
+
+class LossScale:
+    """By how much a loss is multiplied before its backward pass ([Note: Loss scale])."""
+
+    def __init__(self) -> None:
+        self.value = _FIRST_SCALE
+        self.num_skipped = 0
+        self._num_good = 0
+        self._unit: float | None = None
+        """The last step's total weight, rounded up to a power of two; None where there are no weights."""
+        self._recent: deque[int] = deque(maxlen=_OFTEN)
+        self._said_at: int | None = None
+
+    @property
+    def factor(self) -> float:
+        """What a loss, times its weight, is multiplied by."""
+        return self.value / (self._unit or 1.0)
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether a gradient that is not finite may be the scale's fault."""
+        return self.value > _LEAST_SCALE
+
+    def end_step(self, good: bool, overflowed: bool, weight: float | None) -> None:
+        """Learn from a step; `weight` is its total where the user gives weights."""
+        is_first_weight = weight is not None and self._unit is None
+        if weight:
+            mantissa, exponent = math.frexp(weight)
+            self._unit = 2.0 ** (exponent - (mantissa == 0.5))
+        if overflowed:
+            self.num_skipped += 1
+            self._num_good = 0
+            if not is_first_weight:  # it was not known yet how large the loss is
+                self.value *= 0.5
+        elif good:
+            self._num_good += 1
+            if self._num_good == _GROWS_AFTER:
+                self.value, self._num_good = self.value * 2.0, 0
+
+    def complaint(self, step: int) -> str:
+        """Word what a person should know of a step that was skipped; empty: nothing new."""
+        self._recent.append(step)
+        if self.num_skipped == 1:
+            return (
+                f"fp16: the gradients of step {step} overflowed, so its update is skipped. From now on the loss is "
+                f"multiplied by {self.factor:g} only. That is usual in the first steps."
+            )
+        often = len(self._recent) == _OFTEN and step - self._recent[0] < _WINDOW
+        if not often or (self._said_at is not None and step - self._said_at < _QUIET):
+            return ""
+        self._said_at = step
+        return (
+            f"fp16: the gradients of {_OFTEN} of the last {step - self._recent[0] + 1} steps overflowed "
+            f"({self.num_skipped} of this run), and those updates were skipped; the scale is {self.value:g}. "
+            "bf16 has the range of fp32: use --precision bf16, or lower the learning rate."
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Give what a checkpoint must hold of it."""
+        return {
+            "value": self.value,
+            "num_good": self._num_good,
+            "num_skipped": self.num_skipped,
+            "unit": self._unit,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as a checkpoint left it."""
+        self.value, self.num_skipped = float(state["value"]), int(state["num_skipped"])
+        self._num_good, self._unit = int(state["num_good"]), state["unit"]

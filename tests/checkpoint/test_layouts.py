@@ -1,0 +1,293 @@
+"""A checkpoint saved under any layout is read under any other, bit for bit, and no rank holds all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from instep.checkpoint import files, notes
+from instep.checkpoint.export import ExportSpec, export
+from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.layout import Keeping
+from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.sharing import Sharing
+from instep.checkpoint.snapshot import Parts, Stage
+from instep.checkpoint.weights import load_weights, spread_weights_sha256, weights_sha256
+from instep.core.errors import CheckpointError, NumericsError
+from instep.world.world import World
+from layouts import LAYOUTS, Net, spread, update, whole
+from ranks import run_ranks
+
+
+def save(world: World, layout: str, root: Path, step: int, trained: Any, grid: Any, more: Any = None) -> None:
+    """Write what the ranks hold; the way of the saver, without its threads."""
+    parts = Parts.of({**trained.state(), **(more or {})})
+    if grid.mesh.has_whole_models:
+        if world.is_main:
+            RunDirectory(root).save(step, Stage().take(parts), Keeping(9))
+    else:
+        shared = Sharing(grid).begin(parts)
+        snapshot = Stage().take(parts, shared.share)
+        if world.is_main:
+            RunDirectory(root).save(step, snapshot, Keeping(9), shared=shared)
+        else:
+            shared.write(root / "checkpoints", step, snapshot)
+    world.barrier()
+
+
+def begin(world: World, layout: str, root: Path) -> None:
+    """Make the state that all layouts are to hold."""
+    grid, trained = spread(world, layout)
+    update(trained)
+    save(world, layout, root, 1, trained, grid)
+
+
+def pass_on(world: World, layout: str, root: Path, step: int) -> tuple[Any, Any, str, list[int]]:
+    """Read the checkpoint of a step under a layout and write the next one; give what is held, gathered."""
+    grid, trained = spread(world, layout, seed=77)
+    trained.restore(Checkpoint(root / "checkpoints" / f"step-{step:08d}"))
+    save(world, layout, root, step + 1, trained, grid)
+    held = [t for key, t in Parts.of(trained.state()).tensors.items()]
+    sizes = [t._local_tensor.numel() if hasattr(t, "_local_tensor") else t.numel() for t in held]
+    sha256 = spread_weights_sha256(trained.model.state_dict(), world)
+    state = {part: whole(tree) for part, tree in trained.state().items()}
+    return state["model"], state["optimizer"], sha256, sizes
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_same(a, b, f"{where}.{i}")
+    else:
+        assert found == expected, where
+
+
+def settled(optimizer: Any) -> Any:
+    """Leave out what a layout may add: the order of names, and both names of a weight that is on two stages."""
+    groups = [
+        {**group, "params": sorted(set(group["params"]) - {"head.weight"})} for group in optimizer["param_groups"]
+    ]
+    state = {name: value for name, value in optimizer["state"].items() if name != "head.weight"}
+    return {"state": state, "param_groups": groups}
+
+
+CHAINS = [
+    ["single", "fsdp@4", "tensor@2", "pipeline@2", "single"],
+    ["ddp@2", "fsdp×tensor@4", "hybrid@4", "fsdp@2", "ddp@2"],
+    ["fsdp@2", "pipeline×fsdp@4", "columns@2", "pipeline×dp@4", "tensor@2", "fsdp×tensor@4", "single"],
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "→".join(chain))
+def test_a_state_goes_through_every_layout(chain: list[str], tmp_path: Path) -> None:
+    run_ranks(begin, LAYOUTS[chain[0]].mesh.size, chain[0], tmp_path)
+    first = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
+    model, optimizer = first.part("model"), settled(first.part("optimizer"))
+    assert set(optimizer["state"]) == {name for name, _ in Net().named_parameters()}
+    expected_sha256 = weights_sha256(model)
+    assert set(model) == set(Net().state_dict())
+    for step, layout in enumerate(chain[1:], 1):
+        told = run_ranks(pass_on, LAYOUTS[layout].mesh.size, layout, tmp_path, step)
+        for found_model, found_optimizer, sha256, _ in told:  # what the ranks hold
+            assert_same(found_model, {name: model[name] for name in found_model})
+            for name, value in found_optimizer["state"].items():
+                assert_same(value, optimizer["state"]["embed.weight" if name == "head.weight" else name])
+            assert sha256 == expected_sha256
+        names = set().union(*(found[0] for found in told))
+        assert names == set(model)
+        written = Checkpoint(tmp_path / "checkpoints" / f"step-{step + 1:08d}")  # what they wrote
+        assert_same(written.part("model"), model)
+        assert_same(settled(written.part("optimizer")), optimizer)
+        if not LAYOUTS[layout].mesh.has_whole_models:
+            assert (written.path / "pieces.json").exists()
+
+
+def test_a_rank_reads_and_writes_its_share_only(tmp_path: Path) -> None:
+    run_ranks(begin, 1, "single", tmp_path)
+    sizes = [sum(told[3]) for told in run_ranks(pass_on, 4, "fsdp@4", tmp_path, 1)]
+    total = sum(
+        t.numel() for t in Parts.of(Checkpoint(tmp_path / "checkpoints/step-00000001").part("model")).tensors.values()
+    )
+    written = sorted((tmp_path / "checkpoints/step-00000002").glob("model-rank-*.safetensors"))
+    assert len(written) == 4
+    assert max(each.stat().st_size for each in written) < 0.3 * 4 * total
+    assert max(sizes) < 0.3 * 3 * total
+
+
+def test_export_and_weights_of_a_spread_model(tmp_path: Path) -> None:
+    run_ranks(begin, 1, "single", tmp_path)
+    run_ranks(pass_on, 4, "fsdp×tensor@4", tmp_path, 1)
+    checkpoint = tmp_path / "checkpoints/step-00000002"
+    done = export(checkpoint, ExportSpec(tmp_path / "out.safetensors"))
+    before = load_weights(tmp_path / "checkpoints/step-00000001")
+    assert done.weights_sha256 == weights_sha256(before) == weights_sha256(load_weights(checkpoint))
+    Net().load_state_dict(load_file(tmp_path / "out.safetensors"))
+    parts = export(checkpoint, ExportSpec(tmp_path / "out", 10_000))
+    assert len(parts.files) > 2
+    assert parts.weights_sha256 == done.weights_sha256
+
+
+@pytest.mark.parametrize("name", ["model-rank-00001.safetensors", "pieces.json", "state.json"])
+def test_a_damaged_share_is_refused_and_the_one_before_is_used(name: str, tmp_path: Path) -> None:
+    run_ranks(begin, 1, "single", tmp_path)
+    run_ranks(pass_on, 2, "fsdp@2", tmp_path, 1)
+    target = tmp_path / "checkpoints/step-00000002" / name
+    data = bytearray(target.read_bytes())
+    data[len(data) // 2] ^= 1
+    target.write_bytes(data)
+    newest, complaints = RunDirectory(tmp_path).take_stock()
+    assert newest is not None
+    assert newest.step == 1
+    assert name in complaints[0]
+    assert (tmp_path / "checkpoints/damaged-step-00000002").is_dir()
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path: Path) -> None:
+    run_ranks(begin, 1, "single", tmp_path)
+    run_ranks(pass_on, 2, "fsdp@2", tmp_path, 1)
+    checkpoint = tmp_path / "checkpoints/step-00000002"
+    for text in ("../../secret.safetensors", "model-rank-00007.safetensors"):
+        changed = (checkpoint / "pieces.json").read_text().replace("model-rank-00001.safetensors", text)
+        (checkpoint / "pieces.json").write_text(changed)
+        with pytest.raises(CheckpointError, match="the manifest names no"):
+            Checkpoint(checkpoint, is_verified=True).part("model")
+        (checkpoint / "pieces.json").write_text(changed.replace(text, "model-rank-00001.safetensors"))
+    content = json.loads((checkpoint / "pieces.json").read_text())
+    del content["model"]["large.weight"]["pieces"][0]
+    (checkpoint / "pieces.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="elements are there where 20480 are wanted"):
+        Checkpoint(checkpoint, is_verified=True).part("model")
+
+
+def numbered(world: World, layout: str, root: Path) -> Any:
+    """Read a checkpoint of format 1 under a layout."""
+    _, trained = spread(world, layout, seed=5)
+    trained.restore(Checkpoint(root / "checkpoints/step-00000001"))
+    return {part: whole(tree) for part, tree in trained.state().items()}
+
+
+def test_numbers_of_format_1_are_still_read(tmp_path: Path) -> None:
+    grid_model = Net()
+    names = [name for name, _ in grid_model.named_parameters()]
+    from layouts import make_optimizer
+    from states import write_state
+
+    optimizer = make_optimizer(list(grid_model.parameters()))
+    for p in grid_model.parameters():
+        p.grad = torch.cos(p.detach())
+    optimizer.step()
+    state = {"model": grid_model.state_dict(), "optimizer": optimizer.state_dict()}
+    path, _ = write_state(tmp_path / "checkpoints", 1, state)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
+    for layout in ("single", "ddp@2", "fsdp@2"):
+        for found in run_ranks(numbered, LAYOUTS[layout].mesh.size, layout, tmp_path):
+            assert_same(found["model"], grid_model.state_dict())
+            for p, name in zip(grid_model.parameters(), names, strict=True):
+                assert_same(found["optimizer"]["state"][name], optimizer.state[p])
+    with pytest.raises(AssertionError, match="format 1, which numbers the parameters"):
+        run_ranks(numbered, 2, "pipeline@2", tmp_path)
+
+
+def with_problem(world: World, root: Path, problem: str) -> str:
+    """Save once well and once with a problem on rank 1, then once well again; give what rank 0 is told."""
+    notes.PATIENCE_S = 1.0
+    grid, trained = spread(world, "fsdp@2")
+    update(trained)
+    save(world, "fsdp@2", root, 1, trained, grid)
+    sharing, parts = Sharing(grid), Parts.of(trained.state())
+    shared = sharing.begin(parts)
+    snapshot = Stage().take(parts, shared.share)
+    told = ""
+    if world.is_main:
+        try:
+            RunDirectory(root).save(2, snapshot, Keeping(9), shared=shared)
+        except (CheckpointError, NumericsError) as error:
+            told = f"{type(error).__name__}: {error} <- {type(error.__cause__).__name__}"
+    elif problem == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif problem == "full":
+        write, files.write_tensors = files.write_tensors, _full
+        shared.write(root / "checkpoints", 2, snapshot)
+        files.write_tensors = write
+    elif problem == "nan":
+        shared.refuse(root / "checkpoints", 2, notes.Note(problem="weights", text="not finite"))
+    elif problem == "late":
+        time.sleep(2.5)
+        shared.write(root / "checkpoints", 2, snapshot)
+    if problem == "kill":
+        return told
+    world.barrier()
+    shared = sharing.begin(parts)
+    snapshot = Stage().take(parts, shared.share)
+    if world.is_main:
+        RunDirectory(root).save(3, snapshot, Keeping(9), shared=shared)
+    else:
+        shared.write(root / "checkpoints", 3, snapshot)
+    world.barrier()
+    return told
+
+
+def _full(path: Path, tensors: Any) -> Any:
+    path.write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        ("full", r"step-00000002 could not be written: on rank 1, the disk .* is full.* <- ShareFailed"),
+        ("nan", "NumericsError: not finite"),
+        ("late", r"on rank 1, nothing was heard of it for 1 s.* <- ShareFailed"),
+    ],
+)
+def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(problem: str, text: str, tmp_path: Path) -> None:
+    told = run_ranks(with_problem, 2, tmp_path, problem)
+    import re
+
+    assert re.search(text, told[0]), told[0]
+    left = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-00000001", "step-00000003"]
+    for name in left:
+        assert not list((tmp_path / "checkpoints" / name).glob("*note*"))
+        Checkpoint(tmp_path / "checkpoints" / name)
+
+
+def test_a_killed_rank_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 died without a word"):
+        run_ranks(with_problem, 2, tmp_path, "kill")
+    newest, complaints = RunDirectory(tmp_path).take_stock()
+    assert newest is not None
+    assert (newest.step, complaints) == (1, [])
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def plans(world: World) -> tuple[bool, bool, bool]:
+    grid, trained = spread(world, "fsdp@2")
+    sharing = Sharing(grid)
+    before = sharing.plan(Parts.of(trained.state()))
+    again = sharing.plan(Parts.of(trained.state()))
+    update(trained)  # now the optimizer has a state
+    after = sharing.plan(Parts.of(trained.state()))
+    more = {"kept-mine": {"x": torch.ones(2)}} if world.is_main else {}
+    kept = sharing.plan(Parts.of({**trained.state(), **more}))
+    return again is before, after is before, "kept-mine" in kept.tensors
+
+
+def test_a_plan_is_made_again_when_one_rank_holds_something_else() -> None:
+    assert run_ranks(plans, 2) == [(True, False, True)] * 2

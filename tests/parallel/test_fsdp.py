@@ -1,0 +1,128 @@
+"""Sharding: what a rank holds, what is gathered together, how a model is built that fits no rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from instep.checkpoint.rundir import RunDirectory
+from instep.core.errors import SpecError
+from instep.core.spec import TrainSpec
+from instep.parallel.fsdp import own_blocks
+from instep.parallel.total_norm import local_part
+from instep.train.engine import Engine
+from instep.train.worker import open_run
+from instep.world.world import World
+from ranks import run_ranks
+
+WIDTH, DEPTH = 256, 6
+
+
+def deep_model(width: int = WIDTH, depth: int = DEPTH) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+
+def bytes_held(world: World, folder: str, options: dict[str, Any]) -> int:
+    """Train a few steps; give the bytes of parameters, gradients and optimizer state on this rank."""
+    spec = TrainSpec(batch_size=8, steps=2, save_every="never", **options)
+    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
+        run.settled = False
+        model, optimizer = run.prepare(deep_model(), lambda p: torch.optim.Adam(p, lr=1e-3))
+        for step in run.steps(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0))):
+            for x in step.shards():
+                step.backward(model(x).square().mean())
+            step.finish()
+        tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        for p in model.parameters():
+            assert p.grad is not None
+            tensors += [p, p.grad]
+        return sum(t.numel() * t.element_size() for t in map(local_part, tensors))
+
+
+@pytest.mark.parametrize(("options", "most"), [({"strategy": "fsdp"}, 0.27), ({"mesh": "dp=2,fsdp=2"}, 0.52)])
+def test_a_rank_holds_its_share(tmp_path: Path, options: dict[str, Any], most: float) -> None:
+    whole = run_ranks(bytes_held, 1, str(tmp_path / "one"), {})[0]
+    held = run_ranks(bytes_held, 4, str(tmp_path / "several"), options)
+    assert max(held) <= most * whole, (held, whole)
+
+
+def units(world: World) -> list[str]:
+    engine = Engine(world, TrainSpec(strategy="fsdp"))
+    blocks, last = deep_model(4, 3), nn.Linear(4, 4)
+    last.weight = blocks[2][0].weight
+    spread = engine.strategy.spread(nn.Sequential(nn.Linear(4, 4), blocks, last))
+    return [name for name, module in spread.named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_a_block_with_a_tied_weight_is_no_unit_of_its_own() -> None:
+    assert run_ranks(units, 2)[0] == ["", "1.0", "1.1"]
+
+
+def test_blocks_that_share_nothing_are_units() -> None:
+    assert [name for name, _ in own_blocks(deep_model(4, 3))] == ["0", "1", "2"]
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def build(world: World, meta_init: bool) -> tuple[float, list[float]]:
+    """Build and spread a model of 256 MB; give by how much this process grew at most, and its numbers."""
+
+    def make() -> nn.Module:
+        model = deep_model(4096, 4)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.02)
+        return model
+
+    engine = Engine(world, TrainSpec(strategy="fsdp", meta_init=meta_init))
+    torch.manual_seed(0)
+    before, most, ended = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.is_set():
+            most = max(most, resident())
+            time.sleep(0.002)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    model = engine.strategy.spread(engine.strategy.build(make))
+    ended.set()
+    watching.join()
+    return (most - before) / 2**20, [float(p.detach().full_tensor().double().sum()) for p in model.parameters()]
+
+
+def test_a_model_is_built_block_by_block() -> None:
+    usual, deferred = run_ranks(build, 4, False), run_ranks(build, 4, True)
+    assert deferred[0][1] == usual[0][1] == deferred[3][1]
+    assert max(grown for grown, _ in usual) > 256  # so the measurement sees something
+    assert max(grown for grown, _ in deferred) < 0.7 * 256  # its share, and one block
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "says"),
+    [
+        ({"mesh": "dp=2,tp=3"}, 8, r"dp\(2\) × tp\(3\) = 6 ≠ 8 processes"),
+        ({"mesh": "tp=2"}, 4, r"tp\(2\) = 2 ≠ 4 processes. Use 2 processes, or dp=2"),
+        ({"strategy": "single"}, 2, "one process, and there are 2"),
+        ({"meta_init": True}, 2, "Use --strategy fsdp"),
+        ({"exact": True, "mesh": "dp=2,tp=2"}, 4, "also cuts its layers"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], size: int, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        TrainSpec(**options).mesh_of(size)
+
+
+@pytest.mark.parametrize("mesh", ["dp", "dp=0", "dp=2,dp=2", "xp=2", "dp=2;tp=2", ""])
+def test_a_mesh_that_cannot_be_read(mesh: str) -> None:
+    with pytest.raises(SpecError, match="write for instance dp=2,tp=4"):
+        TrainSpec(mesh=mesh)
