@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from instep.core.mesh import Mesh
 from instep.core.topology import Place
 from instep.world.world import World
 from ranks import run_ranks
@@ -31,6 +32,7 @@ CASES = {
     ],
 }
 CASES["fsdp=2,tp=2"] = CASES["dp=2,tp=2"]
+CASES["dp=2,fsdp=2,tp=2"] = CASES["tp=2"][1:2]
 ALL = [(mesh, case) for mesh, cases in CASES.items() for case in cases]
 
 
@@ -42,7 +44,7 @@ def reference(case: Case) -> dict[str, Any]:
 @functools.cache
 def spread(mesh: str) -> list[list[dict[str, Any]]]:
     """Train all cases of a mesh; by rank."""
-    return run_ranks(train_cases, 2 if mesh == "tp=2" else 4, CASES[mesh], mesh)
+    return run_ranks(train_cases, Mesh.parse(mesh).size, CASES[mesh], mesh)
 
 
 def found(mesh: str, case: Case) -> list[dict[str, Any]]:
