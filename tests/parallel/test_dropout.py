@@ -37,6 +37,29 @@ def test_rows_in_the_second_dimension() -> None:
     assert torch.equal(mask((5, 6, 3), 2, 6), whole[:, 2:])
 
 
+@given(
+    rows=st.integers(1, 5), middle=st.integers(1, 3), columns=st.integers(2, 9), dim=st.integers(1, 2), cut=st.data()
+)
+def test_a_part_of_the_columns_gives_those_of_the_whole(
+    rows: int, middle: int, columns: int, dim: int, cut: st.DataObject
+) -> None:
+    shape = [rows, middle, columns]
+    first = cut.draw(st.integers(0, shape[dim] - 1))
+    count = cut.draw(st.integers(1, shape[dim] - first))
+    found = []
+    for part in (None, (dim, first, count)):
+        scope = Scope(CPU, seed=7)
+        dropout = RowDropout(0.3, scope, 0)
+        scope.begin_step(1)
+        scope.begin_part(3, rows, replicated=False)
+        found.append(dropout._keep(torch.Size(shape), CPU, 40000, part))
+    whole, own = found
+    # Where two parts would share a hash, the whole is drawn.
+    assert torch.equal(own, whole.narrow(dim, first, count) if own.shape != whole.shape else whole)
+    inner = columns if dim == 1 else 1
+    assert own.shape[dim] == count or any(size * inner % 2 for size in (first, count, shape[dim]))
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_keep_rate_over_many_steps(p: float) -> None:
     """The rates of 300 steps scatter as coin throws do: neither too far nor too close."""

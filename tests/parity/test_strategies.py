@@ -35,6 +35,9 @@ WAYS = [
     Way((("strategy", "ddp"),), (2, 4)),
     Way((("strategy", "fsdp"),), (2, 4)),
     Way((("mesh", "dp=2,fsdp=2"),), (4,)),
+    Way((("strategy", "tensor"),), (2, 4)),
+    Way((("mesh", "dp=2,tp=2"),), (4,)),
+    Way((("mesh", "fsdp=2,tp=2"),), (4,)),
 ]
 
 

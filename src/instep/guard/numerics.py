@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def what_is_wrong(tree: Any) -> str:
@@ -111,7 +112,7 @@ class Trace:
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
-        yield tree
+        yield tree.to_local() if isinstance(tree, DTensor) else tree  # of a shared one, what is here
     elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from _tensors(value)

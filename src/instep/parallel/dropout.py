@@ -10,6 +10,9 @@ probability is rounded to 1/65536, and the scale uses the rounded one, so that t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -40,6 +43,32 @@ def _halves(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return words.view(torch.int16)
 
 
+Part = tuple[int, int, int]
+"""A run of columns of a larger tensor: the dimension they are in, the first one, how many."""
+
+
+def _has_whole_pairs(shape: Sequence[int], part: Part, row_dim: int) -> bool:
+    """Tell whether no two elements that share a hash lie in different parts."""
+    dim, first, count = part
+    inner = math.prod(shape[dim + 1 :])
+    return dim > row_dim and not any(size * inner % 2 for size in (first, count, shape[dim]))
+
+
+def _elements(
+    shape: Sequence[int], row_dim: int, part: Part | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Number the rows, and the pairs of a row's elements that are wanted; give the shape that these make up."""
+    others = math.prod(shape) // max(shape[row_dim], 1)
+    rows = torch.arange(shape[row_dim], device=device, dtype=torch.int32)
+    pairs = torch.arange((others + 1) // 2, device=device, dtype=torch.int32)
+    if part is None:
+        return rows, pairs, list(shape)
+    dim, first, count = part
+    inner = math.prod(shape[dim + 1 :])
+    own = pairs.view(-1, shape[dim] * inner // 2)[:, first * inner // 2 : (first + count) * inner // 2]
+    return rows, own.reshape(-1), [*shape[:dim], count, *shape[dim + 1 :]]
+
+
 class RowDropout(nn.Dropout):
     """nn.Dropout with masks by row; `channels` makes it nn.Dropout1d, 2d or 3d."""
 
@@ -62,27 +91,30 @@ class RowDropout(nn.Dropout):
             return x * 0
         shape = x.shape[:2] if self.channels else x.shape
         levels = min(_LEVELS - 1, max(1, round((1 - self.p) * _LEVELS)))
-        keep = self._keep(torch.Size(shape), x.device, levels)
+        # Of a tensor that ranks share, which looks whole, its own columns are enough.
+        part: Part | None = None if self.channels else getattr(x, "part", None)
+        keep = self._keep(torch.Size(shape), x.device, levels, part)
+        is_part = keep.shape != shape
         if self.channels:
             keep = keep.reshape(*shape, *([1] * (x.dim() - 2)))
-        return x * keep.to(x.dtype).mul_(_LEVELS / levels)
+        mask = keep.to(x.dtype).mul_(_LEVELS / levels)
+        return x * (x.like(mask) if is_part else mask)  # type: ignore[attr-defined]
 
-    def _keep(self, shape: torch.Size, device: torch.device, levels: int) -> torch.Tensor:
-        """Draw which elements stay, as bools."""
+    def _keep(self, shape: torch.Size, device: torch.device, levels: int, part: Part | None = None) -> torch.Tensor:
+        """Draw which elements stay, as bools; where it can be, only those of a part."""
         salt = self._next_salt()
         row_dim, rows_each = self._find_rows(shape)
-        rows, first = shape[row_dim], self._scope.noise[2] * rows_each
-        others = shape.numel() // max(rows, 1)
-        row_keys = (torch.arange(rows, device=device, dtype=torch.int32) + first) * _ODD_3
-        columns = torch.arange((others + 1) // 2, device=device, dtype=torch.int32) * _ODD_3
+        part = part if part is not None and _has_whole_pairs(shape, part, row_dim) else None
+        row_keys, pairs, wanted = _elements(shape, row_dim, part, device)
         halves = _halves(
-            _scramble(row_keys + (self._scope.noise[0] ^ signed32(salt))),
-            _scramble(columns + (self._scope.noise[1] ^ signed32(salt >> 32))),
+            _scramble((row_keys + self._scope.noise[2] * rows_each) * _ODD_3 + (self._scope.noise[0] ^ signed32(salt))),
+            _scramble(pairs * _ODD_3 + (self._scope.noise[1] ^ signed32(salt >> 32))),
         )
+        others = math.prod(wanted) // max(wanted[row_dim], 1)
         keep = halves[:, :others] < levels - _LEVELS // 2
         if row_dim == 0:
-            return keep.reshape(shape)
-        moved = (rows, *shape[:row_dim], *shape[row_dim + 1 :])
+            return keep.reshape(wanted)
+        moved = (wanted[row_dim], *wanted[:row_dim], *wanted[row_dim + 1 :])
         return keep.reshape(moved).movedim(0, row_dim)
 
     def _find_rows(self, shape: torch.Size) -> tuple[int, int]:

@@ -7,7 +7,7 @@ reducer that agrees with the other ranks on gradients. The loop knows these two 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,8 @@ Example = Callable[[], Call]
 """Gives the arguments of a model's call for a few rows, on CPU."""
 Layers = Callable[[nn.Module], Sequence[Callable[..., Any]]]
 """Gives a model's layers: applied one after the other, they make up the model."""
+TensorPlanOf = Callable[[nn.Module], Mapping[str, Any]]
+"""Says how a model's layers are split, by their paths: in words, or as PyTorch's ParallelStyles."""
 
 
 class Reducer(ABC):
@@ -69,6 +71,8 @@ class Strategy(ABC):
         """What a person should know of how the model was spread."""
         self.layers: Layers | None = None
         """How the next model may be cut, where its Task says so."""
+        self.tensor_plan: TensorPlanOf | None = None
+        """How the next model's layers are split, where its Task says so."""
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Build a model that is to be spread."""

@@ -44,7 +44,7 @@ def _copies(parameter: nn.Parameter, grid: Grid) -> float:
     if not isinstance(parameter, DTensor):
         return ranks
     for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
+        if not placement.is_replicate():  # torch's own word for one that two axes cut is not Shard
             ranks //= parameter.device_mesh.size(axis)
     return ranks
 

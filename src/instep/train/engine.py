@@ -25,6 +25,8 @@ from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
+from instep.parallel.tensor.sharded import ShardedTensor
+from instep.parallel.tensor.strategy import Tensor
 from instep.train.precision import LossScale, Precision
 from instep.train.trained import Trained
 from instep.train.witness import Witness
@@ -201,7 +203,10 @@ def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
     if spec.exact:
         return ExactFsdp(grid, scope) if grid.mesh.fsdp > 1 else Exact(grid, scope)
     if grid.mesh.fsdp > 1:
-        return Fsdp(grid, scope, Sharding(spec.reshard, spec.offload, spec.meta_init))
+        sharding = Sharding(spec.reshard, spec.offload, spec.meta_init)
+        return ShardedTensor(grid, scope, sharding) if grid.mesh.tp > 1 else Fsdp(grid, scope, sharding)
+    if grid.mesh.tp > 1:
+        return Tensor(grid, scope)
     if grid.world.world_size > 1:
         return Ddp(grid, scope)
     return Dp(grid, scope) if spec.strategy == "dp" else Single(grid, scope)

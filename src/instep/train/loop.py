@@ -16,7 +16,7 @@ from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.pipeline.pipe import Staged
-from instep.parallel.strategy import Layers
+from instep.parallel.strategy import Layers, TensorPlanOf
 from instep.train.compile import CompiledLoss, LossOf, is_compiled, wants_compiling
 from instep.train.origin import find_origin
 from instep.train.run import Run
@@ -33,7 +33,12 @@ class Loop:
         self._run = run
         self._task = task
         self._model, _ = run.prepare(
-            lambda: _model_of(task), task.optimizer, _scheduler_of(task), self._example, _layers_of(task)
+            lambda: _model_of(task),
+            task.optimizer,
+            _scheduler_of(task),
+            self._example,
+            _layers_of(task),
+            _plan_of(task),
         )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
@@ -125,6 +130,10 @@ def _scheduler_of(task: Task) -> Callable[..., Any] | None:
 def _layers_of(task: Task) -> Layers | None:
     layers = getattr(task, "layers", None)
     return layers if callable(layers) else None  # who has a hyper-parameter of that name means a number by it
+
+
+def _plan_of(task: Task) -> TensorPlanOf | None:
+    return task.tensor_plan if overrides(task, "tensor_plan") else None
 
 
 class _Once:

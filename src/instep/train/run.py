@@ -24,7 +24,7 @@ from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecor
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.capture import call_of
-from instep.parallel.strategy import Example, Layers
+from instep.parallel.strategy import Example, Layers, TensorPlanOf
 from instep.parallel.total_norm import local_part
 from instep.train.choices import describe_choices
 from instep.train.compile import compile_model, wants_compiling
@@ -98,17 +98,18 @@ class Run:
         make_scheduler: MakeScheduler | None = None,
         example: Example | None = None,
         layers: Layers | None = None,
+        tensor_plan: TensorPlanOf | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Spread a model, make its optimizer, and restore both if there is something to restore.
 
         `model` may be a function that builds it, which meta_init needs.
         `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` gives the
         arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)` says
-        where a pipeline may cut it, as in a Task.
+        where a pipeline may cut it, and `tensor_plan(model)` how its layers are split, as in a Task.
         """
         if not isinstance(model, nn.Module):
             model = self.engine.strategy.build(model)
-        self.engine.strategy.layers = layers
+        self.engine.strategy.layers, self.engine.strategy.tensor_plan = layers, tensor_plan
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -56,6 +56,14 @@ class Task:
             Asked only by `--strategy pipeline`, which finds them by itself in most models. The first gets what `loss`
             calls the model with, each other one what the one before it gave: a tensor, or a tuple of tensors.
             """
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        """Say how `--strategy tensor` splits layers, by their paths; without it a plan is found (docs/tensor.md).
+
+        Words as Hugging Face spells them (colwise, rowwise, colwise_rep, replicate), or PyTorch's ParallelStyles; in a
+        path `*` stands for any one name.
+        """
+        raise NotImplementedError
 
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of samples; torch's default_collate where it is None."""

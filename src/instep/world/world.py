@@ -255,6 +255,17 @@ class World:
         self.waited_s += time.perf_counter() - begun
         return parts
 
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send `send[rank]` of these rows to each rank, in order; give what comes, by rank. Called on all ranks."""
+        begun = time.perf_counter()
+        # gloo knows too little of GPUs
+        device = torch.device("cpu") if self.backend == "gloo" else rows.device
+        own = rows.to(device).contiguous()
+        got = own.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(got, own, list(receive), list(send), group=self._group)
+        self.waited_s += time.perf_counter() - begun
+        return got.to(rows.device)
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite the tensors with rank 0's, or another one's. Called on all ranks."""
         if self.world_size == 1 or not tensors:
