@@ -1,4 +1,7 @@
-"""The same answer however a model is spread: losses of every step, gradients' norms, metrics and final weights."""
+"""The same answer however a model is spread: losses of every step, gradients' norms, metrics and final weights.
+
+One launch trains all models of a way; each model is a test of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,66 +13,74 @@ from typing import Any
 import pytest
 
 from ranks import run_ranks
-from recipes import Case, train_case
+from recipes import Case, train_cases
 
-STEPS = 30
+STEPS = 8
 MLP = Case("deep", "adamw", clip_norm=0.7)
 CONV = Case("conv", "sgd", num_samples=47, batch_size=13, clip_norm=2.4)
 TIED = Case("tied", "adamw", num_samples=47, batch_size=13, weighted=True, clip_norm=1.0)
+TIED_32 = Case("tied", "sgd", dtype="float32", num_samples=47, batch_size=13, clip_norm=1.0)
+CASES = (MLP, CONV, TIED, TIED_32)
+IN_STAGES = (MLP, TIED, TIED_32)
+"""Without BatchNorm, whose statistics cover a microbatch: tests/parallel/test_pipeline_parity.py has that."""
 
 
 @dataclass(frozen=True)
 class Way:
     """One way to spread a model."""
 
+    world_size: int
+    cases: tuple[Case, ...]
     options: tuple[tuple[str, Any], ...]
-    worlds: tuple[int, ...]
-    cases: tuple[Case, ...] = (MLP, CONV, TIED)
 
     def __str__(self) -> str:
-        return "-".join(str(value) for _, value in self.options)
+        return "-".join(str(value) for _, value in self.options) + f"@{self.world_size}"
+
+
+def way(world_size: int, cases: tuple[Case, ...] = CASES, **options: Any) -> Way:
+    return Way(world_size, cases, tuple(options.items()))
 
 
 WAYS = [
-    Way((("strategy", "dp"),), (1,)),
-    Way((("strategy", "ddp"),), (2, 4)),
-    Way((("strategy", "fsdp"),), (2, 4)),
-    Way((("mesh", "dp=2,fsdp=2"),), (4,)),
-    Way((("strategy", "tensor"),), (2, 4)),
-    Way((("mesh", "dp=2,tp=2"),), (4,)),
-    Way((("mesh", "fsdp=2,tp=2"),), (4,)),
+    way(1, strategy="dp"),
+    *(way(n, strategy=strategy) for strategy in ("ddp", "fsdp", "tensor") for n in (2, 4)),
+    *(way(n, IN_STAGES, strategy="pipeline", schedule=s) for s in ("gpipe", "1f1b", "interleaved") for n in (2, 4)),
+    *(way(4, mesh=mesh) for mesh in ("dp=2,fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2")),
+    way(4, IN_STAGES, mesh="dp=2,pp=2"),
+    way(2, strategy="fsdp", reshard=False),
 ]
 
 
-def train_way(world: Any, case: Case, options: dict[str, Any]) -> dict[str, Any]:
-    return train_case(world, case, **options)
+def train_way(world: Any, cases: tuple[Case, ...], options: dict[str, Any]) -> dict[Case, dict[str, Any]]:
+    return train_cases(world, list(cases), steps=STEPS, **options)
 
 
 @cache
-def alone(case: Case) -> dict[str, Any]:
-    return run_ranks(train_way, 1, case, {"strategy": "single"})[0]
+def trained(chosen: Way) -> dict[Case, dict[str, Any]]:
+    found: dict[Case, dict[str, Any]] = run_ranks(
+        train_way, chosen.world_size, chosen.cases, dict(chosen.options), timeout_s=150
+    )[0]
+    return found
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("way", "world_size", "case"),
-    [
-        pytest.param(way, world_size, case, id=f"{way}@{world_size}-{case}")
-        for way in WAYS
-        for world_size in way.worlds
-        for case in way.cases
-    ],
+    ("chosen", "case"), [pytest.param(each, case, id=f"{each}-{case}") for each in WAYS for case in each.cases]
 )
-def test_the_same_answer(way: Way, world_size: int, case: Case) -> None:
-    wanted = alone(case)
-    found = run_ranks(train_way, world_size, case, dict(way.options))[0]
-    # Float64: what is left are other orders of additions.
-    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-9, abs=1e-9)
-    assert found["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=1e-8, abs=1e-9)
+def test_the_same_answer(chosen: Way, case: Case) -> None:
+    wanted, found = trained(way(1, strategy="single"))[case], trained(chosen)[case]
+    # What is left are other orders of additions, of at most a thousand numbers for each gradient here, in every step;
+    # an update divides by gradients that may be small, so its error is larger than that of the loss.
+    rounding = 2.0**-52 if case.dtype == "float64" else 2.0**-23
+    near = {"rel": 1000 * rounding, "abs": 1000 * rounding}
+    far = {"rel": 1e-9, "abs": 1e-9} if case.dtype == "float64" else {"rel": 20000 * rounding, "abs": 20000 * rounding}
+    assert found["losses"] == pytest.approx(wanted["losses"], **near)
+    assert found["grad_norms"] == pytest.approx(wanted["grad_norms"], **far)
     assert found["lrs"] == wanted["lrs"]
-    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-9, abs=1e-9)
+    assert found["metrics"] == pytest.approx(wanted["metrics"], **far)
     assert found["weights"].keys() == wanted["weights"].keys()
     for name, tensor in wanted["weights"].items():
-        assert flat(found["weights"][name]) == pytest.approx(flat(tensor), rel=1e-9, abs=1e-9), name
+        assert flat(found["weights"][name]) == pytest.approx(flat(tensor), **far), name
 
 
 def flat(nested: Any) -> list[float]:
