@@ -131,6 +131,47 @@ def test_two_processes_give_the_answer_of_one(name: str) -> None:
     assert together(2)[1][name] == found  # and both ranks hold the same
 
 
+SPREAD = {
+    "fsdp": ["bf16", "bf16-accumulated", "fp16", "fp16-overflow", "fp16-overflow-clip", "fp16-weighted"],
+    "tensor": ["bf16", "fp16-overflow"],
+    "pipeline": ["bf16", "fp16-overflow"],
+    "narrow": ["bf16", "fp16-overflow"],
+}
+
+
+def train_spread(world: World) -> dict[str, dict[str, dict[str, Any]]]:
+    """Train on two processes under all strategies, in one launch."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = world.tell(scratch)
+        for way, names in SPREAD.items():
+            found[way] = {}
+            more = {"strategy": "fsdp", "narrow_gather": True} if way == "narrow" else {"strategy": way}
+            for name in names:
+                task, options = CASES[name]
+                found[way][name] = train(world, task, f"{folder}/{way}-{name}", STEPS, **{**options, **more})
+        world.barrier()
+    return found
+
+
+@functools.cache
+def spread() -> list[dict[str, dict[str, dict[str, Any]]]]:
+    return run_ranks(train_spread, 2, timeout_s=100)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in SPREAD.items() for name in names])
+def test_a_model_that_is_spread_gives_the_answer_of_one(way: str, name: str) -> None:
+    expected, found = alone()[name], spread()[0][way][name]
+    differences = [abs(a / b - 1) for a, b in zip(found["losses"], expected["losses"], strict=True)]
+    print(way, name, max(differences))
+    # Rounded weights are as far off as rounded activations, in every layer.
+    assert max(differences) < TOLERANCE[name.split("-")[0]] * (3 if way == "narrow" else 1)
+    assert found["skipped"] == expected["skipped"]
+    assert found["scale"] == expected["scale"]
+    assert spread()[1][way][name] == found
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_mode_gives_the_bits_of_one(name: str, world_size: int) -> None:

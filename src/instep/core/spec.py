@@ -124,6 +124,12 @@ class TrainSpec(LaunchSpec):
     offload: bool = option(
         False, "with fsdp on GPUs: keep parameters and optimizer state in the host's memory", "--offload/--no-offload"
     )
+    narrow_gather: bool = option(
+        False,
+        "with fsdp and bf16 or fp16: gather parameters in that precision, for half the traffic; layers compute with "
+        "rounded weights throughout",
+        "--narrow-gather/--no-narrow-gather",
+    )
     meta_init: bool = option(
         False,
         "with fsdp: build the model without its numbers and make them block by block, for one that fits no process",
@@ -258,6 +264,9 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"save_busy={self.save_busy!r} is unknown. Choose wait or skip.")
         if self.keep_best is not None and not re.fullmatch(r"[^:]+(:(min|max))?", self.keep_best):
             raise SpecError(f"keep_best={self.keep_best!r} is not a metric. Write accuracy, or eval_loss:min.")
+        if self.narrow_gather and (self.exact or self.precision not in ("auto", "bf16", "fp16")):
+            what = "exact mode" if self.exact else f"precision={self.precision}"
+            raise SpecError(f"narrow_gather rounds parameters to bf16 or fp16, which {what} does not. Leave it out.")
         if self.meta_init and (self.exact or self.init_from is not None):
             with_what = "exact" if self.exact else "init_from"
             raise SpecError(f"meta_init and {with_what} do not go together: leave out --meta-init.")
@@ -311,10 +320,10 @@ class TrainSpec(LaunchSpec):
                 f"exact mode holds for copies and shards of a model (dp, fsdp), and {mesh} also cuts its layers, whose "
                 "sums then depend on the cut. Use --strategy ddp or fsdp, or train without --exact."
             )
-        if mesh.fsdp == 1 and mesh.size > 1 and (self.meta_init or self.offload):
-            name = "meta_init" if self.meta_init else "offload"
+        asked = [name for name in ("meta_init", "offload", "narrow_gather") if getattr(self, name)]
+        if asked and mesh.fsdp == 1 and mesh.size > 1:  # one process may try what several will be started with
             raise SpecError(
-                f"{name} is for parameters that are cut over the ranks. Use --strategy fsdp, or leave it out."
+                f"{asked[0]} is for parameters that are cut over the ranks. Use --strategy fsdp, or leave it out."
             )
         return mesh
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from instep.core.errors import TaskError
+from instep.core.errors import SpecError, TaskError
 from instep.parallel.blocks import find_blocks
 from instep.parallel.deferred import Deferred, build_deferred
 from instep.parallel.scope import Scope
@@ -79,6 +79,8 @@ class Fsdp(Strategy):
 
     def __init__(self, grid: Grid, scope: Scope, sharding: Sharding) -> None:
         super().__init__(grid, scope)
+        if sharding.offload and grid.world.device.type == "cpu":
+            raise SpecError("offload keeps parameters in the host's memory, and on CPU they are there. Leave it out.")
         self._sharding = sharding
         self._deferred: Deferred | None = None
 
@@ -151,7 +153,9 @@ class Fsdp(Strategy):
             )
         assert self.grid.devices is not None
         narrow = self._sharding.precision
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=None if narrow is None else torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=narrow, reduce_dtype=None if narrow is None else torch.float32, cast_forward_inputs=False
+        )
         fully_shard(
             module,
             mesh=self.grid.devices["dp", "fsdp"] if self.grid.mesh.dp > 1 else self.grid.devices["fsdp"],

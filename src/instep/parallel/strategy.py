@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from instep.parallel.capture import Call
 from instep.parallel.dropout import own_dropout
@@ -97,8 +98,13 @@ class Strategy(ABC):
             silence_outputs(model, self.scope)
         return model
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most take it as it is
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are spread."""
+        for group in optimizer.param_groups:
+            # Each operation on a piece has a price of its own, on CPU many times that of the numbers: as few as can be.
+            is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+            if is_open and any(isinstance(p, DTensor) for p in group["params"]):
+                group["foreach"] = True
 
     def smallest_part(self, rows: int) -> int:
         """Tell how many rows, over all ranks, the smallest piece has into which `rows` rows are cut."""

@@ -45,14 +45,15 @@ class Engine:
         self.trained: list[Trained] = []
         self.scope = Scope(world.device, derive(spec.seed, "noise"))
         self.grid = Grid.open(world, spec.mesh_of(world.world_size))
-        self.strategy = _choose_strategy(spec, self.grid, self.scope)
+        self.precision = Precision(spec, world.device, remembers=self.grid.mesh.fsdp == 1)
+        narrow = self.precision.dtype if spec.narrow_gather else None
+        self.strategy = _choose_strategy(spec, self.grid, self.scope, narrow)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
         self.wants_save: Callable[[], bool] = _never
         """Tells whether this rank would have all of them save after this step."""
         self.say: Callable[[str], None] = _say_nothing
         """Tells a person something, once for all ranks."""
-        self.precision = Precision(spec, world.device)
         self.loss_scale = LossScale() if spec.precision == "fp16" else None
         self.full_batch = 0
         """Samples of a step's global batch, unless it is an epoch's last."""
@@ -196,14 +197,14 @@ def _say_nothing(text: str) -> None:
     del text
 
 
-def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope) -> Strategy:
+def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope, narrow: torch.dtype | None) -> Strategy:
     if grid.mesh.pp > 1:
         spec.check_pipeline(grid.mesh)
         return Pipeline(grid, scope, spec.schedule, spec.microbatches)
     if spec.exact:
         return ExactFsdp(grid, scope) if grid.mesh.fsdp > 1 else Exact(grid, scope)
     if grid.mesh.fsdp > 1:
-        sharding = Sharding(spec.reshard, spec.offload, spec.meta_init)
+        sharding = Sharding(spec.reshard, spec.offload, spec.meta_init, narrow)
         return ShardedTensor(grid, scope, sharding) if grid.mesh.tp > 1 else Fsdp(grid, scope, sharding)
     if grid.mesh.tp > 1:
         return Tensor(grid, scope)

@@ -27,13 +27,16 @@ def may_choose(optimizer: torch.optim.Optimizer) -> bool:
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the fused form is right for all parameters."""
     kernel = f"aten::{_KERNELS[type(optimizer)]}"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1:
+        return False  # one kernel takes plain tensors, or pieces of one mesh
     for group in optimizer.param_groups:
         if group.get("differentiable") or isinstance(group["lr"], torch.Tensor):
             return False
         if group.get("momentum"):  # fused SGD fails for a parameter that is first used after the first step
             return False
         for p in group["params"]:
-            if not p.is_floating_point() or p.is_sparse or isinstance(p, DTensor):
+            if not p.is_floating_point() or p.is_sparse:
                 return False
             key = {"cpu": "CPU", "cuda": "CUDA"}.get(p.device.type)
             if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key):

@@ -71,21 +71,24 @@ def precision_settings(spec: TrainSpec) -> Iterator[None]:
 class Precision:
     """The numbers in which the layers of a run compute."""
 
-    def __init__(self, spec: TrainSpec, device: torch.device) -> None:
+    def __init__(self, spec: TrainSpec, device: torch.device, remembers: bool = True) -> None:
         self.name = spec.precision
+        self.dtype = _DTYPES.get(spec.precision)
+        """What layers compute in that gain by it; None: in their tensors' own."""
         self._device = device.type
-        self._dtype = _DTYPES.get(spec.precision)
+        self._remembers = remembers
+        """Whether a weight is cast once for all its uses in a part; one that is gathered for each use is not kept."""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Compute in it; with weights that are cast anew."""
-        if self._dtype is None:
+        if self.dtype is None:
             return contextlib.nullcontext()
         torch.clear_autocast_cache()  # a user's own autocast around it would keep those from before the update
-        return torch.autocast(self._device, self._dtype)
+        return torch.autocast(self._device, self.dtype, cache_enabled=self._remembers)
 
     def as_stored(self) -> contextlib.AbstractContextManager[Any]:
         """Compute in the tensors' own precision, inside of `autocast`: the backward pass follows the forward one."""
-        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device, enabled=False)
+        return contextlib.nullcontext() if self.dtype is None else torch.autocast(self._device, enabled=False)
 
 
 class LossScale:

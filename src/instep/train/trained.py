@@ -28,6 +28,9 @@ NUM_SUMS = 7
 there were, how many ranks were asked to stop, how many want to save, and in exact mode how many buffers the parts
 changed."""
 
+_FORMS = ("foreach", "fused")
+"""Settings of an optimizer that say how it computes, not what: they are this process's, not the checkpoint's."""
+
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
 
@@ -67,11 +70,11 @@ class Trained:
         self.optimizer = make_optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
-        strategy.settle(self.optimizer)
         self.fused = can_fuse(self.optimizer) if not exact and may_choose(self.optimizer) else None
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
         self._has_reduced = False
         self._choose_form()
+        strategy.settle(self.optimizer)
         self._strategy = strategy
         self._names = Names(self.model)
         self._is_partial = strategy.grid.mesh.pp > 1
@@ -131,7 +134,10 @@ class Trained:
             key: map_stored(value, partial(read_for, parameter=parameters.get(key)))
             for key, value in found["state"].items()
         }
+        forms = [{key: group[key] for key in _FORMS if key in group} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({**found, "state": state, "param_groups": groups})
+        for group, form in zip(self.optimizer.param_groups, forms, strict=True):
+            group.update(form)
         self._restored_groups = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
