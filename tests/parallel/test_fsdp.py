@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import SpecError
@@ -51,6 +52,64 @@ def test_a_rank_holds_its_share(tmp_path: Path, options: dict[str, Any], most: f
     whole = run_ranks(bytes_held, 1, str(tmp_path / "one"), {})[0]
     held = run_ranks(bytes_held, 4, str(tmp_path / "several"), options)
     assert max(held) <= most * whole, (held, whole)
+
+
+KINDS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop]
+
+
+def updated_by(world: World, folder: str, options: dict[str, Any]) -> list[float]:
+    """Train a little with each of several optimizers; give a number for the weights of each."""
+    found = []
+    for kind in KINDS:
+        spec = TrainSpec(batch_size=8, steps=3, save_every="never", threads=1, **options)
+        with open_run(world, spec, RunDirectory(Path(folder) / kind.__name__), "held") as run:
+            run.settled = False
+            model, _ = run.prepare(deep_model(5, 3), lambda p, kind=kind: kind(p, lr=1e-2))  # uneven pieces
+            for step in run.steps(torch.randn(32, 5, generator=torch.Generator().manual_seed(0))):
+                for x in step.shards():
+                    step.backward(model(x).square().mean())
+                step.finish()
+            found.append(sum(float(whole(p).double().square().sum()) for p in model.parameters()))
+    return found
+
+
+def whole(p: torch.Tensor) -> torch.Tensor:
+    return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+
+
+def test_optimizers_update_pieces_as_they_update_wholes(tmp_path: Path) -> None:
+    wanted = run_ranks(updated_by, 1, str(tmp_path / "one"), {})[0]
+    for number, found in enumerate(run_ranks(updated_by, 3, str(tmp_path / "three"), {"strategy": "fsdp"})):
+        assert found == pytest.approx(wanted, rel=1e-5), number
+    assert len(set(wanted)) == len(KINDS)
+
+
+class Viewing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = deep_model(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).view(-1, 2, 2)
+
+
+def write_to_output(world: World, folder: str) -> str:
+    spec = TrainSpec(batch_size=8, steps=1, save_every="never", strategy="fsdp")
+    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
+        run.settled = False
+        model, _ = run.prepare(Viewing(), lambda p: torch.optim.SGD(p, lr=1e-2))
+        for step in run.steps(torch.randn(32, 4, generator=torch.Generator().manual_seed(0))):
+            for x in step.shards():
+                output = model(x)
+                with pytest.raises(RuntimeError, match="cloning the output") as caught:
+                    output[:, 0] *= 2
+                step.backward(output.square().mean())
+            step.finish()
+    return str(caught.value)
+
+
+def test_an_output_that_is_a_view_cannot_be_written_to(tmp_path: Path) -> None:
+    assert "modified inplace" in run_ranks(write_to_output, 2, str(tmp_path))[0]
 
 
 def units(world: World) -> list[str]:

@@ -12,6 +12,8 @@ A block that shares a parameter with something outside of it is no unit of its o
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError, TaskError
 from instep.parallel.blocks import find_blocks
@@ -95,6 +98,7 @@ class Fsdp(Strategy):
         model = super().spread(model, example) if deferred is None else self.replace_layers(model)
         if not self.scope.connected:  # every rank must go through every backward pass
             silence_outputs(model, self.scope)
+        _guard_outputs(model)
         self.shard(model, deferred)
         return model
 
@@ -106,7 +110,7 @@ class Fsdp(Strategy):
                 self._shard_unit(unit)
         else:
             self._make_in_units(model, units, deferred)
-        self._shard_unit(model)
+        self._shard_unit(model, is_root=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -144,7 +148,7 @@ class Fsdp(Strategy):
 
         deferred.make(list(places), deliver)
 
-    def _shard_unit(self, module: nn.Module) -> None:
+    def _shard_unit(self, module: nn.Module, is_root: bool = False) -> None:
         dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise TaskError(
@@ -160,12 +164,38 @@ class Fsdp(Strategy):
             module,
             mesh=self.grid.devices["dp", "fsdp"] if self.grid.mesh.dp > 1 else self.grid.devices["fsdp"],
             mp_policy=policy,
-            reshard_after_forward=self._sharding.reshard,
+            # What is left besides the units is needed first in backward.
+            reshard_after_forward=self._sharding.reshard and not is_root,
             offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
         )
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
         return ShardedReducer(parameters, self.grid)
+
+
+class _Guard(torch.autograd.Function):
+    """Changes nothing; but what is a view cannot be written to any more, which torch then says."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return gradient
+
+
+def _guard_outputs(model: nn.Module) -> None:
+    """Let nobody write to a model's output where it is a view: FSDP2 would not notice that backward begins."""
+
+    def guard(tensor: torch.Tensor) -> torch.Tensor:
+        return _Guard.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
+
+    model.register_forward_hook(lambda _module, _inputs, output: tree_map_only(torch.Tensor, guard, output))
+    name = re.escape(f"FSDP2-wrapped module (FSDP{type(model).__name__}) returned a view tensor")
+    warnings.filterwarnings("ignore", name, UserWarning)
 
 
 def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

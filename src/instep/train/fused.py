@@ -16,6 +16,9 @@ _KERNELS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adagrad: "_fused_adagrad_",
 }
 
+_FOR_PIECES = (torch.optim.Adam, torch.optim.AdamW)
+"""Those whose kernel PyTorch knows how to use on tensors that are spread."""
+
 
 def may_choose(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the user left open in which form the optimizer works; a subclass has a form of its own."""
@@ -28,7 +31,8 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the fused form is right for all parameters."""
     kernel = f"aten::{_KERNELS[type(optimizer)]}"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1:
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
+    if len(meshes) > 1 or (None not in meshes and type(optimizer) not in _FOR_PIECES):
         return False  # one kernel takes plain tensors, or pieces of one mesh
     for group in optimizer.param_groups:
         if group.get("differentiable") or isinstance(group["lr"], torch.Tensor):
