@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_a_scheduled_run_continues_its_schedule(tmp_path: Path) -> None:
     (target / "result.json").unlink()
     shutil.copytree(source / "checkpoints" / "step-00000008", target / "checkpoints" / "step-00000008")
     assert train(target, Scheduled(), epochs=3).weights_sha256 == whole.weights_sha256
+
+
+def test_a_run_from_before_there_was_a_choice_of_precision_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1)
+    spec = json.loads((tmp_path / "spec.json").read_text())
+    del spec["recipe"]["precision"], spec["spec"]["precision"]
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    assert train(tmp_path, epochs=2).epochs == 2
+    with pytest.raises(CheckpointError, match="precision: 'fp32' there, 'bf16' now"):
+        train(tmp_path, epochs=3, precision="bf16")
 
 
 def test_operational_settings_may_change(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from pathlib import Path
@@ -9,19 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.core.errors import SpecError
+from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.parallel.fsdp import own_blocks
 from instep.parallel.total_norm import local_part
 from instep.train.engine import Engine
-from instep.train.worker import open_run
+from instep.train.worker import open_run, worker_main
 from instep.world.world import World
 from ranks import run_ranks
+from tasks import Small, made_up
 
 WIDTH, DEPTH = 256, 6
 
@@ -82,6 +85,140 @@ def test_optimizers_update_pieces_as_they_update_wholes(tmp_path: Path) -> None:
     for number, found in enumerate(run_ranks(updated_by, 3, str(tmp_path / "three"), {"strategy": "fsdp"})):
         assert found == pytest.approx(wanted, rel=1e-5), number
     assert len(set(wanted)) == len(KINDS)
+
+
+class Branching(nn.Module):
+    """Goes one way or the other by what is in its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left if x[0, 0] > 0 else self.right)(x)
+
+
+def branch(world: World, folder: str) -> str:
+    spec = TrainSpec(batch_size=2, steps=1, save_every="never", strategy="fsdp")
+    with pytest.raises(TaskError) as caught, open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
+        run.settled = False
+        model, _ = run.prepare(Branching(), lambda p: torch.optim.SGD(p, lr=1e-2))
+        for step in run.steps(torch.tensor([[1.0] * 4, [-1.0] * 4])):
+            for x in step.shards():
+                step.backward(model(x).square().mean())
+            step.finish()
+    return str(caught.value)
+
+
+def test_ranks_that_use_different_parameters_are_told(tmp_path: Path) -> None:
+    assert all("did not use the same parameters" in told for told in run_ranks(branch, 2, str(tmp_path)))
+
+
+def two_models(world: World, folder: str, options: dict[str, Any]) -> float:
+    """Train two models at once, on parts of which some count nothing and have a mean of 0/0."""
+    spec = TrainSpec(batch_size=2, steps=8, save_every="never", threads=1, **options)
+    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
+        run.settled = False
+        one, _ = run.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), lambda p: torch.optim.SGD(p, lr=1e-2))
+        other, _ = run.prepare(deep_model(4, 2), lambda p: torch.optim.SGD(p, lr=1e-2))
+        numbers = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16)
+        for step in run.steps(numbers):
+            for x, index in step.shards():
+                weights = (index < 8).float()
+                each = (other(x) + 0 * one(torch.cat([x, x + 1])).sum()).square().mean(1)
+                step.backward((each * weights).sum() / weights.sum(), weight=weights.sum())
+            step.finish()
+        found = run.evaluate(lambda _, batch: {"other": other(batch[0])[:, 0]}, numbers)
+        return found["other"]
+
+
+@pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"strategy": "fsdp"}])
+def test_parts_that_count_nothing_leave_a_second_model_alone(tmp_path: Path, options: dict[str, Any]) -> None:
+    wanted = run_ranks(two_models, 1, str(tmp_path / "one"), {})[0]
+    assert run_ranks(two_models, 2, str(tmp_path / "two"), options) == [pytest.approx(wanted, rel=1e-4)] * 2
+
+
+def copy_it(world: World) -> str:
+    engine = Engine(world, TrainSpec(strategy="fsdp"))
+    model = engine.strategy.spread(deep_model(4, 2))
+    with pytest.raises(TaskError) as caught:
+        copy.deepcopy(model)
+    return str(caught.value)
+
+
+def test_a_copy_is_refused_with_a_way_out() -> None:
+    assert "cut over the ranks" in run_ranks(copy_it, 2)[0]
+
+
+class Count:
+    """A metric that its Task keeps, and that counts on."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros((), dtype=torch.int64)
+
+    def update(self, rows: int) -> None:
+        self.seen += rows
+
+    def compute(self) -> float:
+        return float(self.seen)
+
+
+class Twice(Small):
+    """Calls its model with new tensors for the loss and for the metrics, on a set that does not come out even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Count()
+
+    def eval_data(self) -> Any:
+        return made_up(11, seed=2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x * 1), y)
+
+    def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        self.count.update(len(y))
+        return {"accuracy": model(x * 1).argmax(1) == y, "seen": self.count}
+
+
+def evaluated(world: World, folder: str, options: dict[str, Any]) -> dict[str, float]:
+    spec = TrainSpec(batch_size=16, steps=2, save_every="never", eval_every="never", threads=1, **options)
+    return worker_main(world, Twice(), spec, RunDirectory(Path(folder))).metrics
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_evaluation_counts_every_sample_once(tmp_path: Path, world_size: int) -> None:
+    wanted = run_ranks(evaluated, 1, str(tmp_path / "one"), {})[0]
+    found = run_ranks(evaluated, world_size, str(tmp_path / "several"), {"strategy": "fsdp"})
+    assert found == [pytest.approx(wanted, rel=1e-5)] * world_size
+    assert wanted["seen"] == 11
+
+
+def two_updates(world: World, folder: str, options: dict[str, Any]) -> list[float]:
+    """Update one model in the middle of a step, and save after every step."""
+    spec = TrainSpec(batch_size=16, epochs=2, save_every="1", exact=True, shards=4, **options)
+    found = []
+    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
+        run.settled = False
+        one, _ = run.prepare(deep_model(4, 2), lambda p: torch.optim.Adam(p, lr=1e-2))
+        other, others = run.prepare(deep_model(4, 2), lambda p: torch.optim.Adam(p, lr=1e-2))
+        for step in run.steps(
+            torch.randn(33, 4, generator=torch.Generator().manual_seed(0))
+        ):  # the last batch: one row
+            for x in step.shards():
+                step.backward(other(one(x).detach()).square().mean())
+            step.update(others)
+            for x in step.shards():
+                step.backward(other(one(x)).square().mean())
+            found.append(step.finish().loss)
+    return found
+
+
+def test_exact_sharding_with_two_updates_a_step(tmp_path: Path) -> None:
+    wanted = run_ranks(two_updates, 1, str(tmp_path / "one"), {})[0]
+    assert run_ranks(two_updates, 2, str(tmp_path / "two"), {"strategy": "fsdp"}) == [wanted] * 2
 
 
 class Viewing(nn.Module):
@@ -173,6 +310,9 @@ def test_a_model_is_built_block_by_block() -> None:
         ({"mesh": "tp=2"}, 4, r"tp\(2\) = 2 ≠ 4 processes. Use 2 processes, or dp=2"),
         ({"strategy": "single"}, 2, "one process, and there are 2"),
         ({"meta_init": True}, 2, "Use --strategy fsdp"),
+        ({"reshard": False}, 2, "Use --strategy fsdp"),
+        ({"strategy": "fsdp", "exact": True, "reshard": False}, 2, "would do nothing"),
+        ({"strategy": "pipeline", "compile": True}, 2, "is not compiled"),
         ({"exact": True, "mesh": "dp=2,tp=2"}, 4, "also cuts its layers"),
     ],
 )

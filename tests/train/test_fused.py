@@ -111,6 +111,27 @@ class Sparse(Chosen):
         return None
 
 
+@dataclass(kw_only=True)
+class LateSparse(Sparse):
+    """Uses its embedding from the second step on."""
+
+    calls: int = 0
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"late": super().model(), "early": nn.Linear(6, 3, dtype=torch.float64)})
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.calls += 1
+        x, y = batch
+        found = model["early"](x)
+        return F.cross_entropy(found if self.calls == 1 else found + model["late"]((x[:, 0].abs() * 10).long()), y)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_sparse_layer_that_is_used_late(tmp_path: Path) -> None:
+    assert train(LateSparse(), tmp_path, 4) > 0
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_sparse_gradients_are_taken_as_before(name: str, tmp_path: Path) -> None:

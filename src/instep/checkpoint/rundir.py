@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # it needs more of torch than a process that only launches ot
 
 _JOB_MEETS_S = 5.0
 SPEC, RESULT = "spec.json", "result.json"
+_BEFORE = {"precision": "fp32"}
+"""What fields of a recipe were before there was a choice."""
 _BEFORE_SPEC = {"events", "logs", ".lock"}
 """What a run leaves that was killed before it was settled."""
 
@@ -254,7 +256,7 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], may_extend:
     if earlier["task"]["name"] != now["task"]["name"]:
         return [f"Task: {earlier['task']['name']} there, {now['task']['name']} now"]
     for title, group in (("Task field ", "fields"), ("", "recipe")):
-        before = earlier["task"]["fields"] if group == "fields" else earlier["recipe"]
+        before = earlier["task"]["fields"] if group == "fields" else {**_BEFORE, **earlier["recipe"]}
         after = now["task"]["fields"] if group == "fields" else now["recipe"]
         lines += [
             f"{title}{name}: {before.get(name)!r} there, {after.get(name)!r} now"

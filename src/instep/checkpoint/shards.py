@@ -106,7 +106,7 @@ def fit(tree: Any, like: Any, is_partial: bool) -> Any:
         known = like if isinstance(like, Mapping) else {}
         names = set(tree)
         if is_partial and any(isinstance(value, torch.Tensor) for value in known.values()):
-            names &= set(known)
+            names = {key for key in names if key in known or not isinstance(tree[key], Stored)}
         return {key: fit(value, known.get(key), is_partial) for key, value in tree.items() if key in names}
     if isinstance(tree, list | tuple):
         known_items = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)

@@ -320,12 +320,24 @@ class TrainSpec(LaunchSpec):
                 f"exact mode holds for copies and shards of a model (dp, fsdp), and {mesh} also cuts its layers, whose "
                 "sums then depend on the cut. Use --strategy ddp or fsdp, or train without --exact."
             )
+        if self.compile and not mesh.has_whole_models:
+            raise SpecError(
+                f"compile: a model that is spread over {mesh} is not compiled. Leave --compile out, or use ddp."
+            )
+        self._check_sharded(mesh)
+        return mesh
+
+    def _check_sharded(self, mesh: Mesh) -> None:
+        """Refuse options of fsdp where they would do nothing."""
         asked = [name for name in ("meta_init", "offload", "narrow_gather") if getattr(self, name)]
-        if asked and mesh.fsdp == 1 and mesh.size > 1:  # one process may try what several will be started with
+        asked += ["reshard=False"] * (not self.reshard)
+        # One process may try what several will be started with.
+        if asked and mesh.fsdp == 1 and not (mesh.size == 1 and self.strategy == "fsdp"):
             raise SpecError(
                 f"{asked[0]} is for parameters that are cut over the ranks. Use --strategy fsdp, or leave it out."
             )
-        return mesh
+        if asked and self.exact:
+            raise SpecError(f"exact mode gathers parameters once a step, so {asked[0]} would do nothing. Leave it out.")
 
     def check_world(self, world_size: int) -> None:
         """Refuse a world that cannot be laid out, or in which a rank would never have a sample."""

@@ -208,7 +208,7 @@ class Exact(Strategy):
         if self.grid.world.device.type == "cpu":
             for group in optimizer.param_groups:
                 if group.get("fused"):
-                    group["fused"] = False
+                    group["fused"] = optimizer.defaults["fused"] = False
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
         return ExactReducer(parameters, self.grid.data, self.scope, num_sums)

@@ -32,23 +32,19 @@ class ExactShardedReducer(ExactReducer):
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._pieces = list(parameters)
         self._place, self._num_places = grid.mesh.coordinate(grid.world.rank, "fsdp"), grid.mesh.fsdp
-        self._gathered = False
         names = {id(p): name for name, p in model.named_parameters()}
         for module in self._modules:
             module.set_requires_gradient_sync(False)
         self.be_ready()
         whole = dict(model.named_parameters())
         super().__init__([whole[names[id(p)]] for p in parameters], grid.data, scope, num_sums)
-        self._let_go()
+        self.end_step()
 
     def be_ready(self) -> None:
-        if self._gathered:
-            return
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
             module.unshard()
-        self._gathered = True
 
     def forget(self) -> None:
         super().forget()
@@ -59,7 +55,7 @@ class ExactShardedReducer(ExactReducer):
         totals = super().reduce(sums)
         for piece, whole in zip(self._pieces, self.parameters, strict=True):
             piece.grad = None if whole.grad is None else self._piece_of(whole.grad, piece)
-        self._let_go()
+        self.end_step()
         return totals
 
     def _piece_of(self, gradient: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
@@ -71,12 +67,11 @@ class ExactShardedReducer(ExactReducer):
             own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def _let_go(self) -> None:
+    def end_step(self) -> None:
         for module in self._modules:
             module.set_reshard_after_forward(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
             module.reshard()
-        self._gathered = False
 
 
 class ExactFsdp(Exact):

@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,21 +28,47 @@ from instep.core.errors import SpecError, TaskError
 from instep.parallel.blocks import find_blocks
 from instep.parallel.deferred import Deferred, build_deferred
 from instep.parallel.scope import Scope
-from instep.parallel.silence import silence_outputs
 from instep.parallel.strategy import Example, Reducer, Strategy
 from instep.parallel.total_norm import clip_to, local_gradients, total_norm
 from instep.world.grid import Grid
 
 
+class Trail:
+    """What this rank has gone through, and in which order, as a number."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def note(self, unit: int, _module: nn.Module, _inputs: Any) -> None:
+        """Go through a unit."""
+        self.go_on(unit)
+
+    def go_on(self, number: int) -> None:
+        """Add a number to what there was."""
+        self.number = (self.number * 31 + number + 1) % 1000003  # its square, summed over ranks, is still exact
+
+
 class ShardedReducer(Reducer):
     """Gradients are sums already when backward is over; what is left are the step's own sums."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, trail: Trail) -> None:
         super().__init__(parameters)
         self._grid = grid
+        self._trail = trail
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        return sum_over_world(self._grid, sums)
+        for number, p in enumerate(self.parameters):
+            if p.grad is None:
+                self._trail.go_on(number)
+        own = float(self._trail.number)
+        *totals, trails, squares = sum_over_world(self._grid, (*sums, own, own * own))
+        if trails * trails != squares * self._grid.world.world_size:  # equal only if all of them are
+            raise TaskError(
+                "the ranks did not use the same parameters of the model, or not in the same order, so that gradients "
+                "of different parameters were added up. With fsdp, what a forward pass goes through must not depend "
+                "on its rows: use strategy=ddp."
+            )
+        return totals
 
     def scale(self, factor: float) -> None:
         if gradients := local_gradients(self.parameters):
@@ -85,6 +112,7 @@ class Fsdp(Strategy):
         if sharding.offload and grid.world.device.type == "cpu":
             raise SpecError("offload keeps parameters in the host's memory, and on CPU they are there. Leave it out.")
         self._sharding = sharding
+        self._trail = Trail()
         self._deferred: Deferred | None = None
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -96,8 +124,7 @@ class Fsdp(Strategy):
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         deferred, self._deferred = self._deferred, None
         model = super().spread(model, example) if deferred is None else self.replace_layers(model)
-        if not self.scope.connected:  # every rank must go through every backward pass
-            silence_outputs(model, self.scope)
+        self.connect(model, connected=True)  # every rank must go through every backward pass
         _guard_outputs(model)
         self.shard(model, deferred)
         return model
@@ -105,6 +132,8 @@ class Fsdp(Strategy):
     def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
         """Cut a model's parameters, in place; those of a deferred one as soon as a unit has its numbers."""
         units = [block for _, block in own_blocks(model)]
+        for number, unit in enumerate((*units, model)):
+            unit.register_forward_pre_hook(partial(self._trail.note, number))
         if deferred is None:
             for unit in units:
                 self._shard_unit(unit)
@@ -115,6 +144,7 @@ class Fsdp(Strategy):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         whole = sum(p.numel() for p in model.parameters())
         self.said.append(
             f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, {len(units)} blocks gathered one at a time"
@@ -170,7 +200,14 @@ class Fsdp(Strategy):
         )
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
-        return ShardedReducer(parameters, self.grid)
+        return ShardedReducer(parameters, self.grid, self._trail)
+
+
+def _refuse_copy(module: nn.Module, _memo: Any) -> None:
+    raise TaskError(
+        f"a {type(module).__name__} cannot be copied: its parameters are cut over the ranks. Keep an average of "
+        "`p.to_local()` for its parameters, by their names, or copy the model before run.prepare()."
+    )
 
 
 class _Guard(torch.autograd.Function):
@@ -214,4 +251,6 @@ def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                     inside[p] = inside.get(p, 0) + 1
         return all(users[p] == count for p, count in inside.items())
 
-    return [(name, block) for name, block in find_blocks(model) if is_closed(block)]
+    # Not single layers: their weights are often used from outside (two embeddings, one of which is the head).
+    composed = [(name, block) for name, block in find_blocks(model) if any(True for _ in block.children())]
+    return [(name, block) for name, block in composed if is_closed(block)]

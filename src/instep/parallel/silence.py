@@ -35,7 +35,6 @@ class _Silence(torch.autograd.Function):
 
 def silence_outputs(model: nn.Module, scope: Scope) -> None:
     """Let the model's output take no gradient in while the scope is silent."""
-    scope.connected = True
 
     def silence(gradient: torch.Tensor) -> torch.Tensor | None:
         return torch.zeros_like(gradient) if scope.silent else None

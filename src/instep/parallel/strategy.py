@@ -42,6 +42,9 @@ class Reducer(ABC):
     def be_ready(self) -> None:  # noqa: B027 - most have nothing to do
         """Make passes possible that not every rank makes; before the parts of a step, in exact mode. On all ranks."""
 
+    def end_step(self) -> None:  # noqa: B027 - most have nothing to do
+        """Let go of what `be_ready` got; in exact mode."""
+
     def forget(self) -> None:  # noqa: B027 - most keep nothing
         """Let go of what was gathered in this step so far."""
 
@@ -68,6 +71,8 @@ class Strategy(ABC):
     def __init__(self, grid: Grid, scope: Scope) -> None:
         self.grid = grid
         self.scope = scope
+        self._loud: list[nn.Module] = []
+        """Models that have no need for silence ([Note: Silent parts]), as long as no model has."""
         self.said: list[str] = []
         """What a person should know of how the model was spread."""
         self.layers: Layers | None = None
@@ -94,9 +99,15 @@ class Strategy(ABC):
     def replace_layers(self, model: nn.Module) -> nn.Module:
         """Let the layers that depend on the whole batch know of it."""
         model = own_dropout(model, self.scope)
-        if sync_batch_norm(model, self.grid.data, self.scope):
-            silence_outputs(model, self.scope)
+        self.connect(model, bool(sync_batch_norm(model, self.grid.data, self.scope)))
         return model
+
+    def connect(self, model: nn.Module, connected: bool) -> None:
+        """Note whether ranks exchange something in a model's backward pass; if so in one, all are to be silenced."""
+        self._loud.append(model)
+        self.scope.connected |= connected
+        while self._loud and self.scope.connected:
+            silence_outputs(self._loud.pop(), self.scope)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are spread."""

@@ -74,8 +74,7 @@ class Trials:
     def give_up(self, error: Exception) -> None:
         """Go on without, and say so; or end the run, if compiling was asked for."""
         self._failed = True
-        cause = getattr(error, "inner_exception", error)  # what a compiler said is wrapped up by dynamo
-        reason = ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
+        reason = _reason(error)
         if self._engine.spec.compile:
             raise CompileError(
                 f"--compile: this model cannot be compiled, though it can be computed. {reason}\n"
@@ -88,8 +87,20 @@ class Trials:
         """Whether layers exchange something: then no rank can go through a part once more by itself."""
         return self._engine.scope.connected and self._engine.world.world_size > 1
 
+    def refusal(self, error: Exception) -> CompileError:
+        """Say that compiled code failed, where nothing can be computed once more without it."""
+        return CompileError(
+            f"--compile: compiled code failed. {_reason(error)}\nIts layers exchange something, so that it cannot be "
+            "tried again without. Leave --compile away, to see whether the model itself can be computed."
+        )
+
     def _key(self, given: Any) -> tuple[Any, ...]:
         return tuple((tensor.shape, tensor.dtype) for tensor in tensors(given))
+
+
+def _reason(error: Exception) -> str:
+    cause = getattr(error, "inner_exception", error)  # what a compiler said is wrapped up by dynamo
+    return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
 
 
 class CompiledLoss:
@@ -144,7 +155,7 @@ def compile_model(model: nn.Module, engine: Engine, say: Say) -> None:
             raise
         except Exception as error:
             if trials.cannot_repeat:
-                raise
+                raise trials.refusal(error) from error
             before.put_back()
             found = plain(*positional, **named)  # what is wrong with the model itself is raised here
             trials.give_up(error)

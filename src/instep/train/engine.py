@@ -131,6 +131,7 @@ class Engine:
     def end_exact_step(self, apply: bool, buffers_changed: bool) -> None:
         """In exact mode, let what the shards left in the models be what the next step finds. Called on all ranks."""
         for trained in self.trained:
+            trained.reducer.end_step()
             settle_running_statistics(trained.model, self.world, self.scope, apply)
             if trained.shard_buffers is not None and buffers_changed:
                 trained.shard_buffers.end_step(self.world, apply)

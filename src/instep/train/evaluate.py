@@ -5,8 +5,9 @@ Every sample is computed once, on one rank; values are added up without rounding
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -53,6 +54,9 @@ class _Mean:
             weight.merge(weights)
         return total.over(weight)
 
+    def as_it_was(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
 
 class _Summed:
     """A metric object: its tensors are added up over batches and ranks, then it computes, on rank 0.
@@ -80,6 +84,13 @@ class _Summed:
             self._states.clear()
         self._states.append(state)
         self._metric = metric
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Undo what is counted meanwhile, by an object that counts on by itself."""
+        before = copy.deepcopy(vars(self._metric))
+        yield
+        vars(self._metric).update(before)
 
     def agree(self, world: World) -> float:
         # A rank without a sample has made no object; rank 0 has one if anybody has.
@@ -115,16 +126,18 @@ def evaluate(
     chunks: Iterable[tuple[Any, int]],
     world: World,
     exact: bool = False,
-    go_along: Callable[[Any], None] | None = None,
 ) -> dict[str, float]:
     """Go through this rank's chunks, then agree with the others. Called on all ranks.
 
-    `go_along` gets a chunk of no rows of this rank's, where the ranks have to compute in step.
+    A chunk of 0 rows is another rank's: this one computes along, and counts nothing of it.
     """
     found: dict[str, _Mean | _Summed] = {}
     for batch, num_rows in chunks:
-        if not num_rows and go_along is not None:
-            go_along(batch)
+        if not num_rows:
+            with contextlib.ExitStack() as stack:
+                for entry in found.values():
+                    stack.enter_context(entry.as_it_was())
+                metrics_of(batch)
             continue
         for name, value in metrics_of(batch).items():
             kind = _Summed if hasattr(value, "update") and hasattr(value, "compute") else _Mean
@@ -146,4 +159,5 @@ def _array(name: str, value: Any) -> numpy.ndarray:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else torch.int64)
+    # A copy in any case: the object may count on in the same memory.
+    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else torch.int64, copy=True)

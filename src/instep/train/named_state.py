@@ -41,12 +41,19 @@ class Names:
             self._others[name] = self._names.setdefault(parameter, name)
 
 
+FORMS = ("foreach", "fused")
+"""Settings of an optimizer that say how it computes, not what: they are a process's own, and not saved."""
+
+
 def by_name(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Give an optimizer's state_dict with names in the place of numbers."""
     found = optimizer.state_dict()
     flat = [name for group in names for name in group]
     state = {flat[key] if isinstance(key, int) else key: value for key, value in found["state"].items()}
-    groups = [{**group, "params": list(own)} for group, own in zip(found["param_groups"], names, strict=True)]
+    groups = [
+        {**{key: value for key, value in group.items() if key not in FORMS}, "params": list(own)}
+        for group, own in zip(found["param_groups"], names, strict=True)
+    ]
     return {**found, "state": state, "param_groups": groups}
 
 

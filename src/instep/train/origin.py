@@ -24,7 +24,7 @@ _Found = tuple[int, int, str]
 
 def find_origin(step: Step, model: nn.Module, loss_of: LossOf, world: World) -> str:
     """Say in a sentence where a step's numbers ceased to be finite. Called on all ranks."""
-    if lost := lost_parameter(model):
+    if lost := next(filter(None, world.tell_all(lost_parameter(model))), ""):  # a rank may hold a piece of it only
         return f"It begins {lost}."
     with torch.compiler.set_stance("force_eager"), torch.enable_grad(), Trace(model) as trace:
         for backward in (False, True):  # the second only if the loss is finite on all ranks

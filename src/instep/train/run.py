@@ -23,7 +23,6 @@ from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
-from instep.parallel.capture import call_of
 from instep.parallel.strategy import Example, Layers, TensorPlanOf
 from instep.parallel.total_norm import local_part
 from instep.train.choices import describe_choices
@@ -212,14 +211,10 @@ class Run:
             put_back()  # which chunks a rank has gone through before must not matter, now or later
             return found
 
-        def go_along(batch: Any) -> None:
-            call = call_of(metrics, batch)
-            model(*call.positional, **call.named)
-
         self.engine.scope.end_part()
         with torch.no_grad():
             chunks = self._chunks(dataset, collate)
-            found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact, go_along)
+            found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact)
         for module, training in zip(model.modules(), was_training, strict=True):  # one may be frozen in eval mode
             module.training = training
         self.metrics, self._evaluated_at = found, self.step
@@ -336,7 +331,8 @@ class Run:
 
     def _already_lost(self) -> str:
         weights = [p for trained in self.engine.trained for p in trained.model.parameters()]
-        lost = not all(bool(torch.isfinite(local_part(p)).all()) for p in weights)
+        own = not all(bool(torch.isfinite(local_part(p)).all()) for p in weights)
+        lost = any(self.world.tell_all(own))  # each may hold a piece only
         return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
 
     def _scores(self) -> dict[str, float]:
@@ -405,6 +401,10 @@ class Run:
 
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""
+        if self.world.world_size == 1 and self.spec.strategy in ("fsdp", "tensor", "pipeline"):
+            self.notice(
+                f"strategy={self.spec.strategy} on one process: there is nothing to spread; as strategy=single."
+            )
         rows = self.spec.batch_size // self.spec.accumulate // self.engine.grid.mesh.data_size
         for sentence in self.engine.strategy.notices(max(1, rows)):
             self.notice(sentence)

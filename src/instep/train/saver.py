@@ -125,6 +125,11 @@ class Saver:
         """Checkpoint a thing that has state_dict and load_state_dict, and restore it now."""
         if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
             raise TaskError(f"keep({name}=…): a {type(thing).__name__} has no state_dict and load_state_dict.")
+        if self._is_partial and _has_nameless_tensors(thing.state_dict()):
+            raise TaskError(
+                f"keep({name}=…): its state has tensors in a list. The stages of a pipeline hold different ones, which "
+                "only their names could tell apart: keep them in a dict, by the parameters' names."
+            )
         self._kept[name] = thing
         if self.checkpoint is not None and f"kept-{name}" in self.checkpoint:
             thing.load_state_dict(self._read_kept(self.checkpoint, name, thing))
@@ -382,6 +387,14 @@ class Saver:
         if not is_verified:
             checkpoint.verify(checkpoint.files[world.place.local_rank :: world.place.local_world_size])
         return checkpoint
+
+
+def _has_nameless_tensors(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return any(map(_has_nameless_tensors, tree.values()))
+    if isinstance(tree, list | tuple):
+        return any(isinstance(item, torch.Tensor) or _has_nameless_tensors(item) for item in tree)
+    return False
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -143,7 +143,7 @@ class Step:
             raise
         except Exception as error:
             if trials.cannot_repeat:
-                raise
+                raise trials.refusal(error) from error
             before.put_back()
             engine.set_gradients(grads)
             self._loss_sum, self._weight_sum, self._weighted, self._has_gradient = sums
@@ -295,7 +295,7 @@ class Step:
         # Looking at every gradient costs; who asks for it pays.
         if self._apply and (spec.clip_norm is not None or spec.on_nan == "skip" or scale is not None):
             norm = float(trained.reducer.clip(math.inf if spec.clip_norm is None else spec.clip_norm))
-            self._grad_norm = None if spec.clip_norm is None else norm
+            self._grad_norm = norm if spec.clip_norm is not None and math.isfinite(norm) else None
             overflowed = not math.isfinite(norm) and scale is not None and scale.may_shrink
             self._apply = math.isfinite(norm) or overflowed
         self._overflowed |= overflowed

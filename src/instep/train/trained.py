@@ -21,15 +21,12 @@ from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import Example, Strategy
 from instep.train.fused import can_fuse, has_sparse_gradients, may_choose, set_fused
-from instep.train.named_state import Names, by_name, by_number
+from instep.train.named_state import FORMS, Names, by_name, by_number
 
 NUM_SUMS = 7
 """Numbers that travel with the gradients: the loss times its weight, the weight, how many parts came with one, how many
 there were, how many ranks were asked to stop, how many want to save, and in exact mode how many buffers the parts
 changed."""
-
-_FORMS = ("foreach", "fused")
-"""Settings of an optimizer that say how it computes, not what: they are this process's, not the checkpoint's."""
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -70,7 +67,8 @@ class Trained:
         self.optimizer = make_optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
-        self.fused = can_fuse(self.optimizer) if not exact and may_choose(self.optimizer) else None
+        sparse = any(getattr(module, "sparse", False) is True for module in self.model.modules())
+        self.fused = can_fuse(self.optimizer) and not sparse if not exact and may_choose(self.optimizer) else None
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
         self._has_reduced = False
         self._choose_form()
@@ -134,10 +132,9 @@ class Trained:
             key: map_stored(value, partial(read_for, parameter=parameters.get(key)))
             for key, value in found["state"].items()
         }
-        forms = [{key: group[key] for key in _FORMS if key in group} for group in self.optimizer.param_groups]
+        for group, own in zip(groups, self.optimizer.param_groups, strict=True):
+            group.update({key: own[key] for key in FORMS if key in own})
         self.optimizer.load_state_dict({**found, "state": state, "param_groups": groups})
-        for group, form in zip(self.optimizer.param_groups, forms, strict=True):
-            group.update(form)
         self._restored_groups = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
