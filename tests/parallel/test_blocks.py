@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from instep.parallel.blocks import find_blocks
+from instep.core.errors import TaskError
+from instep.parallel.blocks import blocks_of, find_blocks
+from instep.parallel.fsdp import own_blocks
 
 
 class Block(nn.Module):
@@ -87,3 +89,11 @@ def test_blocks(make: type[nn.Module], names: list[str]) -> None:
     found = find_blocks(model)
     assert [name for name, _ in found] == names
     assert all(model.get_submodule(name) is module for name, module in found)
+
+
+def test_a_task_may_name_the_blocks() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert blocks_of(model, lambda m: [m[0], m[1]]) == [("0", model[0]), ("1", model[1])]
+    assert [name for name, _ in own_blocks(model, lambda m: [m[2]])] == ["2"]
+    with pytest.raises(TaskError, match="gave a Linear at position 1 that is no module inside of the model"):
+        blocks_of(model, lambda m: [m[0], nn.Linear(2, 2)])

@@ -7,11 +7,30 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from instep.core.errors import TaskError
+
+Blocks = Callable[[nn.Module], Iterable[nn.Module]]
+"""Names the blocks of a model, where somebody knows better."""
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def blocks_of(model: nn.Module, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+    """Give the blocks of a model with their names: those that were named, or those that are found."""
+    if given is None:
+        return find_blocks(model)
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found = []
+    for number, block in enumerate(given(model)):
+        if id(block) not in names:
+            raise TaskError(
+                f"blocks(model) gave a {type(block).__name__} at position {number} that is no module inside of the model."
+            )
+        found.append((names[id(block)], block))
+    return found
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -87,6 +87,7 @@ class ExactFsdp(Exact):
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         model = super().spread(model, example)
+        self._sharding.blocks = self.blocks
         self._sharding.shard(model)
         self._models |= {id(p): model for p in model.parameters()}
         return model

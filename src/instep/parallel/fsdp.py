@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError, TaskError
-from instep.parallel.blocks import find_blocks
+from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
 from instep.parallel.scope import Scope
 from instep.parallel.strategy import Example, Reducer, Strategy
@@ -131,7 +131,7 @@ class Fsdp(Strategy):
 
     def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
         """Cut a model's parameters, in place; those of a deferred one as soon as a unit has its numbers."""
-        units = [block for _, block in own_blocks(model)]
+        units = [block for _, block in own_blocks(model, self.blocks)]
         for number, unit in enumerate((*units, model)):
             unit.register_forward_pre_hook(partial(self._trail.note, number))
         if deferred is None:
@@ -235,8 +235,8 @@ def _guard_outputs(model: nn.Module) -> None:
     warnings.filterwarnings("ignore", name, UserWarning)
 
 
-def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the repeated blocks that share no parameter with anything outside of them."""
+def own_blocks(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, nn.Module]]:
+    """Find the blocks, named or repeated, that share no parameter with anything outside of them."""
     users: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for p in module._parameters.values():
@@ -252,5 +252,5 @@ def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         return all(users[p] == count for p, count in inside.items())
 
     # Not single layers: their weights are often used from outside (two embeddings, one of which is the head).
-    composed = [(name, block) for name, block in find_blocks(model) if any(True for _ in block.children())]
-    return [(name, block) for name, block in composed if is_closed(block)]
+    blocks = blocks_of(model, given)
+    return [(name, b) for name, b in blocks if is_closed(b) and (given is not None or any(True for _ in b.children()))]

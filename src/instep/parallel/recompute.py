@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from instep.parallel.blocks import find_blocks
+from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.dropout import RowDropout
 from instep.parallel.scope import Scope
 
@@ -91,12 +91,13 @@ class _Moment:
 _classes: dict[type, type] = {}
 
 
-def recompute_blocks(model: nn.Module, scope: Scope) -> str:
+def recompute_blocks(model: nn.Module, scope: Scope, given: Blocks | None = None) -> str:
     """Have the repeated blocks of a model recomputed; name them, with their number, or nothing where there are none.
 
     The modules stay what they are (names, state, hooks): only their class gets one that stands before it.
     """
-    blocks = [block for _, block in find_blocks(model) if any(True for _ in block.children())]
+    found = blocks_of(model, given)
+    blocks = [block for _, block in found if given is not None or any(True for _ in block.children())]
     names = Counter(type(block).__name__ for block in blocks)
     for block in blocks:
         kind = type(block)

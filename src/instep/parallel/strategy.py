@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from instep.parallel.blocks import Blocks
 from instep.parallel.capture import Call
 from instep.parallel.dropout import own_dropout
 from instep.parallel.norm import sync_batch_norm
@@ -77,6 +78,8 @@ class Strategy(ABC):
         """What a person should know of how the model was spread."""
         self.layers: Layers | None = None
         """How the next model may be cut, where its Task says so."""
+        self.blocks: Blocks | None = None
+        """What of the next model is gathered, or computed again, at a time, where its Task says so."""
         self.tensor_plan: TensorPlanOf | None = None
         """How the next model's layers are split, where its Task says so."""
 

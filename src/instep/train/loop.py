@@ -16,7 +16,7 @@ from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.pipeline.pipe import Staged
-from instep.parallel.strategy import Layers, TensorPlanOf
+from instep.parallel.strategy import TensorPlanOf
 from instep.train.compile import CompiledLoss, LossOf, is_compiled, wants_compiling
 from instep.train.origin import find_origin
 from instep.train.run import Run
@@ -37,8 +37,9 @@ class Loop:
             task.optimizer,
             _scheduler_of(task),
             self._example,
-            _layers_of(task),
+            _method(task, "layers"),
             _plan_of(task),
+            _method(task, "blocks"),
         )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
@@ -127,9 +128,9 @@ def _scheduler_of(task: Task) -> Callable[..., Any] | None:
     return task.scheduler if overrides(task, "scheduler") else None
 
 
-def _layers_of(task: Task) -> Layers | None:
-    layers = getattr(task, "layers", None)
-    return layers if callable(layers) else None  # who has a hyper-parameter of that name means a number by it
+def _method(task: Task, name: str) -> Callable[..., Any] | None:
+    found = getattr(task, name, None)
+    return found if callable(found) else None  # who has a hyper-parameter of that name means a number by it
 
 
 def _plan_of(task: Task) -> TensorPlanOf | None:

@@ -23,6 +23,7 @@ from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
+from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, TensorPlanOf
 from instep.parallel.total_norm import local_part
 from instep.train.choices import describe_choices
@@ -98,17 +99,20 @@ class Run:
         example: Example | None = None,
         layers: Layers | None = None,
         tensor_plan: TensorPlanOf | None = None,
+        blocks: Blocks | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Spread a model, make its optimizer, and restore both if there is something to restore.
 
         `model` may be a function that builds it, which meta_init needs.
         `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` gives the
         arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)` says
-        where a pipeline may cut it, and `tensor_plan(model)` how its layers are split, as in a Task.
+        where a pipeline may cut it, `tensor_plan(model)` how its layers are split, and `blocks(model)` what of it is
+        gathered or computed again at a time, as in a Task.
         """
         if not isinstance(model, nn.Module):
             model = self.engine.strategy.build(model)
-        self.engine.strategy.layers, self.engine.strategy.tensor_plan = layers, tensor_plan
+        strategy = self.engine.strategy
+        strategy.layers, strategy.tensor_plan, strategy.blocks = layers, tensor_plan, blocks
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))

@@ -48,7 +48,13 @@ class Task:
         """Give a learning-rate scheduler that is stepped once a global step, or None."""
         del optimizer, num_steps
 
-    if TYPE_CHECKING:  # not there otherwise: a hyper-parameter `layers` would get it for its default
+    if TYPE_CHECKING:  # not there otherwise: a hyper-parameter of that name would get it for its default
+
+        def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+            """Give the modules that `--strategy fsdp` gathers, and `--recompute` computes again, one at a time.
+
+            Found by itself where a model has repeated blocks.
+            """
 
         def layers(self, model: nn.Module) -> Sequence[Callable[..., Any]]:
             """Give the layers (modules or functions) that, applied one after the other, make up the model.

@@ -58,7 +58,7 @@ class Trained:
             raise TaskError(
                 "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
             )
-        self.recomputed = recompute_blocks(model, strategy.scope) if recompute else ""
+        self.recomputed = recompute_blocks(model, strategy.scope, strategy.blocks) if recompute else ""
         """The blocks that are computed twice, in words."""
         self.model = strategy.spread(model, example)
         parameters = Parameters(self.model.named_parameters())
