@@ -27,7 +27,8 @@ def blocks_of(model: nn.Module, given: Blocks | None) -> list[tuple[str, nn.Modu
     for number, block in enumerate(given(model)):
         if id(block) not in names:
             raise TaskError(
-                f"blocks(model) gave a {type(block).__name__} at position {number} that is no module inside of the model."
+                f"blocks(model) gave a {type(block).__name__} at position {number} that is no module inside of the "
+                "model. Give modules of it, model.layers for instance."
             )
         found.append((names[id(block)], block))
     return found
