@@ -31,7 +31,10 @@ def test_there_and_back() -> None:
     saved = by_name(optimizer, names)
     assert set(saved["state"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert [group["params"] for group in saved["param_groups"]] == names
-    assert back(saved, names) == optimizer.state_dict()
+    wanted = optimizer.state_dict()
+    for group in wanted["param_groups"]:  # how it computes is not saved
+        del group["foreach"], group["fused"]
+    assert back(saved, names) == wanted
     assert back(optimizer.state_dict(), names) == optimizer.state_dict()  # the numbers of format 1
 
 
