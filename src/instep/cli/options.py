@@ -50,7 +50,10 @@ def make_spec(kind: type[S], values: Mapping[str, Any]) -> S:
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    option = typer.Option(*field.metadata["flags"], help=field.metadata["help"], show_default=field.default is not None)
+    words = field.metadata
+    option = typer.Option(
+        *words["flags"], help=words["help"], metavar=words["metavar"], show_default=field.default is not None
+    )
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,

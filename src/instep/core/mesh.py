@@ -20,7 +20,6 @@ from instep.core.errors import SpecError
 
 Axis = Literal["pp", "dp", "fsdp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "tensor", "pipeline")
 _AXIS_OF: dict[str, Axis] = {"ddp": "dp", "fsdp": "fsdp", "tensor": "tp", "pipeline": "pp"}
 
 

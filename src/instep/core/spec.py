@@ -11,11 +11,12 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from instep.core.errors import SpecError
-from instep.core.mesh import STRATEGIES, Mesh
-from instep.core.microbatches import SCHEDULES, check_microbatches
+from instep.core.mesh import Mesh
+from instep.core.microbatches import check_microbatches
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 DEFAULT_SHARDS = 16
@@ -227,6 +228,9 @@ class TrainSpec(LaunchSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                raise SpecError(f"{name}={getattr(self, name)!r} is unknown. Choose one of {', '.join(choices)}.")
         for name, least in (("batch_size", 1), ("accumulate", 1), ("keep", 1)):
             _check_at_least(name, getattr(self, name), least)
         for name in ("epochs", "steps", "threads", "shards", "keep_every", "microbatches"):
@@ -239,29 +243,17 @@ class TrainSpec(LaunchSpec):
             _check_at_least("data_workers", self.data_workers, 0)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient away. Use a number above 0.")
-        if self.strategy not in STRATEGIES:
-            raise SpecError(f"strategy={self.strategy!r} is unknown. Choose one of {', '.join(STRATEGIES)}.")
         if self.mesh is not None:
             Mesh.parse(self.mesh)
             if self.strategy != "auto":
                 raise SpecError(
                     f"strategy={self.strategy} and mesh={self.mesh} both say how the model is spread. Give one of them."
                 )
-        if self.schedule not in SCHEDULES:
-            raise SpecError(f"schedule={self.schedule!r} is unknown. Choose one of {', '.join(SCHEDULES)}.")
         self._check_pipelined()
-        if self.precision not in ("auto", "fp32", "tf32", "bf16", "fp16"):
-            raise SpecError(f"precision={self.precision!r} is unknown. Choose auto, fp32, tf32, bf16 or fp16.")
         if self.compile and self.recompute:
             raise SpecError(
                 "compile and recompute were both asked for, and recomputed blocks are not compiled. Give one."
             )
-        if self.comm not in ("auto", "shared-memory", "gloo"):
-            raise SpecError(f"comm={self.comm!r} is unknown. Choose auto, shared-memory or gloo.")
-        if self.on_nan not in ("stop", "skip"):
-            raise SpecError(f"on_nan={self.on_nan!r} is unknown. Choose stop or skip.")
-        if self.save_busy not in ("wait", "skip"):
-            raise SpecError(f"save_busy={self.save_busy!r} is unknown. Choose wait or skip.")
         if self.keep_best is not None and not re.fullmatch(r"[^:]+(:(min|max))?", self.keep_best):
             raise SpecError(f"keep_best={self.keep_best!r} is not a metric. Write accuracy, or eval_loss:min.")
         if self.narrow_gather and (self.exact or self.precision not in ("auto", "bf16", "fp16")):
@@ -428,6 +420,13 @@ class Cadence:
             return cls(between_failures_s=seconds)
         forms = "100 (steps), 1epoch or never" if name == "eval_every" else "100 (steps), 30s, 10m, 2h, auto or never"
         raise SpecError(f"{name}={text!r} is not an interval. Write for instance {forms}.")
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Give the words that fields may be, of those that are words out of a few."""
+    hints = get_type_hints(TrainSpec)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def _seconds(text: str) -> float | None:

@@ -28,8 +28,8 @@ from instep.core.errors import SpecError, TaskError
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
 from instep.parallel.scope import Scope
+from instep.parallel.spread import SpreadReducer
 from instep.parallel.strategy import Example, Reducer, Strategy
-from instep.parallel.total_norm import clip_to, local_gradients, total_norm
 from instep.world.grid import Grid
 
 
@@ -48,12 +48,11 @@ class Trail:
         self.number = (self.number * 31 + number + 1) % 1000003  # its square, summed over ranks, is still exact
 
 
-class ShardedReducer(Reducer):
+class ShardedReducer(SpreadReducer):
     """Gradients are sums already when backward is over; what is left are the step's own sums."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, trail: Trail) -> None:
-        super().__init__(parameters)
-        self._grid = grid
+        super().__init__(parameters, grid)
         self._trail = trail
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
@@ -69,15 +68,6 @@ class ShardedReducer(Reducer):
                 "on its rows: use strategy=ddp."
             )
         return totals
-
-    def scale(self, factor: float) -> None:
-        if gradients := local_gradients(self.parameters):
-            torch._foreach_mul_(gradients, factor)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        norm = total_norm(self.parameters, self._grid)
-        clip_to(self.parameters, norm, max_norm)
-        return norm
 
 
 def sum_over_world(grid: Grid, sums: Sequence[float | torch.Tensor]) -> list[float]:

@@ -16,7 +16,6 @@ from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.pipeline.pipe import Staged
-from instep.parallel.strategy import TensorPlanOf
 from instep.train.compile import CompiledLoss, LossOf, is_compiled, wants_compiling
 from instep.train.origin import find_origin
 from instep.train.run import Run
@@ -38,7 +37,7 @@ class Loop:
             _scheduler_of(task),
             self._example,
             _method(task, "layers"),
-            _plan_of(task),
+            _method(task, "tensor_plan"),
             _method(task, "blocks"),
         )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
@@ -131,10 +130,6 @@ def _scheduler_of(task: Task) -> Callable[..., Any] | None:
 def _method(task: Task, name: str) -> Callable[..., Any] | None:
     found = getattr(task, name, None)
     return found if callable(found) else None  # who has a hyper-parameter of that name means a number by it
-
-
-def _plan_of(task: Task) -> TensorPlanOf | None:
-    return task.tensor_plan if overrides(task, "tensor_plan") else None
 
 
 class _Once:

@@ -63,13 +63,12 @@ class Task:
             calls the model with, each other one what the one before it gave: a tensor, or a tuple of tensors.
             """
 
-    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
-        """Say how `--strategy tensor` splits layers, by their paths; without it a plan is found (docs/tensor.md).
+        def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+            """Say how `--strategy tensor` splits layers, by their paths; without it a plan is found (docs/tensor.md).
 
-        Words as Hugging Face spells them (colwise, rowwise, colwise_rep, replicate), or PyTorch's ParallelStyles; in a
-        path `*` stands for any one name.
-        """
-        raise NotImplementedError
+            Words as Hugging Face spells them (colwise, rowwise, colwise_rep, replicate), or PyTorch's ParallelStyles;
+            in a path `*` stands for any one name.
+            """
 
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of samples; torch's default_collate where it is None."""

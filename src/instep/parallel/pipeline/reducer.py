@@ -14,8 +14,7 @@ from torch import nn
 
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.single import LocalReducer
-from instep.parallel.strategy import Reducer
-from instep.parallel.total_norm import clip_to, total_norm
+from instep.parallel.spread import SpreadReducer
 from instep.world.grid import Grid
 from instep.world.world import World
 
@@ -46,22 +45,19 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-class PipelineReducer(Reducer):
+class PipelineReducer(SpreadReducer):
     """Adds gradients up for one stage."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], grid: Grid, pipe: World, shared: Sequence[Shared], num_sums: int
     ) -> None:
-        super().__init__(parameters)
+        super().__init__(parameters, grid, {p: each.world.world_size for each in shared for p in each.parameters})
         self._pipe = pipe
         self._shared = shared
         self._copies = (
             DdpReducer(parameters, grid.data, num_sums) if grid.data.world_size > 1 else LocalReducer(parameters)
         )
         self._ids = {id(p) for p in self.parameters}
-        self._grid = grid
-        self._stages_with = {p: each.world.world_size for each in shared for p in each.parameters}
-        """Of how many stages a shared one is: it counts once in the norm."""
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         totals = self._copies.reduce(sums)
@@ -72,8 +68,3 @@ class PipelineReducer(Reducer):
 
     def forget(self) -> None:
         self._copies.forget()
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        norm = total_norm(self.parameters, self._grid, self._stages_with)
-        clip_to(self.parameters, norm, max_norm)
-        return norm

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from instep.parallel.ddp import DdpReducer
-from instep.parallel.strategy import Reducer
-from instep.parallel.total_norm import clip_to, local_gradients, total_norm
+from instep.parallel.spread import SpreadReducer
 from instep.world.grid import Grid
 
 
@@ -31,12 +30,11 @@ def num_split(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if is_split(p))
 
 
-class TensorReducer(Reducer):
+class TensorReducer(SpreadReducer):
     """Adds gradients up: those of parts over the ranks with the same parts, the others over all ranks, one a team."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, num_sums: int) -> None:
-        super().__init__(parameters)
-        self._grid = grid
+        super().__init__(parameters, grid)
         parts = [p for p in self.parameters if is_split(p)]
         whole = [p for p in self.parameters if not is_split(p)]
         self._of_whole = DdpReducer(whole, grid.world, num_sums, counted=grid.is_counted)
@@ -47,12 +45,3 @@ class TensorReducer(Reducer):
         if self._of_parts is not None:
             self._of_parts.reduce(())
         return self._of_whole.reduce(sums)
-
-    def scale(self, factor: float) -> None:
-        if gradients := local_gradients(self.parameters):
-            torch._foreach_mul_(gradients, factor)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        norm = total_norm(self.parameters, self._grid)
-        clip_to(self.parameters, norm, max_norm)
-        return norm
