@@ -98,7 +98,7 @@ class UnsyncedNorm(Sound):
 
 class Clocked(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + 0.01 * (time.time() % 1))
+        return super().forward(x) * (1 + time.time() % 1)  # large: two moments are not alike by chance
 
 
 @dataclass(kw_only=True)

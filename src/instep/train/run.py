@@ -150,25 +150,9 @@ class Run:
         self._settle(batch_size, epochs, steps)
         plan = self._plan(num_samples(dataset, collate))
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
-        self.steps_per_epoch = plan.num_batches
-        self.engine.scope.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
-        self.engine.full_batch = min(plan.batch_size, plan.num_samples)
         self._loader = self._load_from(dataset, plan, collate)
-        for trained in self.engine.trained:
-            trained.begin(num_steps, self._saver.checkpoint)
-        self._saver.restore_rng()
-        moved = self._saver.moved
-        self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
-        self._log_plan(plan, num_steps)
-        if not self.compiled and wants_compiling(self.engine):
-            self.compiled = True
-            for trained in self.engine.trained:
-                compile_model(trained.model, self.engine, self.notice)
-        self._warn(moved)
+        self._begin(plan, num_steps)
         witness = self.engine.witness
-        if witness is not None:
-            witness.begin(self.engine.trained[0].model)
-        self._pulse.begin_steps(self.step)
         for batch in self._timed(self._loader.steps(self.step, num_steps)):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             if witness is not None:
@@ -192,6 +176,26 @@ class Run:
         for sentence in self.engine.strategy.report():
             self.notice(sentence)
         self.close_data()
+
+    def _begin(self, plan: BatchPlan, num_steps: int) -> None:
+        """Bring all to where the steps begin, and say what is about to happen. Called on all ranks."""
+        self.steps_per_epoch = plan.num_batches
+        self.engine.scope.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
+        self.engine.full_batch = min(plan.batch_size, plan.num_samples)
+        for trained in self.engine.trained:
+            trained.begin(num_steps, self._saver.checkpoint)
+        self._saver.restore_rng()
+        moved = self._saver.moved
+        self._saver.checkpoint = None  # taken over; a second call of steps() goes on from here
+        self._log_plan(plan, num_steps)
+        if not self.compiled and wants_compiling(self.engine):
+            self.compiled = True
+            for trained in self.engine.trained:
+                compile_model(trained.model, self.engine, self.notice)
+        self._warn(moved)
+        if self.engine.witness is not None:
+            self.engine.witness.begin(self.engine.trained[0].model)
+        self._pulse.begin_steps(self.step)
 
     def evaluate(
         self,
