@@ -30,13 +30,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed
 from instep.core.spec import LaunchSpec
 from instep.core.stop import StopRequest
+from instep.launch.board import Board, BoardPlan
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
 from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.rendezvous import RendezvousPlan, plan_rendezvous
+from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
@@ -81,7 +82,10 @@ def launch(
             job = Job(payload, scratch, logs, dict(os.environ), grace_s, preemptable, 0, spec.max_restarts)
             if preemptable:
                 _pass_on_stops(scratch)
-            return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0)).run()
+            board = _open_board(spec, rendezvous, stderr)
+            if board is not None and rendezvous.rdzv_backend == "c10d":
+                rendezvous.rdzv_configs["is_host"] = False  # the board is there already, in this process or another
+            return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board).run()
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = _signal_behind(error)
         if interruption is None:
@@ -112,6 +116,8 @@ class _Launch:
     relay: Relay
     stderr: TextIO
     progress: Callable[[], int]
+    board: Board | None
+    """What the launching processes of several machines share."""
 
     def run(self) -> dict[int, Any]:
         """Try until it is done, or until another try is of no use."""
@@ -183,6 +189,19 @@ class _Launch:
         for failure in failures:
             self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
         return RanksFailed(failures)
+
+
+def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) -> Board | None:
+    """Meet the launching processes of the other machines, if there are any."""
+    point = meeting_point(spec)
+    if point is None:
+        return None
+
+    def say(text: str) -> None:
+        stderr.write(f"{text}\n")
+        stderr.flush()
+
+    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host), say)
 
 
 def _pass_on_stops(scratch: Scratch) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
 
+DEFAULT_PORT = 29400
+"""Elastic's own, where an endpoint names none."""
+
 
 @dataclass(frozen=True)
 class RendezvousPlan:
@@ -19,6 +22,30 @@ class RendezvousPlan:
     rdzv_configs: dict[str, Any]
     run_id: str
     local_addr: str | None
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the launching processes of several machines find each other."""
+
+    host: str
+    port: int
+    is_host: bool | None
+    """Whether this machine is the host; None: to be found out."""
+
+
+def meeting_point(spec: LaunchSpec) -> MeetingPoint | None:
+    """Read the endpoint of a job on several machines; None: one machine, or one that meets in a file."""
+    settings = _parse_settings(spec.rdzv_conf)
+    if spec.max_nodes == 1 or settings.get("store_type", "tcp") != "tcp":
+        return None
+    host, _, port = spec.rdzv_endpoint.rpartition(":")
+    if not port.isdigit():
+        host, port = spec.rdzv_endpoint, str(DEFAULT_PORT)
+    if spec.rdzv_backend == "static":
+        return MeetingPoint(host, int(port), spec.node_rank == 0)
+    word = settings.get("is_host", "").lower()
+    return MeetingPoint(host, int(port), word in ("1", "true", "t", "yes", "y") if word else None)
 
 
 def plan_rendezvous(spec: LaunchSpec) -> RendezvousPlan:

@@ -1,0 +1,132 @@
+"""A board that the launching processes of several machines write on and read from.
+
+It lives in a store at the rendezvous endpoint, hosted by the launching process whose machine the endpoint names, from
+before elastic meets there until that process ends; elastic uses the same store. Values are JSON, never pickled. One
+connection does one thing at a time: whoever waits on the board in a thread of its own opens a `line` of its own.
+
+Room: the network, through torch's store. Ranks: none; these are the processes that launch them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from instep.core.errors import EnvironmentFailed
+
+_TRY_S = 3.0
+"""How long one try to reach the host takes: between two of them, Ctrl-C is heard."""
+
+
+@dataclass(frozen=True)
+class BoardPlan:
+    """Where the board is, and whether this process is to host it."""
+
+    host: str
+    port: int
+    job: str
+    """What is written under one job's name is not seen under another's."""
+    is_host: bool | None
+    """None: if the endpoint names this machine, and nobody else here was first."""
+    join_timeout_s: float = 600.0
+
+
+class Board:
+    """One connection to the board."""
+
+    def __init__(self, plan: BoardPlan, store: TCPStore, is_host: bool) -> None:
+        self.plan = plan
+        self.is_host = is_host
+        """Whether the board ends with this process."""
+        self._server = store
+        self._store = PrefixStore(f"instep-board/{plan.job}", store)
+
+    @classmethod
+    def open(cls, plan: BoardPlan, say: Callable[[str], object]) -> Board:
+        """Host the board or reach it; `say` is told, once, when its host takes longer."""
+        if plan.is_host or (plan.is_host is None and is_here(plan.host)):
+            try:
+                return cls(plan, _connect(plan, is_master=True), is_host=True)
+            except (dist.DistError, RuntimeError) as error:
+                if plan.is_host:
+                    raise EnvironmentFailed(_taken(plan, error)) from error
+        deadline, said = time.monotonic() + plan.join_timeout_s, False
+        while True:
+            try:
+                return cls(plan, _connect(plan, is_master=False), is_host=False)
+            except (dist.DistError, RuntimeError) as error:
+                if time.monotonic() > deadline:
+                    raise EnvironmentFailed(_unreached(plan, error)) from error
+            if not said:
+                said = True
+                say(f"waiting for the machine that hosts {plan.host}:{plan.port}")
+            time.sleep(0.2)
+
+    def line(self, timeout_s: float) -> Board:
+        """Open another connection, for another thread; what it waits for may take so long."""
+        return Board(self.plan, _connect(self.plan, is_master=False, timeout_s=timeout_s), is_host=False)
+
+    def post(self, key: str, value: Any) -> None:
+        """Write a value for all to read; a later one replaces it."""
+        self._store.set(key, json.dumps(value))
+
+    def read(self, key: str) -> Any | None:
+        """Give the value that was posted; None: there is none yet."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Count: give the total, this amount included."""
+        return int(self._store.add(key, amount))
+
+
+def is_here(host: str) -> bool:
+    """Tell whether a name or an address is one of this machine's: only then something can be bound to it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as trial:
+            try:
+                trial.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _connect(plan: BoardPlan, *, is_master: bool, timeout_s: float = _TRY_S) -> TCPStore:
+    return TCPStore(
+        plan.host,
+        plan.port,
+        is_master=is_master,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,  # elastic opens the same port again, in this process
+    )
+
+
+def _taken(plan: BoardPlan, error: BaseException) -> str:
+    return (
+        f"The machines cannot meet at {plan.host}:{plan.port}, where this one should listen: {_first_line(error)}. "
+        "Another job may hold the port: give all machines another --rdzv-endpoint."
+    )
+
+
+def _unreached(plan: BoardPlan, error: BaseException) -> str:
+    return (
+        f"Nobody answered at {plan.host}:{plan.port} for {plan.join_timeout_s:.0f} s: {_first_line(error)}. Start the "
+        "same command on that machine, and see that the address can be reached from here."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
