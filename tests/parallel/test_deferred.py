@@ -45,7 +45,11 @@ def deep() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "build", [Odd, deep, lambda: nn.TransformerEncoderLayer(8, 2, 16), lambda: nn.MultiheadAttention(8, 2)]
+    "build",
+    [
+        *(Odd, deep, lambda: nn.TransformerEncoderLayer(8, 2, 16), lambda: nn.MultiheadAttention(8, 2)),
+        *(lambda: Odd().double(), lambda: deep().to(torch.bfloat16)),
+    ],
 )
 def test_the_same_numbers(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)

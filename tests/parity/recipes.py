@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -270,4 +272,28 @@ def train_cases(world: World, cases: list[Case], **options: Any) -> dict[Case, d
     return {case: train_case(world, case, **options) for case in cases}
 
 
-__all__ = ["CASES", "STEPS", "Case", "instep", "train_case", "train_cases"]
+def assert_same_answer(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare two trainings of a case that may differ in the order of additions only.
+
+    These are of at most a thousand numbers for each gradient here, in every step; an update divides by gradients that
+    may be small, so its error is larger than that of the loss.
+    """
+    rounding = 2.0**-52 if case.dtype == "float64" else 2.0**-23
+    near = {"rel": 1000 * rounding, "abs": 1000 * rounding}
+    far = {"rel": 1e-9, "abs": 1e-9} if case.dtype == "float64" else {"rel": 20000 * rounding, "abs": 20000 * rounding}
+    assert found["losses"] == pytest.approx(wanted["losses"], **near)
+    assert found["grad_norms"] == pytest.approx(wanted["grad_norms"], **far)
+    assert found["lrs"] == wanted["lrs"]
+    assert found["metrics"] == pytest.approx(wanted["metrics"], **far)
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, tensor in wanted["weights"].items():
+        assert _flat(found["weights"][name]) == pytest.approx(_flat(tensor), **far), name
+
+
+def _flat(nested: Any) -> list[float]:
+    if not isinstance(nested, list):
+        return [math.nan if nested is None else nested]
+    return [number for item in nested for number in _flat(item)]
+
+
+__all__ = ["CASES", "STEPS", "Case", "assert_same_answer", "instep", "train_case", "train_cases"]

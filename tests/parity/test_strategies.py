@@ -5,7 +5,6 @@ One launch trains all models of a way; each model is a test of its own.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from ranks import run_ranks
-from recipes import Case, train_cases
+from recipes import Case, assert_same_answer, train_cases
 
 STEPS = 8
 MLP = Case("deep", "adamw", clip_norm=0.7)
@@ -68,22 +67,4 @@ def trained(chosen: Way) -> dict[Case, dict[str, Any]]:
     ("chosen", "case"), [pytest.param(each, case, id=f"{each}-{case}") for each in WAYS for case in each.cases]
 )
 def test_the_same_answer(chosen: Way, case: Case) -> None:
-    wanted, found = trained(way(1, strategy="single"))[case], trained(chosen)[case]
-    # What is left are other orders of additions, of at most a thousand numbers for each gradient here, in every step;
-    # an update divides by gradients that may be small, so its error is larger than that of the loss.
-    rounding = 2.0**-52 if case.dtype == "float64" else 2.0**-23
-    near = {"rel": 1000 * rounding, "abs": 1000 * rounding}
-    far = {"rel": 1e-9, "abs": 1e-9} if case.dtype == "float64" else {"rel": 20000 * rounding, "abs": 20000 * rounding}
-    assert found["losses"] == pytest.approx(wanted["losses"], **near)
-    assert found["grad_norms"] == pytest.approx(wanted["grad_norms"], **far)
-    assert found["lrs"] == wanted["lrs"]
-    assert found["metrics"] == pytest.approx(wanted["metrics"], **far)
-    assert found["weights"].keys() == wanted["weights"].keys()
-    for name, tensor in wanted["weights"].items():
-        assert flat(found["weights"][name]) == pytest.approx(flat(tensor), **far), name
-
-
-def flat(nested: Any) -> list[float]:
-    if not isinstance(nested, list):
-        return [math.nan if nested is None else nested]
-    return [number for item in nested for number in flat(item)]
+    assert_same_answer(case, trained(chosen)[case], trained(way(1, strategy="single"))[case])

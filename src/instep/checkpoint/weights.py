@@ -19,6 +19,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.stored import Stored
 from instep.checkpoint.stream import DTYPES, check_dtype, name_of_dtype
 from instep.core.errors import CheckpointError
+from instep.world.whole import whole_of
 
 if TYPE_CHECKING:
     from instep.world.world import World
@@ -67,7 +68,7 @@ def spread_weights_sha256(state: Mapping[str, Any], world: World) -> str:
         if name in own:
             value = own[name].detach()
             with _no_advice():
-                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                value = whole_of(value)
         else:
             value = torch.empty(shape, dtype=DTYPES[dtype], device=world.device)
         if (

@@ -153,7 +153,8 @@ class _Recorder(TorchDispatchMode):
             return out
         if kwargs.get("generator") is not None:
             raise _refusal(f"{func} draws from a generator of its own")
-        self.keep += [t for t in (*given, *results) if t.is_meta]
+        args, kwargs = tree_map_only(torch.Tensor, _as_it_is_now, (args, kwargs))
+        self.keep += [_as_it_is_now(t) for t in (*given, *results) if t.is_meta]
         used = tuple(_storage(t) for t in given if t.is_meta)
         made = {s: place for place, t in enumerate(results) if t.is_meta and (s := _storage(t)) not in used}
         # A view makes nothing and changes nothing: whoever uses it finds the numbers by its storage.
@@ -192,8 +193,9 @@ def _initialisers_recorded(recorder: _Recorder) -> Iterator[None]:
                 return cast(torch.Tensor, function(tensor, *positional, **named))
             storage = _storage(tensor)
             whole = storage if _is_whole(tensor) else None
-            recorder.keep.append(tensor)
-            recorder.calls.append(_Call(function, (tensor, *positional), named, {}, (storage,), whole))
+            now = _as_it_is_now(tensor)
+            recorder.keep.append(now)
+            recorder.calls.append(_Call(function, (now, *positional), named, {}, (storage,), whole))
             return tensor
 
         return initialise
@@ -236,6 +238,11 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _as_it_is_now(tensor: torch.Tensor) -> torch.Tensor:
+    """Hold on to a tensor's storage: a module's `to` gives the same parameter another one."""
+    return tensor.detach() if tensor.is_meta else tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -21,6 +21,7 @@ from instep.parallel.tensor.layers import Computing, Way, distribute, exchange_c
 from instep.parallel.tensor.plan import COLUMNS, HEADS, REPLICATE, ROWS, WHOLE_COLUMNS, LayerPlan, TensorPlan
 from instep.parallel.tensor.slice import Slice
 from instep.parallel.tensor.team import Team
+from instep.world.whole import whole_of
 
 
 class Changes:
@@ -99,7 +100,7 @@ def _surround(model: nn.Module, computing: Computing, changes: Changes) -> None:
 def whole_outputs(output: Any) -> Any:
     """Give what a model gives with whole, plain tensors in it."""
     output = tree_map_only(Slice, lambda each: each.whole("output"), output)
-    output = tree_map_only(DTensor, lambda each: each.full_tensor(), output)
+    output = tree_map_only(DTensor, whole_of, output)
     inside = {key: value for key, value in _attributes(output) if isinstance(value, Slice | DTensor)}
     if inside:  # an object that torch does not look into
         output = copy.copy(output)

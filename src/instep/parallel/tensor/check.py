@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep.parallel.capture import Call
+from instep.world.whole import whole_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """By dtype: how far a tensor may be off, in the norm. A wrong plan is off by much more."""
@@ -43,9 +43,7 @@ def answer_of(model: nn.Module, call: Call, with_gradients: bool = True) -> Answ
         weights = [torch.cos(torch.arange(leaf.numel(), device=leaf.device)).to(leaf).view_as(leaf) for leaf in through]
         found = torch.autograd.grad(through, [p for _, p in named], weights, allow_unused=True)
         answer.gradients = {
-            name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach()
-            for (name, _), grad in zip(named, found, strict=True)
-            if grad is not None
+            name: whole_of(grad).detach() for (name, _), grad in zip(named, found, strict=True) if grad is not None
         }
     return answer
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from instep.parallel.tensor.slice import Slice, note_new, note_use
 from instep.parallel.tensor.team import Team, add, cut, enter
+from instep.world.whole import whole_of
 
 
 class Computing:
@@ -227,15 +228,6 @@ def _keep_nothing(_self: Any, _value: Any) -> None:
 
 def _flat_weights(self: Any) -> list[Any]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
-
-
-def whole_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Give a parameter as a plain tensor, gathered where ranks share it. Called on all ranks of the team."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if not all(isinstance(placement, Replicate) for placement in parameter.placements):
-        parameter = parameter.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim)
-    return parameter.to_local()
 
 
 def distribute(parameter: nn.Parameter, dim: int | None, team: Team) -> nn.Parameter:
