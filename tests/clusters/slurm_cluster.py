@@ -105,14 +105,24 @@ class SlurmCluster:
     def wait(self, job: str, *states: str, timeout_s: float = 60, hurry: bool = False) -> str:
         """Wait until a job is in one of some states, or by default has ended; `hurry` starts a requeued one at once."""
         wanted = states or ENDED
-        deadline = time.monotonic() + timeout_s
+        begun = pending = time.monotonic()
         while (state := self.state(job)) not in wanted:
-            told = self.run("scontrol", "show", "job", job) if time.monotonic() >= deadline else ""
-            assert not told, f"job {job} is {state} and not {wanted} after {timeout_s:.0f} s\n{told}"
-            if hurry and state == "PENDING":
+            if state in ENDED or time.monotonic() > begun + timeout_s:
+                told = self.run("scontrol", "show", "job", job)
+                raise AssertionError(f"job {job} is {state} and not {wanted}\n{told}{self.output(job)}")
+            if state != "PENDING":
+                pending = time.monotonic()
+            # Within the second in which it was requeued, its new credential would be taken for the revoked one.
+            elif hurry and time.monotonic() > pending + 2.5:
                 self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+                pending = time.monotonic()
             time.sleep(0.2)
         return state
+
+    def output(self, job: str) -> str:
+        """Give the end of what a job has printed."""
+        path = Path(self.job(job).get("StdOut", ""))
+        return path.read_text(errors="replace")[-4000:] if path.is_file() else ""
 
     def queue(self) -> list[str]:
         """Number the jobs that have not ended."""
