@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from commands import is_alive, result_of, run, start, steps_in, wait_for
+from instep.core.errors import SpecError
 from instep.events.read import read_events
+from instep.launch.slurm import client
 from slurm_cluster import SlurmCluster
 from slurm_runs import RECIPE, TASK, instep, result, submit
 
@@ -138,16 +140,16 @@ def test_follow_is_interrupted_and_the_job_cancelled(slurm: SlurmCluster, tmp_pa
 
 
 @pytest.mark.timeout(120)
-def test_what_slurm_refuses(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_what_slurm_refuses(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
-    words = ["submit", "slurm", TASK, "--run-dir", str(run_dir)]
-    done = instep(slurm, *words, "--partition", "nope")
+    done = instep(slurm, "submit", "slurm", TASK, "--run-dir", str(run_dir), "--", "--partition", "nope")
     assert done.returncode == 2
     assert "invalid partition specified: nope" in done.stderr  # SLURM's own words
     assert not run_dir.exists()
-    done = instep(slurm, *words, "--", "--no-such-option")
-    assert done.returncode == 2
-    assert "unrecognized option" in done.stderr
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n#SBATCH --no-such-option\n")
+    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+    with pytest.raises(SpecError, match="unrecognized option"):
+        client.submit(tmp_path / "job.sh")
     done = instep(slurm, "cancel", "999999")
     assert done.returncode == 2
     assert "Invalid job id" in done.stderr

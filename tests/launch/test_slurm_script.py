@@ -117,7 +117,8 @@ def test_an_array(tmp_path: Path) -> None:
     assert f"name={ODD}" in words
     assert words[words.index("--run-dir") + 1] == "/home/me/runs/digits-1/1"
     option = replace(PLAIN, sweep=Sweep(name="batch_size", values=("8", "16"), is_option=True))
-    assert "--batch-size=16" in words_of(option, tmp_path, SLURM_ARRAY_TASK_ID="1")
+    words = words_of(replace(option, options=("--batch-size", "4")), tmp_path, SLURM_ARRAY_TASK_ID="1")
+    assert words.index("--batch-size=16") > words.index("--batch-size")  # what comes last counts
     own = replace(PLAIN, sbatch_options=("--array=3-5",))  # sbatch's own: each job still has a run directory of its own
     assert any(line.endswith("slurm-%A_%a.out") for line in directives(own))
     words = words_of(own, tmp_path, SLURM_ARRAY_TASK_ID="4")

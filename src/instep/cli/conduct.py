@@ -57,7 +57,7 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
         return _be_a_rank(task, spec, place)
     spec.check_world(processes * spec.min_nodes)
     source = TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
-    return _launch_ranks(task, spec, source, speaks=place.is_main)
+    return _launch_ranks(task, _with_host(spec, place), source, speaks=place.is_main)
 
 
 def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
@@ -65,6 +65,17 @@ def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
     if place.launcher == "torchrun":
         return False
     return bool(spec.rdzv_endpoint) or (place.launcher == "slurm" and place.world_size == 1 and processes > 1)
+
+
+def _with_host(spec: TrainSpec, place: Place) -> TrainSpec:
+    """Let the launcher on SLURM's first node, and no other, be the host of the meeting: with another it would be lost.
+
+    Left to guess, torch takes whoever comes first of those that may be at that address.
+    """
+    host = spec.rdzv_endpoint.rpartition(":")[0]
+    if place.launcher != "slurm" or host != place.master_addr or "is_host" in spec.rdzv_conf:
+        return spec
+    return dataclasses.replace(spec, rdzv_conf=f"{spec.rdzv_conf},is_host={int(place.is_main)}".lstrip(","))
 
 
 def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool) -> Result:

@@ -90,10 +90,10 @@ def _command(spec: SubmitSpec) -> str:
     # A scheduler's task launches ranks only where it is told of a rendezvous.
     meeting = '"$SLURMD_NODENAME:$port"' if spec.nodes > 1 else "127.0.0.1:0"
     lines = ["command=(", f"    {task}"]
-    if spec.sweep:
-        lines.append(f'    "{spec.sweep.word("$value")}"')
     if spec.options:
         lines.append(f"    {' '.join(map(shlex.quote, spec.options))}")
+    if spec.sweep:  # after the options and values: what comes last counts
+        lines.append(f'    "{spec.sweep.word("$value")}"')
     lines += [
         f'    -n {spec.processes} --run-dir "$run_dir"',
         f"    --nnodes {spec.nnodes} --rdzv-backend c10d --rdzv-endpoint {meeting}",
