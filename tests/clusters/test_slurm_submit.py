@@ -57,7 +57,7 @@ def test_the_time_limit(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None
 
 @pytest.mark.timeout(300)
 def test_preempted_by_a_higher_partition(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
-    job = submit(slurm, tmp_path / "run", *STEPS, "pause_s=0.2", "--nodes", "2", "--save-every", "never")
+    job = submit(slurm, tmp_path / "run", *STEPS, "pause_s=0.1", "--nodes", "2", "--save-every", "never")
     reach(tmp_path / "run", 3)
     other = slurm.sbatch("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 2")
     assert slurm.wait(other, timeout_s=60) == "COMPLETED"
@@ -69,7 +69,7 @@ def test_preempted_by_a_higher_partition(slurm: SlurmCluster, tmp_path: Path, al
 
 
 def lose_a_node(slurm: SlurmCluster, tmp_path: Path, policy: str) -> str:
-    words = ["pause_s=0.3", "--nodes", "2", "--save-every", "2", "--on-node-failure", policy, *QUICK]
+    words = ["pause_s=0.1", "--nodes", "2", "--save-every", "2", "--on-node-failure", policy, *QUICK]
     job = submit(slurm, tmp_path / "run", *STEPS, *words)
     reach(tmp_path / "run", 6)
     slurm.fail_node("node2")
@@ -116,7 +116,7 @@ def test_an_array_of_four(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_follow_is_interrupted_and_the_job_cancelled(slurm: SlurmCluster, tmp_path: Path) -> None:
-    words = ["submit", "slurm", TASK, *RECIPE, *STEPS, "pause_s=0.5", "--nodes", "2", "-n", "2"]
+    words = ["submit", "slurm", TASK, *RECIPE, *STEPS, "pause_s=1", "--nodes", "2", "-n", "2"]
     follower = start("instep", *words, "--follow", "--run-dir", str(tmp_path / "run"), env=slurm.env)
     reach(tmp_path / "run", 2)
     follower.send_signal(signal.SIGINT)
