@@ -1,7 +1,7 @@
 PY ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench clean
+.PHONY: help demo test test-all check system bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,10 +29,13 @@ check: .venv/installed-dev ## format, lint, types, import-linter: what CI checks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check ## check, then every test that CI runs
+system: ## install the system programs that tests of clusters run (SLURM, MPI, ssh), where they are missing
+	tests/clusters/install
+
+test: check system ## check, then every test that CI runs
 	$(BIN)/pytest -m 'not slow and not gpu'
 
-test-all: check ## the long campaigns too
+test-all: check system ## the long campaigns too
 	$(BIN)/pytest -m 'not gpu'
 
 clean: ## remove what make made

@@ -1,0 +1,191 @@
+"""The batch script, on paper: what it asks SLURM for, and that odd names come through bash unharmed."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.core.errors import SpecError
+from instep.launch.slurm.client import parse_queue
+from instep.launch.slurm.job import SubmitSpec, Sweep, time_limit_s
+from instep.launch.slurm.script import batch_script
+
+PLAIN = SubmitSpec(
+    name="digits",
+    python="/opt/env/bin/python",
+    cwd=Path("/home/me"),
+    run_dir=Path("/home/me/runs/digits-1"),
+    task="digits.py:Digits",
+    values=("lr=3e-4",),
+    options=("--epochs", "5"),
+    processes=4,
+    nodes=2,
+    gpus_per_node=4,
+    cpus_per_node=4,
+    time="2:00:00",
+    partition="gpu",
+)
+ODD = 'it\'s $HOME; "x" `id` \\ # é *'
+
+
+def directives(spec: SubmitSpec) -> list[str]:
+    lines = batch_script(spec).splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def words_of(spec: SubmitSpec, tmp_path: Path, **variables: str) -> list[str]:
+    """Run the script in bash with an srun that only writes down its words."""
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$WORDS"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "WORDS": str(tmp_path / "words"),
+        "SLURM_JOB_ID": "40007",
+        "SLURMD_NODENAME": "node7",
+        **variables,
+    }
+    done = subprocess.run(["bash"], input=batch_script(spec), env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    return (tmp_path / "words").read_text().split("\0")[:-1]
+
+
+def test_what_slurm_is_asked_for() -> None:
+    found = directives(PLAIN)
+    for line in (
+        "--job-name=digits",
+        "--chdir=/home/me",
+        "--output=/home/me/runs/digits-1/logs/slurm-%j.out",
+        "--open-mode=append",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=4",
+        "--gpus-per-node=4",
+        "--time=2:00:00",
+        "--partition=gpu",
+        "--signal=B:USR1@120",
+        "--requeue",
+    ):
+        assert line in found
+    assert "--no-requeue" in directives(replace(PLAIN, requeue=False))
+    assert "scontrol requeue" not in batch_script(replace(PLAIN, requeue=False))
+    assert "--no-kill" in directives(replace(PLAIN, on_node_failure="continue"))
+    assert (
+        directives(replace(PLAIN, sbatch_options=("--mem", "10G", "--comment=a b")))[-1] == '--mem 10G --comment="a b"'
+    )
+
+
+def test_the_command_on_each_node(tmp_path: Path) -> None:
+    words = words_of(PLAIN, tmp_path)
+    at = words.index("/opt/env/bin/python")
+    assert words[:at] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=4"]
+    assert words[at + 1 :] == [
+        *("-m", "instep.cli.entry", "train", "digits.py:Digits", "lr=3e-4", "--epochs", "5", "-n", "4"),
+        *("--run-dir", "/home/me/runs/digits-1", "--nnodes", "2", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "node7:25007", "--rdzv-id", "40007-0"),
+    ]
+    words = words_of(replace(PLAIN, on_node_failure="continue"), tmp_path, SLURM_RESTART_COUNT="2")
+    assert words[words.index("--nnodes") + 1] == "1:2"
+    assert words[-1] == "40007-2"
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
+    words = words_of(replace(PLAIN, nodes=1), tmp_path)
+    assert words[words.index("--rdzv-endpoint") + 1] == "127.0.0.1:0"
+
+
+def test_odd_words_come_through(tmp_path: Path) -> None:
+    run_dir = Path("/data") / ODD.replace("/", "")
+    spec = replace(PLAIN, task=f"{ODD}.py", values=(f"name={ODD}",), options=("--mesh", ODD), run_dir=run_dir)
+    words = words_of(replace(spec, env=(f"ODD={ODD}",), prelude=('echo "$ODD" > from_prelude',)), tmp_path)
+    assert f"{ODD}.py" in words
+    assert f"name={ODD}" in words
+    assert words[words.index("--mesh") + 1] == ODD
+    assert words[words.index("--run-dir") + 1] == str(run_dir)
+    assert (tmp_path / "from_prelude").read_text() == ODD + "\n"
+    assert '--comment="it\'s \\"x\\" # \\\\"' in directives(
+        replace(PLAIN, sbatch_options=('--comment=it\'s "x" # \\',))
+    )
+    assert "--output=/a%%b/logs/slurm-%j.out" in directives(replace(PLAIN, run_dir=Path("/a%b")))
+
+
+def test_an_array(tmp_path: Path) -> None:
+    spec = replace(PLAIN, sweep=Sweep(name="name", values=("a b", ODD, "3")))
+    assert "--array=0-2" in directives(spec)
+    words = words_of(spec, tmp_path, SLURM_ARRAY_TASK_ID="1")
+    assert f"name={ODD}" in words
+    assert words[words.index("--run-dir") + 1] == "/home/me/runs/digits-1/1"
+    option = replace(PLAIN, sweep=Sweep(name="batch_size", values=("8", "16"), is_option=True))
+    words = words_of(replace(option, options=("--batch-size", "4")), tmp_path, SLURM_ARRAY_TASK_ID="1")
+    assert words.index("--batch-size=16") > words.index("--batch-size")  # what comes last counts
+    own = replace(PLAIN, sbatch_options=("--array=3-5",))  # sbatch's own: each job still has a run directory of its own
+    assert any(line.endswith("slurm-%A_%a.out") for line in directives(own))
+    words = words_of(own, tmp_path, SLURM_ARRAY_TASK_ID="4")
+    assert words[words.index("--run-dir") + 1] == "/home/me/runs/digits-1/4"
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"values": ("a=b\nrm -rf x",)}, "line break"),
+        ({"sbatch_options": ("--comment=a\n#SBATCH --x",)}, "line break"),
+        ({"run_dir": Path("/a\rb")}, "line break"),
+        ({"prelude": ("a\nb",)}, "line break"),
+        ({"env": ("A-B=1",)}, "Write NAME=VALUE"),
+        ({"env": ("A",)}, "Write NAME=VALUE"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"time": "soon"}, "time='soon' is not a time"),
+        ({"time": "1:2:3:4"}, "is not a time"),
+        ({"time": "2"}, "time=2 leaves no time to train"),
+        ({"on_node_failure": "pray"}, "Choose requeue or continue"),
+    ],
+)
+def test_what_cannot_be(change: dict[str, Any], part: str) -> None:
+    with pytest.raises(SpecError, match=part):
+        replace(PLAIN, **change)
+
+
+@pytest.mark.parametrize("text", ["lr", "=1,2", "lr=", "lr=1,,2", "0-3", "a b=1"])
+def test_an_array_of_nothing(text: str) -> None:
+    with pytest.raises(SpecError, match="does not say what differs"):
+        Sweep.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("2:30", 150), ("2:00:00", 7200), ("1-12", 129600), ("1-00:30", 88200), ("2-1:1:1", 176461)],
+)
+def test_times(text: str, seconds: int) -> None:
+    assert time_limit_s(text) == seconds
+    assert time_limit_s("UNLIMITED") is None
+
+
+def test_the_queue_is_read() -> None:
+    lines = [
+        "12|RUNNING|1:02|None|/home/me/a|b/submit.sh",
+        "13_4|PENDING|0:00|Priority|/r/submit.sh",
+        "14|RUNNING|0:01|None|bash",
+    ]
+    jobs = parse_queue("\n".join(lines) + "\n")
+    assert [job.id for job in jobs] == ["12", "13_4", "14"]
+    assert [job.run_dir for job in jobs] == [Path("/home/me/a|b"), Path("/r/4"), None]
+    assert [job.state for job in jobs] == ["RUNNING", "PENDING", "RUNNING"]
+
+
+def test_a_signal_does_not_end_the_wait(tmp_path: Path) -> None:
+    """USR1 reaches the step, whose exit code is the script's; without progress the job is not requeued."""
+    (tmp_path / "srun").write_text(
+        "#!/bin/bash\ntrap 'echo told > told' USR1\n: > up\nsleep 1 & wait; sleep 0.5\nexit 7\n"
+    )
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "a"}
+    prelude = ("(until [[ -e up ]]; do sleep 0.02; done; kill -USR1 $$) &",)
+    for spec, code in ((replace(PLAIN, prelude=prelude), 3), (replace(PLAIN, prelude=prelude, requeue=False), 7)):
+        (tmp_path / "up").unlink(missing_ok=True)
+        (tmp_path / "told").unlink(missing_ok=True)
+        script = tmp_path / "job.sh"
+        script.write_text(batch_script(spec))
+        done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, cwd=tmp_path)
+        assert (tmp_path / "told").exists()
+        assert done.returncode == code, done.stdout + done.stderr
