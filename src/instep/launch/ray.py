@@ -170,7 +170,7 @@ class _RayLaunch:
             train_loop_config={"job": self.job},
             torch_config=_OurConfig(),
             scaling_config=ray.train.ScalingConfig(num_workers=self.plan.count, use_gpu=self.plan.use_gpu),
-            run_config=ray.train.RunConfig(  # type: ignore[call-arg] - its types are those of an older Ray
+            run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # its types are those of an older Ray
                 name="ray",
                 storage_path=str(self.scratch.folder),  # it stays empty: checkpoints are ours
                 failure_config=ray.train.FailureConfig(max_failures=self.job.max_restarts),
