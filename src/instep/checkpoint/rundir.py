@@ -28,8 +28,8 @@ _JOB_MEETS_S = 5.0
 SPEC, RESULT = "spec.json", "result.json"
 _BEFORE = {"precision": "fp32"}
 """What fields of a recipe were before there was a choice."""
-_BEFORE_SPEC = {"events", "logs", ".lock"}
-"""What a run leaves that was killed before it was settled."""
+_BEFORE_SPEC = {"events", "logs", ".lock", "submit.sh"}
+"""What a run leaves that was killed before it was settled, or that waits in a queue."""
 
 
 class RunDirectory:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from instep.cli import submit_slurm
 from instep.cli.options import make_spec, with_options
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
@@ -220,6 +221,57 @@ def doctor(
     from instep.cli.doctor import examine
 
     sys.exit(examine(as_json))
+
+
+submit = typer.Typer(
+    help="Write a cluster's job for a training, and submit it.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(submit, name="submit")
+
+
+@submit.command(
+    "slurm",
+    cls=submit_slurm.WithSbatchOptions,
+    help="Write a batch script into the run directory and submit it. What stands after -- is for sbatch.",
+)
+@with_options(
+    TrainSpec,
+    *(submit_slurm.CONTEXT, TASK, VALUES, *submit_slurm.OPTIONS),
+    only=lambda f: f.name not in submit_slurm.NOT_OURS,
+)
+@guarded
+def submit_to_slurm(context: typer.Context, task: str, values: list[str] | None, **options: Any) -> None:
+    """Submit a training to SLURM."""
+    asked = {p.name: options.pop(p.name) for p in submit_slurm.OPTIONS}
+    spec = make_spec(TrainSpec, options)
+    made, _ = _find_task(task, values)
+    leave(submit_slurm.submit_task(made, task, values or [], spec, asked, submit_slurm.after_dashes(context)))
+
+
+@app.command(help="List your SLURM jobs that instep submitted, and how far they are.")
+@guarded
+def jobs(
+    every: Annotated[
+        bool, typer.Option("--all", help="also those that have ended, while SLURM remembers them")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print them as one line of JSON")] = False,
+) -> None:
+    """Look at the queue."""
+    from instep.cli.jobs import show_jobs
+
+    leave(show_jobs(every, as_json))
+
+
+@app.command(help="End SLURM jobs, and wait until they are gone.")
+@guarded
+def cancel(
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="a job's number, as instep jobs shows it")],
+    as_json: Annotated[bool, typer.Option("--json", help="print what was cancelled as one line of JSON")] = False,
+) -> None:
+    """End jobs."""
+    from instep.cli.jobs import cancel_jobs
+
+    leave(cancel_jobs(jobs, as_json))
 
 
 @app.command(help="List, verify, prune or export the checkpoints of a run.")

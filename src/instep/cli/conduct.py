@@ -30,7 +30,7 @@ from instep.train.result import Result
 from instep.train.source import TaskSource
 from instep.train.task import Task
 from instep.train.worker import launched_main, placed_main, process_settings, worker_main
-from instep.world.world import World, place_here
+from instep.world.world import World, judge_place, place_here
 
 
 def train_here(task: Task, **options: Any) -> Result:
@@ -49,15 +49,17 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     place = place_here()
     spec = resolve_precision(spec, place.device)
     if spec.on == "ray":
-        return _launch_ranks(task, _for_ray(spec, place), _source(file, task))
+        return _launch_ranks(task, _for_ray(spec, place), _source(file, task), speaks=True)
     processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
-    if place.launched:
+    for text in judge_place(place, processes, spec.max_nodes):
+        say(f"notice: {text}")
+    if place.launched and not _is_launcher(spec, processes, place):
         _refuse_other_size(spec, processes, place)
         return _be_a_rank(task, spec, place)
     if processes == 1 and spec.max_nodes == 1 and not supervised:
         return _be_a_rank(task, spec, place)
     spec.check_world(processes * spec.min_nodes)
-    return _launch_ranks(task, spec, _source(file, task))
+    return _launch_ranks(task, spec, _source(file, task), speaks=place.is_main)
 
 
 def _source(file: Path | None, task: Task) -> TaskSource:
@@ -109,8 +111,15 @@ def _start(directory: RunDirectory, spec: TrainSpec, source: TaskSource, output:
     )
 
 
-def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
-    """Train on new processes, and watch them from this one."""
+def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
+    """Tell whether a scheduler started this process to launch the ranks of a node, not to be one."""
+    if place.launcher == "torchrun":
+        return False
+    return bool(spec.rdzv_endpoint) or (place.launcher == "slurm" and place.world_size == 1 and processes > 1)
+
+
+def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool) -> Result:
+    """Train on new processes, and watch them from this one; of a node's launchers only the first `speaks`."""
     if spec.max_nodes > 1 and spec.run_dir is None:
         raise SpecError(
             f"nnodes={spec.nnodes}: each machine would make a run directory of its own. Give all of them the same "
@@ -118,15 +127,16 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
         )
     directory = settle_directory(task, spec)
     try:
-        done = _complete(directory, task, spec)
+        done = _complete(directory, task, spec, speaks)
         if done is not None:
             return done
-        with TerminalDisplay(directory.path, spec.quiet) as display:
+        with TerminalDisplay(directory.path, spec.quiet or not speaks) as display:
             output = display.stream(sys.stderr if spec.json else sys.stdout)
             results = _start(directory, spec, source, output)
     finally:
         directory.unlock()
-    return _show(Result.from_json(results[min(results)], task), spec)
+    result = Result.from_json(results[min(results)], task)
+    return _show(result, spec) if speaks else result
 
 
 def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:

@@ -18,6 +18,23 @@ def read_events(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
     return list(EventTail(path_of(run_dir, rank)).poll())
 
 
+def last_step(run_dir: Path, tail_bytes: int = 2**16) -> int | None:
+    """Give the step that a run has reached, by the end of rank 0's log; None: it has made none."""
+    path = path_of(run_dir)
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - tail_bytes))
+        lines = file.read().split(b"\n")
+    for line in reversed(lines):
+        if b'"step"' in line:
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off at the beginning, or still being written
+    return None
+
+
 class EventTail:
     """Follows a log: each poll gives what has come since the last one."""
 

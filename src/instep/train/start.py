@@ -16,7 +16,7 @@ from instep.train.directory import agree_on_directory, open_directory
 from instep.train.precision import resolve_precision
 from instep.train.run import Run
 from instep.train.worker import make_result, open_run, process_settings
-from instep.world.world import World, place_here
+from instep.world.world import World, judge_place, place_here
 
 
 @contextlib.contextmanager
@@ -32,6 +32,7 @@ def start(**options: Any) -> Iterator[Run]:
         raise SpecError(f"instep.start: {error}. Its options are those of `instep train --help`.") from None
     begun = time.monotonic()
     place = place_here()
+    notices = judge_place(place)
     spec = resolve_precision(spec, place.device)
     with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
         name = Path(sys.argv[0]).stem or "loop"
@@ -39,6 +40,8 @@ def start(**options: Any) -> Iterator[Run]:
         try:
             with open_run(world, spec, directory, name) as run:
                 run.settled = False
+                for text in notices:
+                    run.notice(text)
                 yield run
                 if run.engine.trained:
                     run.save()

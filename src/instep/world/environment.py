@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from instep.core.errors import SpecError
 from instep.core.topology import Launcher, Place
+from instep.world.slurm import is_step, port_of_step
 
 _BY_HAND = ("RANK", "WORLD_SIZE")
 
@@ -55,8 +56,7 @@ def _candidates(environ: Mapping[str, str]) -> list[tuple[Launcher, str, str]]:
     # srun --mpi=pmi2 sets PMI_RANK too; then it is SLURM that knows the nodes.
     if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):
         found.append(("mpich", "PMI_RANK", "PMI_SIZE"))
-    # A batch script has SLURM_PROCID=0 as well; only what srun starts is a step with a number.
-    if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "").isdigit():
+    if is_step(environ):
         found.append(("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
     return found
 
@@ -101,6 +101,7 @@ def _from_scheduler(environ: Mapping[str, str], launcher: Launcher) -> Place:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
         node_rank, host, job = "SLURM_NODEID", first_host(nodes), environ.get("SLURM_JOB_ID", "0")
+    port = port_of_step(job, environ["SLURM_STEP_ID"]) if launcher == "slurm" else port_of_job(job)
     rank, world_size = _number(environ, names[0]), _number(environ, names[1])
     node = _number(environ, node_rank, default=0)
     if launcher == "slurm":
@@ -117,7 +118,7 @@ def _from_scheduler(environ: Mapping[str, str], launcher: Launcher) -> Place:
             local_world_size=local_world_size,
             launcher=launcher,
             master_addr=environ.get("MASTER_ADDR", host),
-            master_port=_number(environ, "MASTER_PORT", default=port_of_job(job)),
+            master_port=_number(environ, "MASTER_PORT", default=port),
             attempt=_number(environ, "SLURM_RESTART_COUNT", default=0) if launcher == "slurm" else 0,
         ),
         names,

@@ -28,6 +28,7 @@ from instep.world import autoload
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp
+from instep.world.slurm import gpus_of_node, judge_allocation
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
 _FOLD_ELEMENTS = 2**20
@@ -39,6 +40,12 @@ def place_here() -> Place:
     """Describe this process: its launcher's variables, and the device that is its own."""
     place = detect(os.environ)
     return replace(place, device=_device_of(place))
+
+
+def judge_place(place: Place, processes: int = 1, nodes: int = 1) -> tuple[str, ...]:
+    """Say, on the main rank, what a person should know of how a scheduler started this process."""
+    notices = judge_allocation(os.environ, place, processes, nodes, torch.cuda.device_count())
+    return notices if place.is_main else ()
 
 
 def _device_of(place: Place) -> str:
@@ -59,7 +66,7 @@ def backend_for(place: Place, comm: str = "auto") -> str:
             f"comm=shared-memory is for processes that train on CPU, and this one trains on {place.device}. "
             "Leave --comm away."
         )
-    if place.local_world_size > torch.cuda.device_count():
+    if place.local_world_size > gpus_of_node(os.environ, torch.cuda.device_count()):
         return "gloo"
     return "nccl" if dist.is_nccl_available() else "gloo"
 

@@ -1,0 +1,112 @@
+"""Speak to SLURM through its own programs, and pass its own words on.
+
+Room: starts sbatch, squeue, scontrol and scancel; imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from instep.core.errors import EnvironmentFailed, SpecError
+from instep.launch.slurm.script import SCRIPT
+
+_ANSWER_S = 90.0
+_NOT_THE_PERSON = ("contact", "configuration", "timed out", "refused", "authentication", "munge", "cannot stat file")
+"""Words by which SLURM says that it is not itself well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job, as SLURM's queue shows it."""
+
+    id: str
+    state: str
+    elapsed: str
+    reason: str
+    run_dir: Path | None
+    """None: not a job of ours."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.state not in _GOES_ON
+
+
+_GOES_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
+
+
+def submit(script: Path) -> str:
+    """Submit a script; give the job's number."""
+    return _ask("sbatch", "--parsable", str(script)).strip().split(";")[0]
+
+
+def own_jobs(with_ended: bool = False) -> list[JobRecord]:
+    """List this user's jobs that `instep submit` made; those that have ended only while SLURM remembers them."""
+    found = _queue("--me", *(["--states=all"] if with_ended else []))
+    return [job for job in found if job.run_dir is not None]
+
+
+def find_job(job: str) -> JobRecord | None:
+    """Look a job up, also one that has just ended; None: SLURM does not know it any more."""
+    try:
+        found = _queue(f"--jobs={job}", "--states=all")
+    except SpecError:
+        return None
+    return found[0] if found else None
+
+
+def exit_code_of(job: str) -> int | None:
+    """Give the exit code of a job that has ended, while SLURM remembers it."""
+    try:
+        match = re.search(r"\bExitCode=(\d+):(\d+)", _ask("scontrol", "--oneliner", "show", "job", job))
+    except SpecError:
+        return None
+    return int(match[1]) or (128 + int(match[2]) if int(match[2]) else 0) if match else None
+
+
+def still_there(jobs: Sequence[str]) -> list[JobRecord]:
+    """Tell which of some jobs have not ended yet; raises where one is unknown."""
+    return [job for name in jobs for job in _queue(f"--jobs={name}")]
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Ask SLURM to end jobs."""
+    _ask("scancel", *jobs)
+
+
+def parse_queue(text: str) -> list[JobRecord]:
+    """Read squeue's lines, in the form that `_queue` asks for."""
+    found = []
+    for line in filter(None, text.splitlines()):
+        number, state, elapsed, reason, command = line.split("|", 4)
+        run_dir = Path(command).parent if Path(command).name == SCRIPT and Path(command).is_absolute() else None
+        if run_dir is not None and "_" in number and number.partition("_")[2].isdigit():
+            run_dir /= number.partition("_")[2]
+        found.append(JobRecord(id=number, state=state, elapsed=elapsed, reason=reason, run_dir=run_dir))
+    return found
+
+
+def _queue(*words: str) -> list[JobRecord]:
+    return parse_queue(_ask("squeue", "--noheader", "--array", "--format=%i|%T|%M|%r|%o", *words))
+
+
+def _ask(program: str, *words: str) -> str:
+    if shutil.which(program) is None:
+        raise EnvironmentFailed(
+            f"{program} is not on the PATH, so there is no SLURM to speak to. Run this on a login node of the cluster, "
+            "load its SLURM module, or use --dry-run to see the script."
+        )
+    try:
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailed(f"{program} did not answer in {_ANSWER_S:.0f} s. Is SLURM's controller up?") from None
+    if done.returncode == 0:
+        return done.stdout
+    told = done.stderr.strip() or f"exit code {done.returncode}"
+    kind = EnvironmentFailed if any(word in told.lower() for word in _NOT_THE_PERSON) else SpecError
+    raise kind(f"{program} refused. SLURM says:\n{told}")
