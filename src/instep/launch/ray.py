@@ -82,8 +82,7 @@ def launch_on_ray(
         spec.check_world(plan.count)
         say(plan.notice)
         job = RayJob(entry, args, str(scratch.folder), str(run_dir), logs, os.getcwd(), spec.max_restarts)
-        _pass_on_stops(scratch)
-        with Relay(scratch, {"stdout": stdout, "stderr": stderr}) as relay:
+        with Relay(scratch, {"stdout": stdout, "stderr": stderr}) as relay, _stops_passed_on(scratch):
             return _RayLaunch(job, plan, scratch, relay, say, progress).run()
 
 
@@ -141,28 +140,39 @@ class _RayLaunch:
                 self.say(f"restart after {failed}")
 
     def _fit(self) -> dict[int, Any]:
-        errors: list[BaseException] = []
-
-        def fit() -> None:
-            try:
+        error: Exception | None = None
+        try:
+            # In this thread: one that waits for Ray elsewhere crashes the process when Ray is shut down.
+            with self._telling_of_restarts():
                 self._trainer().fit()
-            except BaseException as error:  # noqa: BLE001 - the launching thread raises it
-                errors.append(error)
-
-        # Not in the main thread, where Ray would take Ctrl-C over, and exit with 0 after it.
-        thread = threading.Thread(target=fit, name="instep-ray", daemon=True)
-        thread.start()
-        first = seen = self.scratch.count_attempts()
-        while thread.is_alive():
-            thread.join(_POLL_S)
-            if (now := self.scratch.count_attempts()) > max(seen, first + 1) and not self.scratch.is_marked("given-up"):
-                causes = order_failures(self.scratch.load_failures(now - 2))
-                self.say(f"restart {now - first - 1} of {self.job.max_restarts} after {_first(causes)}")
-            seen = max(seen, now)
-        if errors or self.scratch.is_marked("given-up"):
-            raise self._blame(errors[0] if errors else None)
+        except SystemExit:  # how Ray ends after Ctrl-C, when it has ended the workers
+            raise KeyboardInterrupt from None
+        except Exception as failed:  # noqa: BLE001 - judged below, by what the ranks noted
+            error = failed
+        if error is not None or self.scratch.is_marked("given-up"):
+            raise self._blame(error) from None
         attempt = self.scratch.count_attempts() - 1
         return {rank: self.scratch.load_result(attempt, rank) for rank in range(self.plan.count)}
+
+    @contextlib.contextmanager
+    def _telling_of_restarts(self) -> Iterator[None]:
+        """Have a thread tell the person when Ray has started all ranks again."""
+        done, first = threading.Event(), self.scratch.count_attempts()
+
+        def tell() -> None:
+            told = first + 1
+            while not done.wait(_POLL_S):
+                if (now := self.scratch.count_attempts()) > told:
+                    told, causes = now, order_failures(self.scratch.load_failures(now - 2))
+                    self.say(f"restart {now - first - 1} of {self.job.max_restarts} after {_first(causes)}")
+
+        thread = threading.Thread(target=tell, name="instep-restarts", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _trainer(self) -> TorchTrainer:
         return TorchTrainer(
@@ -259,20 +269,29 @@ def _scratch_in(run_dir: Path) -> Iterator[Scratch]:
         shutil.rmtree(scratch.folder, ignore_errors=True)
 
 
-def _pass_on_stops(scratch: Scratch) -> None:
+@contextlib.contextmanager
+def _stops_passed_on(scratch: Scratch) -> Iterator[None]:
     """Have the first SIGTERM or SIGUSR1 ask all ranks to save and leave, the second end them."""
     if threading.current_thread() is not threading.main_thread():
+        yield
         return
     request = StopRequest()
+    ended_by: list[str] = []
 
     def on_signal(number: int, _frame: types.FrameType | None) -> None:
         if request.ask():
-            raise EnvironmentFailed(f"ended by a second {signal.Signals(number).name}, before the run was saved.")
+            ended_by.append(signal.Signals(number).name)
+            raise KeyboardInterrupt  # the only error that comes through while Ray is waited for
         scratch.mark("asked")
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, on_signal)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not ended_by:
+            raise
+        raise EnvironmentFailed(f"ended by a second {ended_by[0]}, before the run was saved.") from None
 
 
 @contextlib.contextmanager
