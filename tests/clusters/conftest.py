@@ -1,4 +1,4 @@
-"""What the tests of clusters share: one SLURM for all of them."""
+"""What the tests of clusters share: one SLURM, one Ray, networks of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ray_cluster import RayCluster, RayHome, ray_cluster, ray_home
 from slurm_cluster import SlurmCluster, slurm_cluster
 
 
@@ -17,3 +18,24 @@ def slurm() -> Iterator[SlurmCluster]:
         pytest.skip("only root can start a SLURM")
     with slurm_cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[RayCluster]:
+    """A real Ray of two nodes, with one CPU each."""
+    _skip_unless_root("a network namespace for Ray")
+    with ray_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ray_alone() -> Iterator[RayHome]:
+    """A place where a command can start a Ray of its own."""
+    _skip_unless_root("a network namespace for Ray")
+    with ray_home() as home:
+        yield home
+
+
+def _skip_unless_root(what: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip(f"only root can make {what}")

@@ -74,6 +74,43 @@ def test_openmpi_and_mpich() -> None:
     assert (detect(MPICH).rank, detect(MPICH).world_size) == (1, 3)
 
 
+# Captured under OpenMPI 4.1.4 on one machine; the node rank counts this machine's processes.
+CAPTURED = {
+    **OPENMPI,
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_MCA_ess_base_jobid": "315621377",
+    "OMPI_MCA_orte_hnp_uri": "315621376.0;tcp://192.0.2.2:60377",
+    "PMIX_NAMESPACE": "315621377",
+}
+TWO_HOSTS = {**CAPTURED, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+
+
+def test_mpi_on_one_machine_meets_at_its_loopback() -> None:
+    place = detect(CAPTURED)
+    assert (place.master_addr, place.node_rank, place.local_rank) == ("127.0.0.1", 0, 1)
+    assert place.master_port == port_of_job(str(315621377 >> 16))
+    another = detect({**CAPTURED, "OMPI_MCA_ess_base_jobid": str(315621377 + 2**16)})
+    assert another.master_port != place.master_port
+
+
+def test_mpi_on_several_machines() -> None:
+    """No variable names rank 0's machine: the person does, or SLURM."""
+    with pytest.raises(SpecError, match=r"-x MASTER_ADDR=HOST"):
+        detect(TWO_HOSTS)
+    with pytest.raises(SpecError, match=r"-genv MASTER_ADDR HOST"):
+        detect({**MPICH, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"})
+    place = detect({**TWO_HOSTS, "MASTER_ADDR": "a"})
+    assert (place.master_addr, place.node_rank, place.local_world_size) == ("a", 1, 1)
+    assert detect({**TWO_HOSTS, "SLURM_JOB_NODELIST": "gpu[03-05]"}).master_addr == "gpu03"
+
+
+def test_mpich_in_a_batch_script_is_no_step_of_srun() -> None:
+    batch = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
+    assert detect({**MPICH, **batch, "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}).launcher == "mpich"
+    by_srun = {"PMI_RANK": "5", "PMI_SIZE": "7"}  # srun --mpi=pmi2
+    assert detect({**SLURM, **by_srun}).launcher == "slurm"
+
+
 def test_the_innermost_launcher_wins() -> None:
     assert detect({**SLURM, **TORCHRUN}).launcher == "torchrun"
     assert detect({**SLURM, **OPENMPI}).launcher == "openmpi"

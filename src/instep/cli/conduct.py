@@ -9,8 +9,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -28,7 +29,7 @@ from instep.train.precision import resolve_precision
 from instep.train.result import Result
 from instep.train.source import TaskSource
 from instep.train.task import Task
-from instep.train.worker import launched_main, process_settings, worker_main
+from instep.train.worker import launched_main, placed_main, process_settings, worker_main
 from instep.world.world import World, judge_place, place_here
 
 
@@ -47,6 +48,8 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     """
     place = place_here()
     spec = resolve_precision(spec, place.device)
+    if spec.on == "ray":
+        return _launch_ranks(task, _for_ray(spec, place), _source(file, task), speaks=True)
     processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
     for text in judge_place(place, processes, spec.max_nodes):
         say(f"notice: {text}")
@@ -56,8 +59,56 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     if processes == 1 and spec.max_nodes == 1 and not supervised:
         return _be_a_rank(task, spec, place)
     spec.check_world(processes * spec.min_nodes)
-    source = TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
-    return _launch_ranks(task, _with_host(spec, place), source, speaks=place.is_main)
+    return _launch_ranks(task, _with_host(spec, place), _source(file, task), speaks=place.is_main)
+
+
+def _source(file: Path | None, task: Task) -> TaskSource:
+    return TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
+
+
+def _for_ray(spec: TrainSpec, place: Place) -> TrainSpec:
+    """Check that Ray can start the processes; numbers are checked later, when its cluster is known."""
+    if place.launched:
+        raise SpecError(
+            f"on=ray asks Ray to start the processes, but {place.launcher} has started this one already. "
+            "Start the command once, without a launcher, or leave --on out."
+        )
+    _ray_launcher()
+    if isinstance(spec.processes, int):
+        spec.check_world(spec.processes)
+    return spec
+
+
+def _ray_launcher() -> Callable[..., dict[int, Any]]:
+    try:
+        from instep.launch.ray import launch_on_ray
+    except ImportError as error:
+        raise SpecError(
+            f"on=ray needs Ray Train, which is not installed ({error}): pip install 'instep[ray]'"
+        ) from error
+    return launch_on_ray
+
+
+def _start(directory: RunDirectory, spec: TrainSpec, source: TaskSource, output: TextIO) -> dict[int, Any]:
+    """Have ranks started where the spec says, and wait for their results."""
+    logs = LogPlan(directory.path / "logs", split=False)
+    if spec.on == "ray":  # on other machines a relative path would mean another place
+        path = directory.path.absolute()
+        args: tuple[Any, ...] = (source, spec, str(path))
+        return _ray_launcher()(
+            *(placed_main, args, spec, logs, path),
+            stdout=output,
+            stderr=sys.stderr,
+            progress=directory.newest_step,
+        )
+    args = (source, spec, str(directory.path))
+    return launch(
+        *(launched_main, args, spec, logs),
+        stdout=output,
+        stderr=sys.stderr,
+        preemptable=True,
+        progress=directory.newest_step,
+    )
 
 
 def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
@@ -92,15 +143,7 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool)
             return done
         with TerminalDisplay(directory.path, spec.quiet or not speaks) as display:
             output = display.stream(sys.stderr if spec.json else sys.stdout)
-            logs = LogPlan(directory.path / "logs", split=False)
-            args = (source, spec, str(directory.path))
-            results = launch(
-                *(launched_main, args, spec, logs),
-                stdout=output,
-                stderr=sys.stderr,
-                preemptable=True,
-                progress=directory.newest_step,
-            )
+            results = _start(directory, spec, source, output)
     finally:
         directory.unlock()
     result = Result.from_json(results[min(results)], task)

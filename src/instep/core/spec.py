@@ -92,6 +92,14 @@ class LaunchSpec:
 class TrainSpec(LaunchSpec):
     """How to train: everything that is not the Task itself."""
 
+    on: Literal["here", "ray"] = option(
+        "here", "where processes are started: here, or by Ray, anywhere in its cluster (docs/clusters.md)", "--on"
+    )
+    address: str = option(
+        "",
+        "with --on ray: HOST:PORT of a running cluster, or auto to find it; empty: a Ray of this run's own",
+        "--address",
+    )
     max_restarts: int = option(
         3, "restarts allowed after a failure, counted anew whenever the run has come further", "--max-restarts"
     )
@@ -231,6 +239,7 @@ class TrainSpec(LaunchSpec):
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 raise SpecError(f"{name}={getattr(self, name)!r} is unknown. Choose one of {', '.join(choices)}.")
+        self._check_place()
         for name, least in (("batch_size", 1), ("accumulate", 1), ("keep", 1)):
             _check_at_least(name, getattr(self, name), least)
         for name in ("epochs", "steps", "threads", "shards", "keep_every", "microbatches"):
@@ -270,6 +279,25 @@ class TrainSpec(LaunchSpec):
             )
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
+
+    def _check_place(self) -> None:
+        """Refuse options that the one who starts the processes would not heed."""
+        if self.on == "here":
+            if self.address:
+                raise SpecError(f"address={self.address} is a Ray cluster's, and Ray is not used. Add --on ray.")
+            return
+        if self.address.startswith("ray://"):
+            raise SpecError(
+                f"address={self.address} goes through Ray Client, which Ray Train cannot do without loss. Run the "
+                "command on a machine of the cluster with --address auto, or submit it with `ray job submit`."
+            )
+        names = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr")
+        for field in dataclasses.fields(LaunchSpec):
+            if field.name in (*names, "hang_after") and (value := getattr(self, field.name)) != field.default:
+                raise SpecError(
+                    f"{field.name}={value} is for processes that instep starts itself; with on=ray, Ray places and "
+                    f"watches them. Leave {field.metadata['flags'][-1]} out."
+                )
 
     def _check_pipelined(self) -> None:
         """Refuse options of a pipeline where there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Launcher = Literal["none", "torchrun", "slurm", "openmpi", "mpich", "env"]
+Launcher = Literal["none", "torchrun", "slurm", "openmpi", "mpich", "ray", "env"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
     lifeline                   a FIFO whose only writer is the launching process: its end is everybody's end
     asked, ending              the launching process was asked to stop; it ends everything now
+    given-up                   a rank found that another attempt could only fail the same way
     logs/rank-1.json           where rank 1's output goes, and from which byte on it is this launch's
     attempt-0/rank-1.keeper    the process that watches over rank 1, from when it does
     attempt-0/rank-1.json      how rank 1 failed, a FailureRecord
@@ -28,6 +29,8 @@ from typing import Any, Literal
 
 from instep.core.errors import FailureRecord
 from instep.launch.logs import LogStart
+
+Mark = Literal["asked", "ending", "given-up"]
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,12 @@ class Scratch:
         """Say who passes signals on to a rank."""
         _write(self._of(attempt, rank, "keeper"), str(pid).encode())
 
-    def mark(self, what: Literal["asked", "ending"]) -> None:
-        """Let everybody know that the launching process was asked to stop, or that it ends everything now."""
+    def mark(self, what: Mark) -> None:
+        """Let everybody know."""
         _write(self.folder / what, b"")
 
-    def is_marked(self, what: Literal["asked", "ending"]) -> bool:
-        """Tell whether the launching process has let everybody know."""
+    def is_marked(self, what: Mark) -> bool:
+        """Tell whether somebody has let everybody know."""
         return (self.folder / what).exists()
 
     def keepers(self, attempt: int) -> list[int]:
@@ -93,6 +96,10 @@ class Scratch:
     def last_attempt(self) -> int:
         """Return the number of the newest attempt that got as far as starting a rank."""
         return max((int(path.name.split("-")[1]) for path in self.folder.glob("attempt-*")), default=0)
+
+    def count_attempts(self) -> int:
+        """Return how many attempts got as far as starting a rank."""
+        return len(list(self.folder.glob("attempt-*")))
 
     def start_attempt(self, attempt: int) -> None:
         """Make room for an attempt's notes."""
@@ -141,6 +148,6 @@ def open_scratch() -> Iterator[Scratch]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     part.write_bytes(data)
     part.rename(path)

@@ -21,9 +21,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Listen for signals that ask to stop, for as long as the block lasts."""
-    request = StopRequest()
+def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Listen for signals that ask to stop, for as long as the block lasts; others may ask through `request`."""
+    request = request or StopRequest()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if request.ask():

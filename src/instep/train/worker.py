@@ -19,8 +19,10 @@ import torch
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import spread_weights_sha256, weights_sha256
-from instep.core.errors import Preempted
+from instep.core.errors import Preempted, SpecError
 from instep.core.spec import TrainSpec
+from instep.core.stop import StopRequest
+from instep.core.topology import Place
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
@@ -44,6 +46,31 @@ def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: st
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt).to_json()
 
 
+def placed_main(
+    place: Place, attempt: int, stop: StopRequest, sees_run: bool, source: TaskSource, spec: TrainSpec, run_dir: str
+) -> dict[str, Any]:
+    """Be a rank that a foreign launcher has placed somewhere; the result travels back by way of the run directory.
+
+    `stop` is how the launcher asks to save and leave, `sees_run` whether the run directory is there on this machine.
+    """
+    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
+        _refuse_unshared(world, sees_run, run_dir)
+        task = source.load()
+        return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, stop=stop).to_json()
+
+
+def _refuse_unshared(world: World, sees_run: bool, run_dir: str) -> None:
+    """Raise on every rank if one is on a machine that the run directory is not on. Called on all ranks."""
+    told = world.tell_all({"host": socket.gethostname(), "sees": sees_run})
+    blind = [(rank, each["host"]) for rank, each in enumerate(told) if not each["sees"]]
+    if blind:
+        who = ", ".join(f"rank {rank} on {host}" for rank, host in blind)
+        raise SpecError(
+            f"{run_dir} is not there for {who}: the run directory must be on a disk that all machines of the cluster "
+            "share. Give a --run-dir on such a disk."
+        )
+
+
 def worker_main(
     world: World,
     task: Task,
@@ -51,10 +78,11 @@ def worker_main(
     directory: RunDirectory,
     attempt: int = 0,
     witness: Witness | None = None,
+    stop: StopRequest | None = None,
 ) -> Result:
     """Train a Task as one rank of a world. Called on all ranks."""
     begun = time.monotonic()
-    with open_run(world, spec, directory, type(task).__name__, attempt) as run:
+    with open_run(world, spec, directory, type(task).__name__, attempt, stop) as run:
         run.engine.witness = witness
         with contextlib.suppress(Preempted):
             Loop(run, task).run()
@@ -80,13 +108,20 @@ def process_settings(spec: TrainSpec, local_world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_run(world: World, spec: TrainSpec, directory: RunDirectory, name: str, attempt: int = 0) -> Iterator[Run]:
+def open_run(
+    world: World,
+    spec: TrainSpec,
+    directory: RunDirectory,
+    name: str,
+    attempt: int = 0,
+    stop: StopRequest | None = None,
+) -> Iterator[Run]:
     """Begin a run on this rank, and end it: orderly, or with what went wrong in its log. Called on all ranks."""
     log = EventLog(directory.path, world.rank)
     log.write(_start_record(world, attempt))
     run: Run | None = None
     try:
-        with stop_requests() as request:
+        with stop_requests(stop) as request:
             run = Run(world, spec, directory, log, name)
             run.engine.stop_request = request
             if world.comm_notice:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from instep.core.errors import SpecError
 from instep.core.topology import Launcher, Place
+from instep.world.mpi import NAMES, is_mpich, job_of, master_address
 from instep.world.slurm import is_step, port_of_step
 
 _BY_HAND = ("RANK", "WORLD_SIZE")
@@ -29,7 +30,7 @@ def detect(environ: Mapping[str, str]) -> Place:
     for launcher, rank, size in _candidates(environ):
         if by_hand:
             _refuse_contradiction(environ, launcher, rank, size)
-        return _from_scheduler(environ, launcher)
+        return _from_slurm(environ) if launcher == "slurm" else _from_mpi(environ, launcher)
     if by_hand:
         return _from_rank_variables(environ, "env")
     if "RANK" in environ:  # WORLD_SIZE alone is left behind by many shells and containers; RANK alone is a mistake
@@ -53,8 +54,7 @@ def _candidates(environ: Mapping[str, str]) -> list[tuple[Launcher, str, str]]:
     found: list[tuple[Launcher, str, str]] = []
     if "OMPI_COMM_WORLD_RANK" in environ:
         found.append(("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-    # srun --mpi=pmi2 sets PMI_RANK too; then it is SLURM that knows the nodes.
-    if "PMI_RANK" in environ and environ["PMI_RANK"] != environ.get("SLURM_PROCID"):
+    if is_mpich(environ):
         found.append(("mpich", "PMI_RANK", "PMI_SIZE"))
     if is_step(environ):
         found.append(("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
@@ -81,45 +81,51 @@ def _from_rank_variables(environ: Mapping[str, str], launcher: Launcher) -> Plac
     )
 
 
-def _from_scheduler(environ: Mapping[str, str], launcher: Launcher) -> Place:
-    if launcher == "openmpi":
-        names = (
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        )
-        node_rank, host, job = (
-            "OMPI_COMM_WORLD_NODE_RANK",
-            "127.0.0.1",
-            environ.get("OMPI_MCA_ess_base_jobid", "0"),
-        )
-    elif launcher == "mpich":
-        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        node_rank, host, job = "PMI_NODE_RANK", "127.0.0.1", environ.get("PMI_ID", "0")
-    else:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-        node_rank, host, job = "SLURM_NODEID", first_host(nodes), environ.get("SLURM_JOB_ID", "0")
-    port = port_of_step(job, environ["SLURM_STEP_ID"]) if launcher == "slurm" else port_of_job(job)
+def _from_mpi(environ: Mapping[str, str], launcher: Launcher) -> Place:
+    names = NAMES[launcher]
     rank, world_size = _number(environ, names[0]), _number(environ, names[1])
-    node = _number(environ, node_rank, default=0)
-    if launcher == "slurm":
-        local_world_size = _tasks_on_node(environ.get(names[3], str(world_size)), node)
-    else:
-        local_world_size = _number(environ, names[3], default=world_size)
+    local_world_size = max(1, _number(environ, names[3], default=world_size))
+    local_rank = _number(environ, names[2], default=rank % local_world_size)
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    host = environ.get("MASTER_ADDR") or master_address(
+        first_host(nodes) if nodes else "", launcher, world_size, local_world_size
+    )
+    return _checked(
+        environ,
+        Place(
+            rank=rank,
+            local_rank=local_rank,
+            # MPI does not number machines; this is right where it fills one after the other, as it does by default.
+            node_rank=max(0, rank - local_rank) // local_world_size,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            launcher=launcher,
+            master_addr=host,
+            master_port=_number(environ, "MASTER_PORT", default=port_of_job(job_of(environ, launcher))),
+        ),
+        names,
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Place:
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    job = environ.get("SLURM_JOB_ID", "0")
+    rank, world_size = _number(environ, names[0]), _number(environ, names[1])
+    node = _number(environ, "SLURM_NODEID", default=0)
+    local_world_size = _tasks_on_node(environ.get(names[3], str(world_size)), node)
     return _checked(
         environ,
         Place(
             rank=rank,
             local_rank=_number(environ, names[2], default=rank % local_world_size),
-            node_rank=0 if launcher == "openmpi" else node,
+            node_rank=node,
             world_size=world_size,
             local_world_size=local_world_size,
-            launcher=launcher,
-            master_addr=environ.get("MASTER_ADDR", host),
-            master_port=_number(environ, "MASTER_PORT", default=port),
-            attempt=_number(environ, "SLURM_RESTART_COUNT", default=0) if launcher == "slurm" else 0,
+            launcher="slurm",
+            master_addr=environ.get("MASTER_ADDR", first_host(nodes)),
+            master_port=_number(environ, "MASTER_PORT", default=port_of_step(job, environ["SLURM_STEP_ID"])),
+            attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
         ),
         names,
     )

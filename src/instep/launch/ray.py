@@ -1,0 +1,322 @@
+"""Launch ranks on the workers of a Ray cluster, by Ray Train's TorchTrainer.
+
+Ray places the workers and restarts them; what a rank does, and what its errors mean, is ray_rank.py's
+([Note: Ranks under Ray]). The launching process reads what the ranks note in the run directory.
+
+Room: with ray_rank.py the only place that imports Ray; imported only when Ray is asked for.
+Ranks: none; this is the process that launches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from instep.core.errors import EXIT_ENVIRONMENT, EnvironmentFailed, FailureRecord, RanksFailed
+from instep.core.spec import TrainSpec
+from instep.core.stop import StopRequest
+from instep.launch.failures import failure_of_exception, order_failures
+from instep.launch.logs import LogPlan
+from instep.launch.processes import check_process_count
+from instep.launch.relay import Relay
+from instep.launch.scratch import Scratch
+
+_SETTINGS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a Task's relative paths are relative to where the command was given
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what ranks print goes to their own log files
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # how it will be by default; unset, Ray warns of that
+}
+for _name, _value in _SETTINGS.items():
+    os.environ.setdefault(_name, _value)
+
+import ray  # noqa: E402 - reads the settings
+import ray.exceptions  # noqa: E402
+import ray.train  # noqa: E402
+from ray.train.backend import Backend  # noqa: E402
+from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
+
+from instep.launch.ray_rank import RayJob, work  # noqa: E402
+
+_OBJECT_STORE_BYTES = 100 * 2**20
+"""Of a Ray of our own: nothing of size travels through it, and by default it takes a third of the memory."""
+_ANSWERS_WITHIN_S = 5.0
+_POLL_S = 0.1
+
+
+def launch_on_ray(
+    entry: Callable[..., Any],
+    args: tuple[Any, ...],
+    spec: TrainSpec,
+    logs: LogPlan,
+    run_dir: Path,
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    progress: Callable[[], int],
+) -> dict[int, Any]:
+    """Run `entry(place, attempt, stop, sees_run, *args)` on every rank; return the results by rank: plain values.
+
+    Raises RanksFailed, the first cause first; KeyboardInterrupt and EnvironmentFailed when no worker is left. SIGTERM
+    and SIGUSR1 ask all ranks to save and leave, by way of `stop`; the second one ends everything.
+    """
+    say = _speaker(None if spec.quiet else stderr)
+    logs = LogPlan(logs.directory.absolute(), logs.split)
+    logs.directory.mkdir(parents=True, exist_ok=True)
+    with _signals_restored(), _connected(spec, say), _scratch_in(run_dir) as scratch:
+        plan = plan_workers(ray.cluster_resources(), spec)
+        spec.check_world(plan.count)
+        say(plan.notice)
+        job = RayJob(entry, args, str(scratch.folder), str(run_dir), logs, os.getcwd(), spec.max_restarts)
+        with Relay(scratch, {"stdout": stdout, "stderr": stderr}) as relay, _stops_passed_on(scratch):
+            return _RayLaunch(job, plan, scratch, relay, say, progress).run()
+
+
+@dataclass(frozen=True)
+class WorkersPlan:
+    """How many workers Ray shall place, and what each of them takes."""
+
+    count: int
+    use_gpu: bool
+    notice: str
+
+
+def plan_workers(total: dict[str, float], spec: TrainSpec) -> WorkersPlan:
+    """Decide by what a cluster has in all. Pure."""
+    cores, gpus = int(total.get("CPU", 0)), int(total.get("GPU", 0))
+    count = check_process_count(spec.processes, max(1, cores), gpus)
+    kind, there = ("GPU", gpus) if gpus else ("CPU", cores)
+    notice = f"Ray places {count} workers, one {kind} each"
+    if count > there:
+        notice += f"; its cluster has {there} now, so it waits until more machines join. Ctrl-C ends it"
+    return WorkersPlan(count, bool(gpus), notice)
+
+
+class _NoGroup(Backend):
+    """Make no process group: the ranks make their own, [Note: Ranks under Ray]."""
+
+    share_cuda_visible_devices = True
+
+
+class _OurConfig(TorchConfig):
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _NoGroup
+
+
+@dataclass(frozen=True)
+class _RayLaunch:
+    job: RayJob
+    plan: WorkersPlan
+    scratch: Scratch
+    relay: Relay
+    say: Callable[[str], None]
+    progress: Callable[[], int]
+
+    def run(self) -> dict[int, Any]:
+        """Let Ray try; once more if it is out of restarts, but the run has come further with them."""
+        while True:
+            reached = self.progress()
+            try:
+                return self._fit()
+            except RanksFailed as failed:
+                useless = self.scratch.is_marked("given-up") or not self.job.max_restarts
+                if useless or self.progress() <= reached:
+                    raise
+                self.say(f"restart after {failed}")
+
+    def _fit(self) -> dict[int, Any]:
+        error: Exception | None = None
+        try:
+            # In this thread: one that waits for Ray elsewhere crashes the process when Ray is shut down.
+            with self._telling_of_restarts():
+                self._trainer().fit()
+        except SystemExit:  # how Ray ends after Ctrl-C, when it has ended the workers
+            raise KeyboardInterrupt from None
+        except Exception as failed:  # noqa: BLE001 - judged below, by what the ranks noted
+            error = failed
+        if error is not None or self.scratch.is_marked("given-up"):
+            raise self._blame(error) from None
+        attempt = self.scratch.count_attempts() - 1
+        return {rank: self.scratch.load_result(attempt, rank) for rank in range(self.plan.count)}
+
+    @contextlib.contextmanager
+    def _telling_of_restarts(self) -> Iterator[None]:
+        """Have a thread tell the person when Ray has started all ranks again."""
+        done, first = threading.Event(), self.scratch.count_attempts()
+
+        def tell() -> None:
+            told = first + 1
+            while not done.wait(_POLL_S):
+                if (now := self.scratch.count_attempts()) > told:
+                    told, causes = now, order_failures(self.scratch.load_failures(now - 2))
+                    self.say(f"restart {now - first - 1} of {self.job.max_restarts} after {_first(causes)}")
+
+        thread = threading.Thread(target=tell, name="instep-restarts", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _trainer(self) -> TorchTrainer:
+        return TorchTrainer(
+            work,
+            train_loop_config={"job": self.job},
+            torch_config=_OurConfig(),
+            scaling_config=ray.train.ScalingConfig(num_workers=self.plan.count, use_gpu=self.plan.use_gpu),
+            run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # its types are those of an older Ray
+                name="ray",
+                storage_path=str(self.scratch.folder),  # it stays empty: checkpoints are ours
+                failure_config=ray.train.FailureConfig(max_failures=self.job.max_restarts),
+                logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
+            ),
+        )
+
+    def _blame(self, error: BaseException | None) -> Exception:
+        """Make of Ray's error, and of what the ranks noted, what the person is told."""
+        noted = self.scratch.load_failures(max(0, self.scratch.count_attempts() - 1))
+        told = error.worker_failures if isinstance(error, ray.train.WorkerGroupError) else {}
+        known = {failure.rank for failure in noted}
+        noted += [self._unnoted(rank, each) for rank, each in told.items() if rank not in known]
+        if not noted:
+            return EnvironmentFailed(f"Ray could not run the workers: {error}")
+        failures = order_failures(noted)
+        for failure in failures:
+            self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
+        return RanksFailed(failures)
+
+    def _unnoted(self, rank: int, error: BaseException) -> FailureRecord:
+        log = str(self.job.logs.error_file(rank))
+        if not isinstance(error, ray.exceptions.RayError):
+            return failure_of_exception(error, rank, time.time_ns(), log)
+        summary = "ended without a word: killed (out of memory?), or its machine was lost"
+        return FailureRecord(rank=rank, time_ns=time.time_ns(), summary=summary, exit_code=EXIT_ENVIRONMENT, log=log)
+
+
+@contextlib.contextmanager
+def _connected(spec: TrainSpec, say: Callable[[str], None]) -> Iterator[None]:
+    """Be a driver of the cluster that is meant; end with it everything that Ray runs for us."""
+    if not ray.is_initialized():  # a notebook may have a Ray already
+        _connect(spec, say)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(spec: TrainSpec, say: Callable[[str], None]) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if not spec.address:
+        say("Ray starts on this machine, for this run alone")
+        cores = len(os.sched_getaffinity(0))
+        wanted = spec.processes if isinstance(spec.processes, int) else 1
+        room = {"num_cpus": max(cores, wanted), "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+        quiet |= {"address": "local", **room}
+    else:
+        say(f"joining the Ray cluster at {spec.address}")
+        if spec.address != "auto":
+            _refuse_silence(spec.address)
+        quiet |= {"address": spec.address}
+    try:
+        ray.init(**quiet)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        text = " ".join(str(error).split())[:400].rstrip(".")
+        where = f"the Ray cluster at {spec.address} cannot be joined" if spec.address else "Ray cannot be started here"
+        raise EnvironmentFailed(
+            f"{where}: {text}. `ray status` on this machine says whether a cluster is up; `ray start` makes it a part "
+            "of one; without --address a Ray is started for this run alone."
+        ) from error
+
+
+def _refuse_silence(address: str) -> None:
+    """Ask at an address before Ray does, which would wait for half a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
+    except (OSError, ValueError) as error:
+        raise EnvironmentFailed(
+            f"nobody answers at {address} ({error}), so there is no Ray cluster to join. Is it up, and is this the "
+            "HOST:PORT that `ray start --head` printed? --address auto finds the one that this machine is part of."
+        ) from error
+
+
+@contextlib.contextmanager
+def _scratch_in(run_dir: Path) -> Iterator[Scratch]:
+    """Make the folder for one launch where all machines see it."""
+    for left in run_dir.glob(".ray-*"):  # by a launching process that was killed; the run's lock is ours now
+        shutil.rmtree(left, ignore_errors=True)
+    scratch = Scratch(Path(tempfile.mkdtemp(prefix=".ray-", dir=run_dir)))
+    try:
+        (scratch.folder / "logs").mkdir()
+        yield scratch
+    finally:
+        shutil.rmtree(scratch.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _stops_passed_on(scratch: Scratch) -> Iterator[None]:
+    """Have the first SIGTERM or SIGUSR1 ask all ranks to save and leave, the second end them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    request = StopRequest()
+    ended_by: list[str] = []
+
+    def on_signal(number: int, _frame: types.FrameType | None) -> None:
+        if request.ask():
+            ended_by.append(signal.Signals(number).name)
+            raise KeyboardInterrupt  # the only error that comes through while Ray is waited for
+        scratch.mark("asked")
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not ended_by:
+            raise
+        raise EnvironmentFailed(f"ended by a second {ended_by[0]}, before the run was saved.") from None
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Give the signals that Ray and we take over back to whoever had them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _speaker(stderr: TextIO | None) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if stderr is not None:
+            stderr.write(text + "\n")
+            stderr.flush()
+
+    return say
+
+
+def _first(failures: list[FailureRecord]) -> str:
+    return failures[0].line if failures else "a worker was lost without a word"
