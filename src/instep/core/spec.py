@@ -223,6 +223,11 @@ class TrainSpec(LaunchSpec):
     )
     run_dir: str | None = option(None, "where this run lives; an unfinished run there is continued", "--run-dir")
     fresh: bool = option(False, "start over: an earlier run in --run-dir is moved aside", "--fresh")
+    preempted_exit: int = option(
+        0,
+        "the exit code when asked to stop and saved, for schedulers that take 0 for done (143: ended by SIGTERM)",
+        "--preempted-exit",
+    )
     json: bool = option(False, "print the Result as one line of JSON, all else to standard error", "--json")
     quiet: bool = option(False, "no progress display", "--quiet")
 
@@ -239,6 +244,8 @@ class TrainSpec(LaunchSpec):
         if self.epochs is not None and self.steps is not None:
             raise SpecError(f"epochs={self.epochs} and steps={self.steps} both say when to end. Give one of them.")
         _check_at_least("check_every", self.check_every, 0)
+        if self.preempted_exit not in range(256):
+            raise SpecError(f"preempted_exit={self.preempted_exit} is no exit code. Use 0 to 255.")
         if self.data_workers is not None:
             _check_at_least("data_workers", self.data_workers, 0)
         if self.clip_norm is not None and not self.clip_norm > 0:
