@@ -154,6 +154,10 @@ def _root(
 def train(task: str, values: list[str] | None, **options: Any) -> None:
     """Load the Task, then conduct its training."""
     spec = make_spec(TrainSpec, options)
+    if spec.hosts:
+        from instep.cli.hosts import train_on_hosts
+
+        leave(train_on_hosts(task, values or [], spec))
     from instep.cli.conduct import conduct
 
     made, path = _find_task(task, values)
@@ -178,9 +182,14 @@ def _find_task(task: str, values: list[str] | None) -> tuple[Any, Path]:
 @guarded
 def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | None, **options: Any) -> None:
     """Launch a script that knows nothing of instep."""
+    spec = make_spec(LaunchSpec, options)
+    if spec.hosts:
+        from instep.cli.hosts import run_on_hosts
+
+        leave(run_on_hosts(script, arguments or [], module, log_dir, spec))
     from instep.cli.scripts import run_scripts
 
-    run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, make_spec(LaunchSpec, options))
+    run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, spec)
 
 
 @app.command(help="Train a few steps at each number of processes, with a kill and a resume: is the answer the same?")

@@ -33,7 +33,10 @@ HELP = """Write the manifests that train a Task on Kubernetes: a TrainJob, a PyT
 TASK.py is the path inside the image (/workspace/digits.py). With --task-from-here it is a file here, which travels with
 the job: for a first try, where the image has instep and what the file imports.
 """
-_OURS = ("nnodes", "node_rank", "local_addr", "run_dir", "fresh", "json", "quiet", "preempted_exit")
+_OURS = {
+    *("nnodes", "node_rank", "local_addr", "hosts", "ssh", "allow_differences"),
+    *("run_dir", "fresh", "json", "quiet", "preempted_exit"),
+}
 """What the manifests decide, or what is asked for in another way here."""
 
 

@@ -58,12 +58,34 @@ class LaunchSpec:
         "--hang-after",
     )
 
+    hosts: str = option("", "start an agent on each of these machines over ssh", "--hosts", metavar="A,B")
+    ssh: str = option("ssh", "with --hosts: the ssh command, with its options", "--ssh")
+    allow_differences: bool = option(
+        False, "with --hosts: start although code or versions differ between the machines", "--allow-differences"
+    )
+
     def __post_init__(self) -> None:
         _check_processes(self.processes)
         _check_at_least("max_restarts", self.max_restarts, 0)
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
             raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
         _ = self.hang_after_s
+        if not self.hosts and (self.allow_differences or self.ssh != "ssh"):
+            raise SpecError("--ssh and --allow-differences are for --hosts, which is not given. Leave them out.")
+
+    def words(self) -> list[str]:
+        """Write the spec as options of a command line; what is as by default is left out."""
+        found = []
+        for field in dataclasses.fields(self):
+            value, flags = getattr(self, field.name), field.metadata["flags"]
+            if value == field.default:
+                continue
+            if isinstance(value, bool):
+                on, _, off = flags[-1].partition("/")
+                found.append(on if value else off)
+            else:
+                found += [flags[-1], str(value)]
+        return found
 
     @property
     def min_nodes(self) -> int:
@@ -381,20 +403,6 @@ class TrainSpec(LaunchSpec):
         # Compiled code rounds otherwise, which only exact mode minds.
         compiled = True if self.exact and self.compile else None
         return found | {"shards": self.num_shards or None, "threads": self.num_threads, "compile": compiled}
-
-    def words(self) -> list[str]:
-        """Write the spec as options of a command line; what is as by default is left out."""
-        found = []
-        for field in dataclasses.fields(self):
-            value, flags = getattr(self, field.name), field.metadata["flags"]
-            if value == field.default:
-                continue
-            if isinstance(value, bool):
-                on, _, off = flags[-1].partition("/")
-                found.append(on if value else off)
-            else:
-                found += [flags[-1], str(value)]
-        return found
 
     def resolved_epochs(self) -> int | None:
         """How many epochs to train; None when `steps` says when to end."""
