@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT, TESTS, is_alive, pids_of, result_of, run, start, steps_in, wait_for
+from instep.cli.app import app
 from instep.cli.hosts import judge
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
@@ -169,8 +170,11 @@ class TestBefore:
             (("--hosts", "a,b", "--ssh", "'"), "cannot be read"),
         ],
     )
-    def test_input(self, words: tuple[str, ...], part: str) -> None:
-        self.refused(run("instep", "train", DIGITS, *words), 2, part)
+    def test_input(self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], part: str) -> None:
+        with pytest.raises(SystemExit) as end:
+            app(args=["train", DIGITS, *words])
+        assert end.value.code == 2
+        assert part in capsys.readouterr().err
 
 
 class TestScripts:

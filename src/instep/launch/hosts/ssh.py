@@ -25,7 +25,7 @@ from instep.launch.hosts.plan import SSH_FAILED, address_of, exit_code_of, remot
 
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 _POLL_S = 0.05
-_FOLLOW_S = 10.0
+_FOLLOW_S = 5.0
 """How long the other hosts' agents may take to end by themselves after one has failed."""
 _LAST_S = 30.0
 """How long an agent that was told to end is waited for."""
