@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -191,6 +192,36 @@ class TestScripts:
         assert "rank 0 of 2 a b" in done.stdout
         assert "failed first, with exit code 1" in done.stderr
         wait_for(lambda: not remote_processes(hosts), timeout_s=20)
+
+
+class TestGuard:
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        guard = subprocess.Popen(
+            [sys.executable, "-m", "instep.launch.hosts.guard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        guard.stdin.write(json.dumps(command) + "\n")
+        guard.stdin.flush()
+        return guard
+
+    @pytest.mark.parametrize("end", ["killed", "terminated", "let go"])
+    def test_the_agent_ends_with_it(self, end: str) -> None:
+        with self.start("sh", "-c", "echo $$; exec sleep 100") as guard:
+            agent = int(guard.stdout.readline())
+            assert is_alive(agent)
+            {"killed": guard.kill, "terminated": guard.terminate, "let go": guard.stdin.close}[end]()
+            wait_for(lambda: not is_alive(agent), timeout_s=5)
+
+    def test_signals_and_the_exit_code(self) -> None:
+        script = "trap 'echo told; exit 7' USR1; echo ready; while :; do sleep 0.05; done"
+        with self.start("sh", "-c", script) as guard:
+            assert guard.stdout.readline() == "ready\n"
+            guard.stdin.write("\nSIGUSR1\n")
+            guard.stdin.flush()
+            assert guard.stdout.readline() == "told\n"
+            assert guard.wait(10) == 7
 
 
 HERE = Survey(instep="0.1.0", code="c1", python="3.11.2", torch="2.13.0+cpu", numpy="2.4.6", file="f1", port=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -59,6 +60,7 @@ def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], 
     check_ssh(ssh)
     addresses = find_addresses(ssh, hosts)
     check_addresses(addresses)
+    agent_specs(spec, addresses, 0, "")  # what contradicts itself is said before anybody is asked
     if not quiet:
         _say(f"looking at {', '.join(hosts)} …")
     found = look_at_hosts(ssh, hosts, file, folder)
@@ -98,7 +100,7 @@ _LOCK = threading.Lock()
 
 def _show(host: str, stream: str, text: str) -> None:
     """Write a line of a host, with its name before it."""
-    with _LOCK:
+    with _LOCK, contextlib.suppress(OSError):  # a reader that has gone (| head) ends nothing
         print(f"[{host}] {text}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
 
 

@@ -10,6 +10,7 @@ Room: processes and pipes. No torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -22,6 +23,7 @@ from typing import BinaryIO
 
 from instep.core.errors import EXIT_ENVIRONMENT
 
+_PR_SET_PDEATHSIG = 1
 BEAT_S = 5.0
 """How often the other side gives a sign of life."""
 SILENCE_S = 60.0
@@ -35,7 +37,12 @@ class Guard:
     def __init__(self, command: list[str]) -> None:
         # A session of its own: what ends this connection's processes shall not end it before it has saved.
         self.agent = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # no thread has been started yet
         )
         assert self.agent.stdout is not None
         assert self.agent.stderr is not None
@@ -46,6 +53,14 @@ class Guard:
 
     def run(self) -> int:
         """Stay until the agent has ended; give its exit code."""
+        try:
+            self._watch()
+        finally:  # also where this process is told to end
+            self._end()
+        return self._settle()
+
+    def _watch(self) -> None:
+        """Pass signals on, until the agent has ended or nobody asks for it any more."""
         ended = os.pidfd_open(self.agent.pid)
         rest = b""
         while not select.select([ended], [], [], 0)[0]:
@@ -56,19 +71,17 @@ class Guard:
                 for line in filter(None, lines):
                     self._send(signal.Signals[line.decode()])
             if not ready or (0 in ready and not data):
-                self._end()
                 break
         os.close(ended)
-        return self._settle()
 
     def _end(self) -> None:
         """Have the agent leave: it is asked, asked for good, and then killed."""
-        for patience_s in _LEAVE_S:
+        for patience_s in _LEAVE_S if self.agent.poll() is None else ():
             self._send(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.agent.wait(patience_s)
                 return
-        with contextlib.suppress(ProcessLookupError):
+        if self.agent.poll() is None:
             os.killpg(self.agent.pid, signal.SIGKILL)
 
     def _settle(self) -> int:
@@ -87,6 +100,11 @@ class Guard:
             self.agent.send_signal(number)
 
 
+def _end_with_parent() -> None:
+    """Have the kernel ask this process to end when its parent does, by a SIGKILL for instance."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
 def _copy(source: BinaryIO, target: int) -> None:
     """Pass output on; when nobody reads it any more, read on, so that the agent can finish what it does."""
     while data := os.read(source.fileno(), 1 << 16):
@@ -101,6 +119,7 @@ def main() -> None:
     """Guard the agent that the first line names."""
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # a lost connection is seen at the end of input
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_ENVIRONMENT))
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)  # no more than the line: what follows is read as it comes

@@ -101,7 +101,8 @@ class Fleet:
 
     def run(self) -> list[tuple[str, int]]:
         """Stay until all have ended; give (host, exit code) in that order."""
-        before = {number: signal.signal(number, self._note) for number in _PASSED_ON}
+        ignored = {number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN}  # by nohup
+        before = {number: signal.signal(number, self._note) for number in _PASSED_ON if number not in ignored}
         try:
             beat_at = 0.0
             while alive := [host for host in self._hosts if host.code is None]:
