@@ -97,6 +97,15 @@ def test_new_directories_get_new_names(tmp_path: Path) -> None:
     assert all(name.startswith("digits-") for name in names)
 
 
+def test_another_machine_is_just_writing_the_spec(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".spec.json.other-machine.17").write_text("{")
+    assert RunDirectory.open(tmp_path, job="the job a at b").path == tmp_path
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match=r"holds no spec\.json"):
+        RunDirectory.open(tmp_path, job="the job a at b")
+
+
 def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
     train(tmp_path / "run", save_every="4")

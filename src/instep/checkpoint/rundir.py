@@ -60,7 +60,7 @@ class RunDirectory:
         """Take a directory that the user names: a new one, or that of a run to continue; `job` as for `lock`."""
         if path.exists() and not path.is_dir():
             raise CheckpointError(f"{path} is a file, and a run needs a directory. Give another --run-dir.")
-        if path.exists() and {entry.name for entry in path.iterdir()} - _BEFORE_SPEC:
+        if path.exists() and _found(path) - _BEFORE_SPEC:
             if not (path / SPEC).exists():
                 raise CheckpointError(
                     f"{path} is not empty and holds no {SPEC}, so it is not a run's directory. Give another --run-dir."
@@ -232,6 +232,11 @@ class RunDirectory:
             with contextlib.suppress(CheckpointError):  # a damaged one is nobody's best
                 found[name] = read_manifest(self.checkpoints / name).scores
         return found
+
+
+def _found(path: Path) -> set[str]:
+    """Name what is in a directory, but for a spec that another machine of the job is just writing."""
+    return {entry.name for entry in path.iterdir() if not entry.name.startswith(f".{SPEC}.")}
 
 
 def _locked(file: IO[bytes], how: int) -> bool:

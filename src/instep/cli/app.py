@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from instep.cli import submit_slurm
+from instep.cli import submit_kubernetes, submit_slurm
 from instep.cli.options import make_spec, with_options
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
@@ -154,10 +154,15 @@ def _root(
 def train(task: str, values: list[str] | None, **options: Any) -> None:
     """Load the Task, then conduct its training."""
     spec = make_spec(TrainSpec, options)
+    if spec.hosts:
+        from instep.cli.hosts import train_on_hosts
+
+        leave(train_on_hosts(task, values or [], spec))
     from instep.cli.conduct import conduct
 
     made, path = _find_task(task, values)
-    conduct(made, spec, path, supervised=True)
+    result = conduct(made, spec, path, supervised=True)
+    leave(spec.preempted_exit if result.status == "preempted" else EXIT_DONE)
 
 
 def _find_task(task: str, values: list[str] | None) -> tuple[Any, Path]:
@@ -177,9 +182,14 @@ def _find_task(task: str, values: list[str] | None) -> tuple[Any, Path]:
 @guarded
 def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | None, **options: Any) -> None:
     """Launch a script that knows nothing of instep."""
+    spec = make_spec(LaunchSpec, options)
+    if spec.hosts:
+        from instep.cli.hosts import run_on_hosts
+
+        leave(run_on_hosts(script, arguments or [], module, log_dir, spec))
     from instep.cli.scripts import run_scripts
 
-    run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, make_spec(LaunchSpec, options))
+    run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, spec)
 
 
 @app.command(help="Train a few steps at each number of processes, with a kill and a resume: is the answer the same?")
@@ -210,6 +220,18 @@ def verify(
     if chaos:
         leave(disturb_task(made, path, values or [], spec, sizes, 100 if faults is None else faults))
     leave(verify_task(made, path, spec, sizes))
+
+
+submit = typer.Typer(help="Write the job of a cluster, and submit it.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(submit, name="submit")
+
+
+@submit.command("kubernetes", help=submit_kubernetes.HELP)
+@with_options(TrainSpec, TASK, VALUES, *submit_kubernetes.PARAMETERS, only=submit_kubernetes.takes)
+@guarded
+def kubernetes(task: str, values: list[str] | None, **options: Any) -> None:
+    """Write, and submit, manifests."""
+    submit_kubernetes.submit(task, values or [], options)
 
 
 @app.command(help="Say what this machine can do, and what is wrong with it.")
@@ -323,7 +345,8 @@ def main(task: type, argv: list[str] | None = None) -> None:
         from instep.train.source import make_task
 
         file = Path(inspect.getfile(task)) if task.__module__ == "__main__" else None
-        conduct(make_task(task, values or []), spec, file)
+        result = conduct(make_task(task, values or []), spec, file)
+        leave(spec.preempted_exit if result.status == "preempted" else EXIT_DONE)
 
     one(args=argv)
 

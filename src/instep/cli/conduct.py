@@ -46,6 +46,8 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     `file` is where the Task can be loaded from; without one it travels by value. `supervised` asks for
     worker processes also where one would do.
     """
+    if spec.hosts:
+        raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
     place = place_here()
     spec = resolve_precision(spec, place.device)
     if spec.on == "ray":

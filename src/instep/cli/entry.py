@@ -14,7 +14,8 @@ LAUNCHING = ("train", "run", "doctor")
 
 def main() -> None:
     """Run the command line."""
-    if len(sys.argv) > 1 and sys.argv[1] in LAUNCHING and not {"--help", "-h"} & set(sys.argv):
+    words = {word.partition("=")[0] for word in sys.argv}
+    if len(sys.argv) > 1 and sys.argv[1] in LAUNCHING and not {"--help", "-h", "--hosts"} & words:
         from instep.launch.preload import start_preload
 
         with contextlib.suppress(OSError):  # launching tries again, where the person can be told

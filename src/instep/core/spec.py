@@ -58,12 +58,34 @@ class LaunchSpec:
         "--hang-after",
     )
 
+    hosts: str = option("", "start an agent on each of these machines over ssh", "--hosts", metavar="A,B")
+    ssh: str = option("ssh", "with --hosts: the ssh command, with its options", "--ssh")
+    allow_differences: bool = option(
+        False, "with --hosts: start although code or versions differ between the machines", "--allow-differences"
+    )
+
     def __post_init__(self) -> None:
         _check_processes(self.processes)
         _check_at_least("max_restarts", self.max_restarts, 0)
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
             raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
         _ = self.hang_after_s
+        if not self.hosts and (self.allow_differences or self.ssh != "ssh"):
+            raise SpecError("--ssh and --allow-differences are for --hosts, which is not given. Leave them out.")
+
+    def words(self) -> list[str]:
+        """Write the spec as options of a command line; what is as by default is left out."""
+        found = []
+        for field in dataclasses.fields(self):
+            value, flags = getattr(self, field.name), field.metadata["flags"]
+            if value == field.default:
+                continue
+            if isinstance(value, bool):
+                on, _, off = flags[-1].partition("/")
+                found.append(on if value else off)
+            else:
+                found += [flags[-1], str(value)]
+        return found
 
     @property
     def min_nodes(self) -> int:
@@ -231,6 +253,11 @@ class TrainSpec(LaunchSpec):
     )
     run_dir: str | None = option(None, "where this run lives; an unfinished run there is continued", "--run-dir")
     fresh: bool = option(False, "start over: an earlier run in --run-dir is moved aside", "--fresh")
+    preempted_exit: int = option(
+        0,
+        "the exit code when asked to stop and saved, for schedulers that take 0 for done (143: ended by SIGTERM)",
+        "--preempted-exit",
+    )
     json: bool = option(False, "print the Result as one line of JSON, all else to standard error", "--json")
     quiet: bool = option(False, "no progress display", "--quiet")
 
@@ -248,6 +275,8 @@ class TrainSpec(LaunchSpec):
         if self.epochs is not None and self.steps is not None:
             raise SpecError(f"epochs={self.epochs} and steps={self.steps} both say when to end. Give one of them.")
         _check_at_least("check_every", self.check_every, 0)
+        if self.preempted_exit not in range(256):
+            raise SpecError(f"preempted_exit={self.preempted_exit} is no exit code. Use 0 to 255.")
         if self.data_workers is not None:
             _check_at_least("data_workers", self.data_workers, 0)
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -402,20 +431,6 @@ class TrainSpec(LaunchSpec):
         # Compiled code rounds otherwise, which only exact mode minds.
         compiled = True if self.exact and self.compile else None
         return found | {"shards": self.num_shards or None, "threads": self.num_threads, "compile": compiled}
-
-    def words(self) -> list[str]:
-        """Write the spec as options of a command line; what is as by default is left out."""
-        found = []
-        for field in dataclasses.fields(self):
-            value, flags = getattr(self, field.name), field.metadata["flags"]
-            if value == field.default:
-                continue
-            if isinstance(value, bool):
-                on, _, off = flags[-1].partition("/")
-                found.append(on if value else off)
-            else:
-                found += [flags[-1], str(value)]
-        return found
 
     def resolved_epochs(self) -> int | None:
         """How many epochs to train; None when `steps` says when to end."""

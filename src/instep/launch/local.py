@@ -34,6 +34,7 @@ from instep.launch.board import Board, BoardPlan
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
+from instep.launch.own_name import claim_own_name
 from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
@@ -67,7 +68,7 @@ def launch(
     far a run has come, for good; restarts that bring it further are not counted.
     """
     count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
-    rendezvous = plan_rendezvous(spec)
+    rendezvous = claim_own_name(plan_rendezvous(spec))
     start_preload()
     logs.directory.mkdir(parents=True, exist_ok=True)
     logs = dataclasses.replace(logs, directory=logs.directory.absolute())

@@ -1,0 +1,120 @@
+"""`--hosts a,b`: the same command as one agent on each of several machines, over ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from instep.core.errors import EXIT_DONE, EnvironmentFailed, SpecError
+from instep.core.spec import LaunchSpec, TrainSpec
+from instep.launch.hosts.look import look_at_hosts
+from instep.launch.hosts.plan import (
+    S,
+    Survey,
+    agent_specs,
+    check_addresses,
+    compare,
+    first_failure,
+    parse_hosts,
+    parse_ssh,
+)
+from instep.launch.hosts.ssh import Fleet, Write, check_ssh, find_addresses
+from instep.launch.hosts.survey import survey
+
+
+def train_on_hosts(task: str, values: Sequence[str], spec: TrainSpec) -> int:
+    """Train a Task on several machines; give the exit code."""
+    file, _, class_name = task.partition(":")
+    _check_file(file)
+    if spec.run_dir is None:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        spec = dataclasses.replace(spec, run_dir=f"runs/{(class_name or Path(file).stem).lower()}-{stamp}")
+    assert spec.run_dir is not None
+    folder = str(Path(spec.run_dir).absolute().parent)
+    result: list[str] = []
+    write = _collecting(result) if spec.json else _show
+    code = _on_hosts(spec, file, folder, lambda own: ["train", task, *values, *own.words()], write, spec.quiet)
+    if code == EXIT_DONE and spec.json:
+        print(result[-1], flush=True)
+    return code
+
+
+def run_on_hosts(script: str, arguments: Sequence[str], as_module: bool, log_dir: str | None, spec: LaunchSpec) -> int:
+    """Run a script on several machines; give the exit code."""
+    if as_module:
+        raise SpecError("--hosts compares the script's file on all machines, and -m names none. Give the file.")
+    _check_file(script)
+    logs = ["--log-dir", log_dir] if log_dir else []
+    return _on_hosts(spec, script, "", lambda own: ["run", *own.words(), *logs, script, *arguments], _show, False)
+
+
+def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], write: Write, quiet: bool) -> int:
+    hosts, ssh = parse_hosts(spec.hosts), parse_ssh(spec.ssh)
+    check_ssh(ssh)
+    addresses = find_addresses(ssh, hosts)
+    check_addresses(addresses)
+    agent_specs(spec, addresses, 0, "")  # what contradicts itself is said before anybody is asked
+    if not quiet:
+        _say(f"looking at {', '.join(hosts)} …")
+    found = look_at_hosts(ssh, hosts, file, folder)
+    judge(survey(file), found, file, spec.allow_differences)
+    specs = agent_specs(spec, addresses, found[hosts[0]].port, f"instep-{uuid.uuid4().hex[:12]}")
+    start = [sys.executable, "-P", "-m", "instep.cli.entry"]
+    commands = {host: [*start, *words(own)] for host, own in specs.items()}
+    least = next(iter(specs.values())).min_nodes
+    ends = Fleet(ssh, commands, least, write).run()
+    failure = first_failure(ends)
+    if failure is None or (spec.max_nodes > spec.min_nodes and sum(code == 0 for _, code in ends) >= least):
+        return EXIT_DONE
+    _say(f"{failure[0]} failed first, with exit code {failure[1]}.")
+    return failure[1]
+
+
+def judge(here: Survey, found: dict[str, Survey], file: str, allowed: bool) -> None:
+    """Say what differs; refuse what would make another program of it."""
+    differences = [each for host, there in found.items() for each in compare(here, there, host, file)]
+    fatal = [each for each in differences if each.fatal]
+    missing = [host for host, there in found.items() if not there.file]
+    if fatal and (not allowed or missing):
+        lines = [each.text for each in [*fatal, *(each for each in differences if not each.fatal)]]
+        advice = "" if missing else ", or give --allow-differences"
+        raise EnvironmentFailed("\n".join([*lines, f"Nothing was started. Make the hosts the same{advice}."]))
+    for each in differences:
+        _say(f"warning: {each.text}")
+
+
+def _check_file(file: str) -> None:
+    if not Path(file).is_file():
+        raise SpecError(f"{file} is not a file. Give a path that is the same on all hosts, from {os.getcwd()} on.")
+
+
+_LOCK = threading.Lock()
+
+
+def _show(host: str, stream: str, text: str) -> None:
+    """Write a line of a host, with its name before it."""
+    with _LOCK, contextlib.suppress(OSError):  # a reader that has gone (| head) ends nothing
+        print(f"[{host}] {text}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+
+
+def _collecting(result: list[str]) -> Write:
+    """Show all but what is the answer: every agent gives the same one, and one of them is enough."""
+
+    def write(host: str, stream: str, text: str) -> None:
+        if stream == "stdout" and text.startswith("{"):
+            result.append(text)
+        else:
+            _show(host, "stderr", text)
+
+    return write
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

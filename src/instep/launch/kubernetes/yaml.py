@@ -1,0 +1,121 @@
+"""Write plain values as YAML that a person reads: block style, comments, text as text. Pure.
+
+Writing is all that is needed here, for mappings, lists, texts, numbers and booleans of our own making, and comments
+are the reason to do it by hand: libraries that write YAML leave them out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_PLAIN = re.compile(r"(?:--)?[A-Za-z_/][\w./=-]*(?::[\w./-]+)*", re.ASCII)
+"""Words that mean themselves wherever they stand."""
+_NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan"}
+_UNPRINTABLE = re.compile("[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A value with a comment above it."""
+
+    comment: str
+    value: Any
+
+
+def to_yaml(documents: Sequence[Mapping[str, Any]], title: str = "") -> str:
+    """Write documents one after the other, under a comment that says what they are."""
+    head = "".join(f"# {line}".rstrip() + "\n" for line in title.splitlines())
+    return head + "---\n".join("\n".join(_mapping(document, 0)) + "\n" for document in documents)
+
+
+def _mapping(value: Mapping[str, Any], depth: int) -> Iterator[str]:
+    for key, item in value.items():
+        yield from _comment(item, depth)
+        yield from _entry(f"{_scalar(key)}:", _bare(item), depth)
+
+
+def _entry(name: str, item: Any, depth: int) -> Iterator[str]:
+    space = "  " * depth
+    if isinstance(item, Mapping) and item:
+        yield f"{space}{name}"
+        yield from _mapping(item, depth + 1)
+    elif _is_list(item) and item:
+        if all(isinstance(each, int | float) for each in item):
+            yield f"{space}{name} {json.dumps(list(item))}"
+            return
+        yield f"{space}{name}"
+        yield from _list(item, depth)
+    elif isinstance(item, str) and _is_literal(item):
+        yield f"{space}{name} |{'2' if item[0] in ' ' else ''}{'' if item.endswith(chr(10)) else '-'}"
+        yield from (f"{space}  {line}".rstrip("\r") if line else "" for line in item.removesuffix("\n").split("\n"))
+    else:
+        yield f"{space}{name} {_scalar(item)}"
+
+
+def _list(value: Sequence[Any], depth: int) -> Iterator[str]:
+    """Write a list at the depth of its name: the dashes set it off."""
+    space = "  " * depth
+    for item in value:
+        yield from _comment(item, depth)
+        item = _bare(item)
+        if isinstance(item, Mapping) and item:
+            lines = list(_mapping(item, depth + 1))
+            start = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
+            yield from (line[2:] for line in lines[:start])  # a comment goes above the dash
+            yield f"{space}- {lines[start].lstrip()}"
+            yield from lines[start + 1 :]
+        else:
+            yield f"{space}- {_scalar(item)}"
+
+
+def _bare(item: Any) -> Any:
+    return item.value if isinstance(item, Noted) else item
+
+
+def _comment(item: Any, depth: int) -> Iterator[str]:
+    if isinstance(item, Noted):
+        yield from (f"{'  ' * depth}# {line}" for line in item.comment.splitlines())
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, Sequence) and not isinstance(item, str)
+
+
+def _is_literal(text: str) -> bool:
+    """Tell whether a text of several lines may stand as it is."""
+    return (
+        "\n" in text
+        and text.strip() != ""
+        and text[0] not in "\n\t"
+        and not text.endswith("\n\n")
+        and not _UNPRINTABLE.search(text)
+        and "\x85" not in text
+        and "\u2028" not in text
+        and "\u2029" not in text
+    )
+
+
+def _scalar(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT else _quoted(value)
+    if isinstance(value, Mapping) or _is_list(value):
+        assert not value
+        return "{}" if isinstance(value, Mapping) else "[]"
+    raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+def _quoted(text: str) -> str:
+    """Quote a text as JSON does, which is YAML too; but unprintable characters as YAML wants them."""
+    special = {"\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
+    return "".join(special.get(c, c) for c in _UNPRINTABLE.sub(_escaped, json.dumps(text, ensure_ascii=False)))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
