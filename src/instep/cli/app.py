@@ -222,18 +222,6 @@ def verify(
     leave(verify_task(made, path, spec, sizes))
 
 
-submit = typer.Typer(help="Write the job of a cluster, and submit it.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(submit, name="submit")
-
-
-@submit.command("kubernetes", help=submit_kubernetes.HELP)
-@with_options(TrainSpec, TASK, VALUES, *submit_kubernetes.PARAMETERS, only=submit_kubernetes.takes)
-@guarded
-def kubernetes(task: str, values: list[str] | None, **options: Any) -> None:
-    """Write, and submit, manifests."""
-    submit_kubernetes.submit(task, values or [], options)
-
-
 @app.command(help="Say what this machine can do, and what is wrong with it.")
 @guarded
 def doctor(
@@ -268,6 +256,14 @@ def submit_to_slurm(context: typer.Context, task: str, values: list[str] | None,
     spec = make_spec(TrainSpec, options)
     made, _ = _find_task(task, values)
     leave(submit_slurm.submit_task(made, task, values or [], spec, asked, submit_slurm.after_dashes(context)))
+
+
+@submit.command("kubernetes", help=submit_kubernetes.HELP)
+@with_options(TrainSpec, TASK, VALUES, *submit_kubernetes.PARAMETERS, only=submit_kubernetes.takes)
+@guarded
+def submit_to_kubernetes(task: str, values: list[str] | None, **options: Any) -> None:
+    """Write manifests, and hand them to a cluster."""
+    submit_kubernetes.submit(task, values or [], options)
 
 
 @app.command(help="List your SLURM jobs that instep submitted, and how far they are.")
