@@ -27,7 +27,9 @@ def plan(spec: TrainSpec, *values: str, **asked: Any) -> Any:
 
 def test_dry_run(tmp_path: Path) -> None:
     words = [TASK, "pause_s=0.5", "--nodes", "2", "-n", "3", "--exact", "--fresh", "--run-dir", str(tmp_path / "run")]
-    done = run("instep", "submit", "slurm", *words, "--dry-run", "--json", "--", "--mem", "1G", env={"PATH": str(tmp_path)})
+    done = run(
+        "instep", "submit", "slurm", *words, "--dry-run", "--json", "--", "--mem", "1G", env={"PATH": str(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told == {"job_id": None, "run_dir": str(tmp_path / "run"), "script": str(tmp_path / "run" / "submit.sh")}
