@@ -16,7 +16,7 @@ from instep.launch.slurm import client
 from instep.launch.slurm.client import JobRecord
 
 _POLL_S = 0.5
-_SAY_EVERY_S = 5.0
+_SAY_EVERY_S = 2.0
 
 
 def show_jobs(with_ended: bool, as_json: bool) -> int:
@@ -58,7 +58,7 @@ def cancel_jobs(jobs: list[str], as_json: bool) -> int:
     if there:
         client.cancel(jobs)
     begun = said = time.monotonic()
-    while left := client.still_there(jobs) if there else []:
+    while left := client.left_of(there):
         if time.monotonic() - said >= _SAY_EVERY_S:
             said = time.monotonic()
             states = ", ".join(f"{job.id} {job.state.lower()}" for job in left)

@@ -19,6 +19,18 @@ _ANSWER_S = 90.0
 _NOT_THE_PERSON = ("contact", "configuration", "timed out", "refused", "authentication", "munge", "cannot stat file")
 """Words by which SLURM says that it is not itself well."""
 
+_ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
@@ -34,10 +46,7 @@ class JobRecord:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.state not in _GOES_ON
-
-
-_GOES_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
+        return self.state in _ENDED
 
 
 def submit(script: Path) -> str:
@@ -72,6 +81,11 @@ def exit_code_of(job: str) -> int | None:
 def still_there(jobs: Sequence[str]) -> list[JobRecord]:
     """Tell which of some jobs have not ended yet; raises where one is unknown."""
     return [job for name in jobs for job in _queue(f"--jobs={name}")]
+
+
+def left_of(jobs: Sequence[JobRecord]) -> list[JobRecord]:
+    """Tell which jobs that were there have not ended yet; SLURM may have forgotten those that have."""
+    return [found for job in jobs if (found := find_job(job.id)) is not None and not found.has_ended]
 
 
 def cancel(jobs: Sequence[str]) -> None:

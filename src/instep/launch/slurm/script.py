@@ -133,7 +133,8 @@ exit "$status\""""
 {complete}
 [[ $asked == yes ]] || exit "$status"
 
-if [[ $(newest) == "$before" ]]; then # another time would bring it no further either
+# Ranks that left well have saved. Where they did not, and nothing is new, another time would bring it no further.
+if [[ $status -ne 0 && $(newest) == "$before" ]]; then
     echo "This job's time was up before it had made and saved a step. Submit it with more --time." >&2
     exit 3
 fi
