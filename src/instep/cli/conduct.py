@@ -24,6 +24,7 @@ from instep.launch.processes import check_process_count
 from instep.monitor.progress import duration, metrics_text
 from instep.monitor.terminal import TerminalDisplay
 from instep.train.directory import agree_on_directory, settle_directory
+from instep.train.nodes import wishes_of
 from instep.train.precision import resolve_precision
 from instep.train.result import Result
 from instep.train.source import TaskSource
@@ -79,6 +80,7 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
                 stderr=sys.stderr,
                 preemptable=True,
                 progress=directory.newest_step,
+                wishes=wishes_of(task, spec),
             )
     finally:
         directory.unlock()

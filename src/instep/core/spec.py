@@ -45,7 +45,9 @@ class LaunchSpec:
         "--nproc-per-node",
     )
     nnodes: str = option("1", "machines, or MIN:MAX for an elastic number", "--nnodes")
-    node_rank: int = option(0, "this machine's number, for --rdzv-backend static", "--node-rank")
+    node_rank: int | None = option(
+        None, "this machine's number, for --rdzv-backend static (0, unless given)", "--node-rank"
+    )
     rdzv_backend: str = option("c10d", "how the machines find each other: c10d or static", "--rdzv-backend")
     rdzv_endpoint: str = option("", "HOST:PORT of the rendezvous; empty: a free port here", "--rdzv-endpoint")
     rdzv_id: str = option("", "name of this job at the rendezvous; empty: a new one", "--rdzv-id")

@@ -47,8 +47,9 @@ def clock_warnings(offsets: Mapping[str, Offset], reference: str) -> dict[str, s
     """Say of each machine whose clock is notably off, by its name, by how much."""
     return {
         name: (
-            f"The clock of {name} is {abs(offset.ahead_ns) / 1e9:.1f} s {'ahead of' if offset.ahead_ns > 0 else 'behind'} "
-            f"that of {reference}: so are the times in its logs and events. Failures are put in order by corrected times."
+            f"The clock of {name} is {abs(offset.ahead_ns) / 1e9:.1f} s "
+            f"{'ahead of' if offset.ahead_ns > 0 else 'behind'} that of {reference}, and so are the times in its logs "
+            "and events. Failures are put in order by corrected times."
         )
         for name, offset in offsets.items()
         if abs(offset.ahead_ns) - offset.doubt_ns > NOTABLE_NS

@@ -27,10 +27,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed
+from instep.core.clock import clock_shift_s, shift_clock
+from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec
 from instep.core.stop import StopRequest
 from instep.launch.board import Board, BoardPlan
+from instep.launch.bulletin import Bulletin
+from instep.launch.company import Wishes, in_company
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
@@ -58,16 +61,19 @@ def launch(
     grace_s: float = 2.0,
     preemptable: bool = False,
     progress: Callable[[], int] | None = None,
+    wishes: Wishes | None = None,
 ) -> dict[int, Any]:
     """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank: plain values.
 
     Raises RanksFailed, the first cause first; KeyboardInterrupt and EnvironmentFailed when no worker is left.
     A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`. Where the entry is `preemptable`, SIGTERM and
     SIGUSR1 are passed on to all ranks as SIGUSR1, and waited for; the second one ends everything. `progress` tells how
-    far a run has come, for good; restarts that bring it further are not counted.
+    far a run has come, for good; restarts that bring it further are not counted. `wishes` are what all machines must
+    have been asked for.
     """
     count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
     rendezvous = plan_rendezvous(spec)
+    _shift_clock()
     start_preload()
     logs.directory.mkdir(parents=True, exist_ok=True)
     logs = dataclasses.replace(logs, directory=logs.directory.absolute())
@@ -79,13 +85,17 @@ def launch(
             _PROCESS_WIDE,
         ):
             payload = cloudpickle.dumps((entry, args))
-            job = Job(payload, scratch, logs, dict(os.environ), grace_s, preemptable, 0, spec.max_restarts)
+            job = Job(
+                payload, scratch, logs, dict(os.environ), grace_s, preemptable, 0, spec.max_restarts, clock_shift_s()
+            )
             if preemptable:
                 _pass_on_stops(scratch)
             board = _open_board(spec, rendezvous, stderr)
             if board is not None and rendezvous.rdzv_backend == "c10d":
                 rendezvous.rdzv_configs["is_host"] = False  # the board is there already, in this process or another
-            return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board).run()
+            say = _sayer(stderr)
+            with in_company(board, spec, count, wishes or Wishes(), scratch, say) as company:
+                return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), company).run()
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = _signal_behind(error)
         if interruption is None:
@@ -116,8 +126,8 @@ class _Launch:
     relay: Relay
     stderr: TextIO
     progress: Callable[[], int]
-    board: Board | None
-    """What the launching processes of several machines share."""
+    company: Bulletin | None
+    """The launching processes of the other machines, if there are any."""
 
     def run(self) -> dict[int, Any]:
         """Try until it is done, or until another try is of no use."""
@@ -145,15 +155,18 @@ class _Launch:
             with watched(self._watch_plan(), job.attempt):
                 ranks = elastic_launch(self._elastic_config(), keep)(job)
         except ChildFailedError as failed:
-            exits = {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.failures.items()}
+            shift_s = round(clock_shift_s())
+            exits = {rank: (each.exitcode, each.timestamp + shift_s) for rank, each in failed.failures.items()}
             raise self._blame(scratch, job, exits) from None
         except RendezvousTimeoutError as error:
+            self._blame_elsewhere()
             raise EnvironmentFailed(
                 f"The machines did not find each other in time at {self.spec.rdzv_endpoint!r} "
                 f"(nnodes={self.spec.nnodes}): {_line(error)}. Start the same command on each of them, "
                 "and see that they reach that address."
             ) from error
         except (RendezvousError, RuntimeError, ValueError, OSError, EOFError) as error:
+            self._blame_elsewhere()
             raise EnvironmentFailed(
                 f"The ranks could not be started at {self.rendezvous.rdzv_endpoint!r}: {_line(error)}. "
                 "See that the address is this job's alone (another job may hold the port) and can be reached."
@@ -188,7 +201,22 @@ class _Launch:
         failures = complete_failures(scratch.load_failures(attempt), exits, logs)
         for failure in failures:
             self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
-        return RanksFailed(failures)
+        return RanksFailed(failures if self.company is None else self.company.conclude(failures))
+
+    def _blame_elsewhere(self) -> None:
+        """Raise what failed on another machine, where that is why elastic gave up here."""
+        failures = self.company.elsewhere() if self.company is not None else []
+        if failures:
+            raise RanksFailed(failures) from None
+
+
+def _shift_clock() -> None:
+    """Move the clock by which failures are dated, for tests of machines whose clocks differ."""
+    text = os.environ.get("INSTEP_CLOCK_SHIFT_S", "0")
+    try:
+        shift_clock(float(text))
+    except ValueError:
+        raise SpecError(f"INSTEP_CLOCK_SHIFT_S={text!r} is not a number of seconds. Unset it.") from None
 
 
 def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) -> Board | None:
@@ -196,12 +224,15 @@ def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) ->
     point = meeting_point(spec)
     if point is None:
         return None
+    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host), _sayer(stderr))
 
+
+def _sayer(stderr: TextIO) -> Callable[[str], None]:
     def say(text: str) -> None:
         stderr.write(f"{text}\n")
         stderr.flush()
 
-    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host), say)
+    return say
 
 
 def _pass_on_stops(scratch: Scratch) -> None:

@@ -43,7 +43,7 @@ def meeting_point(spec: LaunchSpec) -> MeetingPoint | None:
     if not port.isdigit():
         host, port = spec.rdzv_endpoint, str(DEFAULT_PORT)
     if spec.rdzv_backend == "static":
-        return MeetingPoint(host, int(port), spec.node_rank == 0)
+        return MeetingPoint(host, int(port), not spec.node_rank)
     word = settings.get("is_host", "").lower()
     return MeetingPoint(host, int(port), word in ("1", "true", "t", "yes", "y") if word else None)
 
@@ -51,6 +51,7 @@ def meeting_point(spec: LaunchSpec) -> MeetingPoint | None:
 def plan_rendezvous(spec: LaunchSpec) -> RendezvousPlan:
     """Decide where the machines meet; one machine alone meets itself on a free port of its loopback."""
     settings = _parse_settings(spec.rdzv_conf)
+    _check_node_rank(spec)
     run_id = spec.rdzv_id or f"instep-{uuid.uuid4().hex[:12]}"
     if spec.max_nodes == 1 and not spec.rdzv_endpoint:
         return RendezvousPlan("c10d", "127.0.0.1:0", {**settings, "is_host": True}, run_id, "127.0.0.1")
@@ -63,8 +64,16 @@ def plan_rendezvous(spec: LaunchSpec) -> RendezvousPlan:
         run_id = "instep"  # the same on every machine: they share nothing yet but their command line
     if spec.rdzv_backend == "static":
         _check_static(spec)
-        settings["rank"] = spec.node_rank
+        settings["rank"] = spec.node_rank or 0
     return RendezvousPlan(spec.rdzv_backend, spec.rdzv_endpoint, settings, run_id, spec.local_addr or None)
+
+
+def _check_node_rank(spec: LaunchSpec) -> None:
+    if spec.node_rank is not None and not 0 <= spec.node_rank < spec.max_nodes:
+        raise SpecError(
+            f"node_rank={spec.node_rank} is none of the {spec.max_nodes} machines. "
+            f"Number them from 0 to {spec.max_nodes - 1}."
+        )
 
 
 def _check_static(spec: LaunchSpec) -> None:
@@ -72,11 +81,6 @@ def _check_static(spec: LaunchSpec) -> None:
         raise SpecError(
             f"nnodes={spec.nnodes} is elastic, but rdzv_backend=static knows every machine beforehand. "
             "Use --rdzv-backend c10d, or a fixed --nnodes."
-        )
-    if not 0 <= spec.node_rank < spec.max_nodes:
-        raise SpecError(
-            f"node_rank={spec.node_rank} is none of the {spec.max_nodes} machines. "
-            f"Number them from 0 to {spec.max_nodes - 1}."
         )
     if not spec.rdzv_endpoint.rpartition(":")[2].isdigit():
         raise SpecError(f"rdzv_endpoint={spec.rdzv_endpoint!r} has no port. Write it as HOST:PORT.")

@@ -15,7 +15,7 @@ from instep.core.spec import TrainSpec
 from instep.train.directory import agree_on_directory, open_directory
 from instep.train.precision import resolve_precision
 from instep.train.run import Run
-from instep.train.worker import make_result, open_run, process_settings
+from instep.train.worker import make_result, note_machines, open_run, process_settings
 from instep.world.world import World, place_here
 
 
@@ -39,6 +39,8 @@ def start(**options: Any) -> Iterator[Run]:
         try:
             with open_run(world, spec, directory, name) as run:
                 run.settled = False
+                script = Path(sys.argv[0])
+                note_machines(run, [script] if script.is_file() else [], compared=False)
                 yield run
                 if run.engine.trained:
                     run.save()
