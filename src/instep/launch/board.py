@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ _TRY_S = 3.0
 """How long one try to reach the host takes: between two of them, Ctrl-C is heard."""
 _OWNER = "instep-board/job"
 """Whose board it is: not under a job's name, so that every job sees it."""
+_HOST = "instep-board/host"
 _MOST_STRANGE = 3
 """So often whoever listens may answer as no board does: one that has only just begun may be slow."""
 
@@ -59,20 +61,20 @@ class Board:
     @classmethod
     def open(cls, plan: BoardPlan, say: Callable[[str], object]) -> Board:
         """Host the board or reach it; `say` is told, once, when its host takes longer."""
-        if plan.is_host or (plan.is_host is None and is_here(plan.host)):
-            try:
-                board = cls(plan, _connect(plan, is_master=True), is_host=True)
-            except (dist.DistError, RuntimeError) as error:
-                if plan.is_host:
-                    raise EnvironmentFailed(_taken(plan, _first_line(error))) from error
-            else:
-                board._check_owner(board._server.compare_set(_OWNER, "", plan.job).decode())
-                return board
+        hosts = plan.is_host or (plan.is_host is None and is_here(plan.host))
         deadline, said, strange = time.monotonic() + plan.join_timeout_s, False, 0
         while True:
+            refused = ""
+            if hosts:
+                try:
+                    return cls._host(plan)
+                except (dist.DistError, RuntimeError) as error:
+                    refused = _first_line(error)
             answer = knock(plan.host, plan.port)
-            if answer == "store":
+            if answer == "store":  # of another machine; or of one that was given the same number as this one
                 return cls._reach(plan)
+            if answer == "nobody" and "failed to listen" in refused:
+                raise EnvironmentFailed(_taken(plan, refused))
             strange += answer != "nobody"
             if strange == _MOST_STRANGE:
                 raise EnvironmentFailed(_taken(plan, "another program listens there, which does not answer as instep"))
@@ -82,6 +84,15 @@ class Board:
                 said = True
                 say(f"waiting for the machine that hosts {plan.host}:{plan.port}")
             time.sleep(0.2)
+
+    @classmethod
+    def _host(cls, plan: BoardPlan) -> Board:
+        """Host the board; whoever only believes to do so finds the one that the endpoint leads to."""
+        board = cls(plan, _connect(plan, is_master=True), is_host=True)
+        board._check_owner(board._server.compare_set(_OWNER, "", plan.job).decode())
+        own = uuid.uuid4().hex
+        board.is_host = board._server.compare_set(_HOST, "", own).decode() == own
+        return board
 
     @classmethod
     def _reach(cls, plan: BoardPlan) -> Board:

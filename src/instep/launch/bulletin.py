@@ -2,7 +2,8 @@
 
     card/2, packages/2        what machine 2 is (see agreement.py)
     clock/2                   how far its clock is ahead, and the doubt about that
-    left/2, beat/2            it has left in order; a number that grows for as long as it lives
+    left/2, refused/2         it has left in order; it would not go on with the others
+    beat/2                    a number that grows for as long as it lives
     time/asked                how many talks about the time were asked for; time/7/3/ping, pong: round 3 of the 7th
     failures/MEETING/2        what failed there in one meeting of the ranks, and whether its launching process has ended
     told/MEETING              how many launching processes know all of them
@@ -39,6 +40,7 @@ _TALK_S = 3.0
 """How long one answer about the time may take."""
 OTHERS_S = 2.0
 """How long the launching processes wait for each other's failures, and twice as long for a cause."""
+_FAREWELL_S = 1.0
 _MOST_TEXT = 20_000
 
 
@@ -46,8 +48,15 @@ class Bulletin:
     """Posts what happens on this machine, and reads what happened on the others."""
 
     def __init__(
-        self, board: Board, number: int, scratch: Scratch, say: Callable[[str], object], restarts: int
+        self,
+        board: Board,
+        number: int,
+        scratch: Scratch,
+        say: Callable[[str], object],
+        restarts: int,
+        clock: Callable[[], int] = now_ns,
     ) -> None:
+        self._clock = clock
         self.number = number
         self.offset = Offset()
         self._board = board.line(_TALK_S)
@@ -60,6 +69,7 @@ class Bulletin:
         self._served = self._beats = 0
         self._beat_due_s = 0.0
         self._ending = threading.Event()
+        self._concluding = threading.Event()
         self._own: list[FailureRecord] | None = None
         self._all: list[FailureRecord] = []
         self._known = threading.Event()
@@ -81,13 +91,15 @@ class Bulletin:
         The same everywhere, and bounded: a machine that does not answer is not waited for.
         """
         self._own = [record for record in own if (record.rank, record.time_ns) not in self._earlier]
+        self._concluding.set()
         self._known.wait(4 * OTHERS_S)
         return list(self._all) or order_failures(own)
 
     def elsewhere(self) -> list[FailureRecord]:
-        """Give what failed in the last meeting, where this machine's own ranks may have seen nothing of it."""
-        found = self.conclude([])
-        return found if any(not record.consequence for record in found) else []
+        """Give what failed in the last meeting where that began on another machine, and elastic only gave up here."""
+        self._concluding.set()
+        self._known.wait(4 * OTHERS_S)
+        return list(self._all) if any(not record.consequence for record in self._all) else []
 
     def measure(self) -> None:
         """Find out how far this machine's clock is ahead. For the thread that has the board's connection."""
@@ -95,10 +107,10 @@ class Bulletin:
             return
         talk, rounds = self._board.add("time/asked"), []
         for number in range(_ROUNDS):
-            sent = now_ns()
+            sent = self._clock()
             self._board.post(f"time/{talk}/{number}/ping", 1)
             answered = self._board.wait(f"time/{talk}/{number}/pong")
-            rounds.append(Round(sent, int(answered), now_ns()))
+            rounds.append(Round(sent, int(answered), self._clock()))
         self.offset = estimate_offset(rounds)
 
     def _run(self) -> None:
@@ -111,9 +123,19 @@ class Bulletin:
             while not self._ending.wait(_POLL_S):
                 self._answer()
                 self._follow()
-                if self._own is not None and not self._known.is_set():
-                    self._conclude(self._own)
-            self._board.post(f"left/{self.number}", True)
+                if self._concluding.is_set() and not self._known.is_set():
+                    self._conclude()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Say that this machine has left; the last to go is the one that the board goes with, if it can be."""
+        self._board.post(f"left/{self.number}", True)
+        until = time.monotonic() + _FAREWELL_S
+        while self._is_clock and time.monotonic() < until:
+            numbers = range(self._board.add("machines", 0))
+            if all(self._board.read(f"left/{number}") is not None for number in numbers):
+                return
+            time.sleep(0.02)
 
     @contextlib.contextmanager
     def _last_word(self) -> Iterator[None]:
@@ -133,7 +155,7 @@ class Bulletin:
             with contextlib.suppress(RuntimeError):  # whoever asked has gone in the middle of it
                 for number in range(_ROUNDS):
                     self._board.wait(f"time/{self._served}/{number}/ping")
-                    self._board.post(f"time/{self._served}/{number}/pong", now_ns())
+                    self._board.post(f"time/{self._served}/{number}/pong", self._clock())
 
     def _follow(self) -> None:
         """Post what is new in this meeting; if it is another one, say why."""
@@ -176,20 +198,22 @@ class Bulletin:
     def _read(self, meeting: Meeting) -> list[tuple[bool, list[FailureRecord]]]:
         """Give what each machine posted of a meeting: whether it has ended there, and its failures."""
         numbers = range(self._board.add("machines", 0))
-        cards = [Card.from_json(card) for card in (self._board.read(f"card/{n}") for n in numbers) if card is not None]
+        posted = {number: self._board.read(f"failures/{meeting.name}/{number}") for number in numbers}
+        there = [n for n in numbers if posted[n] is not None or self._board.read(f"left/{n}") is None]
+        cards = [Card.from_json(card) for card in (self._board.read(f"card/{n}") for n in there) if card is not None]
         names = names_of(cards)
         found = []
-        for number in numbers:
-            value = self._board.read(f"failures/{meeting.name}/{number}")
+        for number, value in posted.items():
             if value is not None:
                 records = [FailureRecord(**{**each, "host": names.get(number, "")}) for each in value["failures"]]
                 found.append((bool(value["ended"]), records))
         return found
 
-    def _conclude(self, own: Sequence[FailureRecord]) -> None:
+    def _conclude(self) -> None:
         try:
             if self._meeting is None:  # it failed before any rank could meet another
                 return
+            own = self._own if self._own is not None else self._failures_of(self._meeting.attempt)
             with contextlib.suppress(RuntimeError):
                 self.measure()
             self._post(own, ended=True)

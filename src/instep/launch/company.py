@@ -10,7 +10,7 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from instep.launch.scratch import Scratch
 
 _LATE_S = 2.0
 """From here on a person is told whom this machine waits for."""
-_ALIVE_S = 2.5
+_ALIVE_S = 6.0
+"""How long a machine may show no sign of life before it counts as lost; only asked where machines contradict."""
+_CLOCKS_S = 10.0
 _FAREWELL_S = 3.0
 
 
@@ -64,7 +66,7 @@ def in_company(
                 f"--node-rank {card.node_rank} is ignored: with --rdzv-backend {spec.rdzv_backend} the machines are "
                 "numbered as they meet. --rdzv-backend static keeps the numbers."
             )
-        _call_roll(board, spec, number, say)
+        _RollCall(board, spec, number, scratch, say).hold()
         yield bulletin
 
 
@@ -93,59 +95,92 @@ def _address_towards(host: str, port: int) -> str:
     return ""
 
 
-def _call_roll(board: Board, spec: LaunchSpec, number: int, say: Callable[[str], object]) -> None:
-    """Wait for as many machines as are needed; refuse what cannot work, and name what differs."""
-    begun, said, checked = time.monotonic(), False, 0
-    while True:
-        cards = _cards(board)
-        if len(cards) > checked:
-            checked = len(cards)
-            if refusal(cards) is not None and (error := refusal(_alive(board, cards, number))) is not None:
-                _leave_together(board, len(cards))
-                raise error
-        if len(cards) >= spec.min_nodes and all(board.read(f"clock/{card.number}") is not None for card in cards):
-            break
-        waited_s = time.monotonic() - begun
-        names = ", ".join(names_of(cards).values())
-        if waited_s > board.plan.join_timeout_s:
+class _RollCall:
+    """Waits for as many machines as are needed; refuses what cannot work, and names what differs."""
+
+    def __init__(
+        self, board: Board, spec: LaunchSpec, number: int, scratch: Scratch, say: Callable[[str], object]
+    ) -> None:
+        self._board, self._spec, self._number, self._scratch, self._say = board, spec, number, scratch, say
+        self._begun, self._said, self._checked = time.monotonic(), False, 0
+        self._gone = {other for other in range(board.add("machines", 0)) if self._has_left(other)}
+        """Machines that were here before this one; those that leave now may do so over what this one sees next."""
+
+    def hold(self) -> None:
+        """Return when all that are needed are here and agree."""
+        enough_s = None
+        while enough_s is None or time.monotonic() - enough_s < _CLOCKS_S:
+            cards = self._cards()
+            self._check(cards)
+            if len(cards) < self._spec.min_nodes:
+                self._go_on_waiting(names_of(cards))
+            else:
+                enough_s = enough_s or time.monotonic()
+                if all(self._board.read(f"clock/{card.number}") is not None for card in cards):
+                    break
+            time.sleep(0.05)
+        _warn(self._board, cards, self._number, self._say)
+
+    def _cards(self) -> list[Card]:
+        """Give the cards of all machines that are here, in the order in which they came."""
+        found = []
+        for number in range(self._board.add("machines", 0)):
+            card = self._board.read(f"card/{number}") if number not in self._gone else None
+            if card is None:
+                continue
+            if self._board.read(f"left/{number}") is None or self._has_refused(number):
+                found.append(Card.from_json(card))
+        return found
+
+    def _check(self, cards: Sequence[Card]) -> None:
+        """Refuse to go on where these cannot work together; each of them finds out by itself."""
+        if len(cards) == self._checked:
+            return
+        self._checked = len(cards)
+        if refusal(cards) is None:
+            return
+        error = refusal(self._alive(cards))
+        if error is None:
+            return
+        self._board.post(f"refused/{self._number}", True)
+        until = time.monotonic() + _FAREWELL_S
+        while self._board.is_host and time.monotonic() < until:  # the others read here, too, why it ends
+            if all(self._has_left(card.number) or card.number == self._number for card in cards):
+                break
+            time.sleep(0.05)
+        raise error
+
+    def _alive(self, cards: Sequence[Card]) -> list[Card]:
+        """Leave out machines that were lost without a word: whoever takes the place of one contradicts nobody."""
+        before = {card.number: self._board.read(f"beat/{card.number}") for card in cards}
+        living = {self._number, *filter(self._has_refused, before)}
+        until = time.monotonic() + _ALIVE_S
+        while len(living) < len(cards) and time.monotonic() < until:
+            time.sleep(0.05)
+            living |= {number for number, beat in before.items() if self._board.read(f"beat/{number}") != beat}
+            living |= set(filter(self._has_refused, before))
+        return [card for card in cards if card.number in living]
+
+    def _go_on_waiting(self, names: Mapping[int, str]) -> None:
+        waited_s = time.monotonic() - self._begun
+        plan, needed, here = self._board.plan, self._spec.min_nodes, ", ".join(names.values())
+        if waited_s > plan.join_timeout_s:
             raise EnvironmentFailed(
-                f"Only {len(cards)} of {spec.min_nodes} machines came to {board.plan.host}:{board.plan.port} within "
-                f"{board.plan.join_timeout_s:.0f} s: {names}. Start the same command on the others, and see that they "
-                "reach that address."
+                f"Only {len(names)} of {needed} machines came to {plan.host}:{plan.port} within "
+                f"{plan.join_timeout_s:.0f} s: {here}. Start the same command on the others, and see that they reach "
+                "that address."
             )
-        if waited_s > _LATE_S and not said and len(cards) < spec.min_nodes:
-            said = True
-            say(f"waiting for {spec.min_nodes - len(cards)} more of {spec.min_nodes} machines; here so far: {names}")
-        time.sleep(0.05)
-    _warn(board, cards, number, say)
+        if self._scratch.is_marked("asked"):
+            raise EnvironmentFailed(f"asked to stop while {len(names)} of {needed} machines were here: nothing began.")
+        if waited_s > _LATE_S and not self._said:
+            self._said = True
+            self._say(f"waiting for {needed - len(names)} more of {needed} machines; here so far: {here}")
 
+    def _has_left(self, number: int) -> bool:
+        return self._has_refused(number) or self._board.read(f"left/{number}") is not None
 
-def _cards(board: Board) -> list[Card]:
-    """Give the cards of all machines that have come and have not left, in the order in which they came."""
-    found = []
-    for number in range(board.add("machines", 0)):
-        card = board.read(f"card/{number}")
-        if card is not None and board.read(f"left/{number}") is None:
-            found.append(Card.from_json(card))
-    return found
-
-
-def _alive(board: Board, cards: Sequence[Card], own: int) -> list[Card]:
-    """Leave out machines that were lost without a word: one that took such a machine's place is no contradiction."""
-    before = {card.number: board.read(f"beat/{card.number}") for card in cards}
-    living, until = {own}, time.monotonic() + _ALIVE_S
-    while len(living) < len(cards) and time.monotonic() < until:
-        time.sleep(0.05)
-        living |= {number for number, beat in before.items() if board.read(f"beat/{number}") != beat}
-    return [card for card in cards if card.number in living]
-
-
-def _leave_together(board: Board, machines: int) -> None:
-    """Let the others see why it ends before the board goes with its host."""
-    told, until = board.add("refused"), time.monotonic() + _FAREWELL_S
-    while board.is_host and told < machines and time.monotonic() < until:
-        time.sleep(0.05)
-        told = board.add("refused", 0)
+    def _has_refused(self, number: int) -> bool:
+        return self._board.read(f"refused/{number}") is not None
 
 
 def _warn(board: Board, cards: Sequence[Card], own: int, say: Callable[[str], object]) -> None:
@@ -156,7 +191,8 @@ def _warn(board: Board, cards: Sequence[Card], own: int, say: Callable[[str], ob
     if len({node.packages_sha256 for node in nodes.values()}) > 1:
         packages = {names[card.number]: board.read(f"packages/{card.number}") or {} for card in cards}
     exact = bool(cards[0].asked.get("exact"))
-    offsets = {names[card.number]: Offset(**board.wait(f"clock/{card.number}")) for card in cards}
+    clocks = {names[card.number]: board.read(f"clock/{card.number}") for card in cards}
+    offsets = {name: Offset(**clock) for name, clock in clocks.items() if clock is not None}
     reference = next((name for name, offset in offsets.items() if offset == Offset()), names[cards[0].number])
     found = [*warnings(nodes, packages, exact), *clock_warnings(offsets, reference).values()]
     for sentence in found:
