@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,16 +32,19 @@ from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed
 from instep.core.spec import LaunchSpec
 from instep.core.stop import StopRequest
 from instep.launch.board import Board, BoardPlan
+from instep.launch.crew import Crew, Round
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
 from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous
+from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous, plan_round, plan_rules
 from instep.launch.restart import plan_restart
+from instep.launch.rounds import environment_failure
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
+from instep.world.interfaces import interface_of, interfaces, socket_variables
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
@@ -85,7 +89,8 @@ def launch(
             board = _open_board(spec, rendezvous, stderr)
             if board is not None and rendezvous.rdzv_backend == "c10d":
                 rendezvous.rdzv_configs["is_host"] = False  # the board is there already, in this process or another
-            return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board).run()
+            made = _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board)
+            return made.run_with_others(board) if board is not None else made.run()
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = _signal_behind(error)
         if interruption is None:
@@ -118,10 +123,12 @@ class _Launch:
     progress: Callable[[], int]
     board: Board | None
     """What the launching processes of several machines share."""
+    num_machines: int | None = None
+    """How many work together in this round; None: elastic finds out."""
 
     def run(self) -> dict[int, Any]:
         """Try until it is done, or until another try is of no use."""
-        if self.spec.max_nodes > 1:  # only elastic itself can restart several machines together
+        if self.spec.max_nodes > 1:  # without a board only elastic itself can restart several machines together
             return self._attempt(dataclasses.replace(self.job, attempt=None))
         attempt, in_vain, reached = 0, 0, self.progress()
         previous: tuple[FailureRecord, ...] = ()
@@ -137,6 +144,46 @@ class _Launch:
                 attempt, in_vain, previous = attempt + 1, in_vain + 1, failed.failures
                 self.stderr.write(f"restart {in_vain} of {self.spec.max_restarts} after {failed}\n")
                 self.stderr.flush()
+
+    def run_with_others(self, board: Board) -> dict[int, Any]:
+        """Work in rounds with other machines until all is done; see [Note: Losing machines]."""
+        job, rules = self.job, plan_rules(self.spec)
+        with Crew(
+            board, rules, job.scratch, address=self.spec.local_addr, progress=self.progress, say=self._say
+        ) as crew:
+            number = -1
+            while (round_ := crew.next_round(number)) is not None:
+                number = round_.number
+                try:
+                    with crew.working(number):
+                        crew.check_reach(round_)
+                        results = self._in_round(round_)._attempt(self._job_in(round_))
+                except RanksFailed as failed:
+                    crew.tell_failures(failed.failures)
+                except EnvironmentFailed as error:
+                    if _signal_behind(error) is not None:
+                        raise
+                    crew.tell_failures([environment_failure(str(error), time.time_ns())])
+                else:
+                    crew.tell_done()
+                    return results
+        return {}
+
+    def _in_round(self, round_: Round) -> _Launch:
+        plan = plan_round(self.rendezvous, round_.number, round_.own.host)
+        return dataclasses.replace(self, rendezvous=plan, num_machines=1 + len(round_.others))
+
+    def _job_in(self, round_: Round) -> Job:
+        """Make the ranks of a round use the interface that the other machines reach."""
+        interface = interface_of(round_.own.host)
+        if round_.number == 0 and len(others := [name for name in interfaces() if name not in ("lo", interface)]):
+            self._say(f"the machines speak over {interface} ({round_.own.host}), not over {', '.join(others)}")
+        environ = {**self.job.environ, **socket_variables(interface, self.job.environ)}
+        return dataclasses.replace(self.job, attempt=round_.number, environ=environ)
+
+    def _say(self, text: str) -> None:
+        self.stderr.write(f"{text}\n")
+        self.stderr.flush()
 
     def _attempt(self, job: Job) -> dict[int, Any]:
         scratch = job.scratch
@@ -172,10 +219,10 @@ class _Launch:
             ours.add("SIGHUP")
         values["signals_to_handle"] = ",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours)
         return LaunchConfig(
-            min_nodes=self.spec.min_nodes,
-            max_nodes=self.spec.max_nodes,
+            min_nodes=self.num_machines or self.spec.min_nodes,
+            max_nodes=self.num_machines or self.spec.max_nodes,
             nproc_per_node=self.count,
-            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 else 0,
+            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 and self.board is None else 0,
             monitor_interval=_POLL_S,
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=str(self.job.scratch.folder / "elastic")),
