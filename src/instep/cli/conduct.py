@@ -10,13 +10,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.cli.options import make_spec
-from instep.core.errors import SpecError
+from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.launch.local import LogPlan, launch
@@ -82,9 +82,18 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource) -> Result:
                 progress=directory.newest_step,
                 wishes=wishes_of(task, spec),
             )
+        if not results:  # the other machines have done everything
+            return _complete(directory, task, spec) or _left_out(directory)
     finally:
         directory.unlock()
     return _show(Result.from_json(results[min(results)], task), spec)
+
+
+def _left_out(directory: RunDirectory) -> NoReturn:
+    raise EnvironmentFailed(
+        f"The other machines have ended the run in {directory.path} without this one, and not completed it. "
+        "The same command goes on."
+    )
 
 
 def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:

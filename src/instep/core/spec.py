@@ -20,6 +20,7 @@ from instep.core.microbatches import check_microbatches
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 DEFAULT_SHARDS = 16
+_SHORTEST_LOST_S = 5.0
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -59,6 +60,9 @@ class LaunchSpec:
         "how long no rank may move before the job is ended as hung: 90s, 10m, never; auto: by the steps so far",
         "--hang-after",
     )
+    lost_after: str = option(
+        "10s", "how long nothing may be heard of a machine before the others go on without it", "--lost-after"
+    )
 
     def __post_init__(self) -> None:
         _check_processes(self.processes)
@@ -66,6 +70,7 @@ class LaunchSpec:
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
             raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
         _ = self.hang_after_s
+        _ = self.lost_after_s
 
     @property
     def min_nodes(self) -> int:
@@ -76,6 +81,18 @@ class LaunchSpec:
     def max_nodes(self) -> int:
         """The most machines to run on."""
         return int(self.nnodes.split(":")[-1])
+
+    @property
+    def lost_after_s(self) -> float:
+        """How long nothing may be heard of a machine."""
+        match = _DURATION.fullmatch(str(self.lost_after).strip())
+        seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+        if seconds < _SHORTEST_LOST_S:
+            raise SpecError(
+                f"lost_after={self.lost_after!r} is not a time of at least {_SHORTEST_LOST_S:.0f} s, which it takes to "
+                "tell a lost machine from a busy one. Write for instance 10s or 1m."
+            )
+        return seconds
 
     @property
     def hang_after_s(self) -> float | None:

@@ -51,7 +51,7 @@ def names_of(cards: Sequence[Card]) -> dict[int, str]:
         host = card.node.host
         if hosts[host] > 1:
             alone = card.address and addresses[host, card.address] == 1
-            host += f" ({card.address})" if alone else f" (process {card.pid})"
+            host += f" at {card.address}" if alone else f" (process {card.pid})"
         names[card.number] = host
     return names
 

@@ -1,5 +1,9 @@
 """The launching processes of several machines come together before anything is started: who is there? Do they agree?
 
+    roll/count               how many have come; each takes the next number
+    roll/card/2              what machine 2 is (agreement.py); roll/packages/2: what is installed there
+    roll/refused/2           it would not go on with the others
+
 Room: the board, and what this machine is. Ranks: none; these are the processes that launch them.
 """
 
@@ -15,14 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instep.core.errors import EnvironmentFailed
+from instep.core.clock import now_ns
+from instep.core.errors import EnvironmentFailed, FailureRecord
 from instep.core.spec import LaunchSpec
+from instep.guard.pulse import read_pulse
 from instep.launch.agreement import Card, names_of, refusal, warnings
 from instep.launch.board import Board
-from instep.launch.bulletin import Bulletin
 from instep.launch.clocks import Offset, clock_warnings
 from instep.launch.facts import installed_packages, look_at_node
 from instep.launch.scratch import Scratch
+from instep.launch.timekeeper import Timekeeper
 
 _LATE_S = 2.0
 """From here on a person is told whom this machine waits for."""
@@ -42,32 +48,46 @@ class Wishes:
     """The files that hold the user's code."""
 
 
+@dataclass(frozen=True)
+class Company:
+    """This machine among the others of its job, whom it has met."""
+
+    name: str
+    time: Timekeeper
+    scratch: Scratch
+
+    def tell_of(self, failures: Sequence[FailureRecord], attempt: int) -> list[FailureRecord]:
+        """Make of failures here what the others can put in order with theirs: in one time, with host and step."""
+        found = []
+        for record in self.time.corrected(failures):
+            beat = read_pulse(self.scratch.pulse(attempt, record.rank))
+            found.append(dataclasses.replace(record, host=self.name, step=beat.step if beat is not None else None))
+        return found
+
+
 @contextlib.contextmanager
 def in_company(
-    board: Board | None,
+    board: Board,
     spec: LaunchSpec,
     processes: int,
     wishes: Wishes,
     scratch: Scratch,
     say: Callable[[str], object],
-) -> Iterator[Bulletin | None]:
-    """Meet the other launching processes and stay in touch with them; a machine alone has none."""
-    if board is None:
-        yield None
-        return
-    number = board.add("machines") - 1
-    bulletin = Bulletin(board, number, scratch, say, spec.max_restarts)
-    with bulletin.running():
+    clock: Callable[[], int] = now_ns,
+) -> Iterator[Company]:
+    """Meet the other launching processes, see that all agree, and keep one time with them."""
+    number = board.add("roll/count") - 1
+    with Timekeeper(board, number, clock).running() as time_:
         card = _card(board, spec, processes, wishes, number)
-        board.post(f"packages/{number}", installed_packages())
-        board.post(f"card/{number}", dataclasses.asdict(card))
+        board.post(f"roll/packages/{number}", installed_packages())
+        board.post(f"roll/card/{number}", dataclasses.asdict(card))
         if card.node_rank is not None and spec.rdzv_backend != "static":
             say(
                 f"--node-rank {card.node_rank} is ignored: with --rdzv-backend {spec.rdzv_backend} the machines are "
                 "numbered as they meet. --rdzv-backend static keeps the numbers."
             )
-        _RollCall(board, spec, number, scratch, say).hold()
-        yield bulletin
+        names = _RollCall(board, spec, number, scratch, say).hold()
+        yield Company(names[number], time_, scratch)
 
 
 def _card(board: Board, spec: LaunchSpec, processes: int, wishes: Wishes, number: int) -> Card:
@@ -103,11 +123,11 @@ class _RollCall:
     ) -> None:
         self._board, self._spec, self._number, self._scratch, self._say = board, spec, number, scratch, say
         self._begun, self._said, self._checked = time.monotonic(), False, 0
-        self._gone = {other for other in range(board.add("machines", 0)) if self._has_left(other)}
+        self._gone = {other for other in range(board.add("roll/count", 0)) if self._has_left(other)}
         """Machines that were here before this one; those that leave now may do so over what this one sees next."""
 
-    def hold(self) -> None:
-        """Return when all that are needed are here and agree."""
+    def hold(self) -> dict[int, str]:
+        """Return when all that are needed are here and agree: how they are called."""
         enough_s = None
         while enough_s is None or time.monotonic() - enough_s < _CLOCKS_S:
             cards = self._cards()
@@ -116,19 +136,20 @@ class _RollCall:
                 self._go_on_waiting(names_of(cards))
             else:
                 enough_s = enough_s or time.monotonic()
-                if all(self._board.read(f"clock/{card.number}") is not None for card in cards):
+                if all(self._board.read(f"roll/clock/{card.number}") is not None for card in cards):
                     break
             time.sleep(0.05)
         _warn(self._board, cards, self._number, self._say)
+        return names_of(cards)
 
     def _cards(self) -> list[Card]:
         """Give the cards of all machines that are here, in the order in which they came."""
         found = []
-        for number in range(self._board.add("machines", 0)):
-            card = self._board.read(f"card/{number}") if number not in self._gone else None
+        for number in range(self._board.add("roll/count", 0)):
+            card = self._board.read(f"roll/card/{number}") if number not in self._gone else None
             if card is None:
                 continue
-            if self._board.read(f"left/{number}") is None or self._has_refused(number):
+            if self._board.read(f"roll/left/{number}") is None or self._has_refused(number):
                 found.append(Card.from_json(card))
         return found
 
@@ -142,7 +163,7 @@ class _RollCall:
         error = refusal(self._alive(cards))
         if error is None:
             return
-        self._board.post(f"refused/{self._number}", True)
+        self._board.post(f"roll/refused/{self._number}", True)
         until = time.monotonic() + _FAREWELL_S
         while self._board.is_host and time.monotonic() < until:  # the others read here, too, why it ends
             if all(self._has_left(card.number) or card.number == self._number for card in cards):
@@ -152,12 +173,12 @@ class _RollCall:
 
     def _alive(self, cards: Sequence[Card]) -> list[Card]:
         """Leave out machines that were lost without a word: whoever takes the place of one contradicts nobody."""
-        before = {card.number: self._board.read(f"beat/{card.number}") for card in cards}
+        before = {card.number: self._board.read(f"roll/beat/{card.number}") for card in cards}
         living = {self._number, *filter(self._has_refused, before)}
         until = time.monotonic() + _ALIVE_S
         while len(living) < len(cards) and time.monotonic() < until:
             time.sleep(0.05)
-            living |= {number for number, beat in before.items() if self._board.read(f"beat/{number}") != beat}
+            living |= {number for number, beat in before.items() if self._board.read(f"roll/beat/{number}") != beat}
             living |= set(filter(self._has_refused, before))
         return [card for card in cards if card.number in living]
 
@@ -177,10 +198,10 @@ class _RollCall:
             self._say(f"waiting for {needed - len(names)} more of {needed} machines; here so far: {here}")
 
     def _has_left(self, number: int) -> bool:
-        return self._has_refused(number) or self._board.read(f"left/{number}") is not None
+        return self._has_refused(number) or self._board.read(f"roll/left/{number}") is not None
 
     def _has_refused(self, number: int) -> bool:
-        return self._board.read(f"refused/{number}") is not None
+        return self._board.read(f"roll/refused/{number}") is not None
 
 
 def _warn(board: Board, cards: Sequence[Card], own: int, say: Callable[[str], object]) -> None:
@@ -189,9 +210,9 @@ def _warn(board: Board, cards: Sequence[Card], own: int, say: Callable[[str], ob
     nodes = {names[card.number]: card.node for card in cards}
     packages = {}
     if len({node.packages_sha256 for node in nodes.values()}) > 1:
-        packages = {names[card.number]: board.read(f"packages/{card.number}") or {} for card in cards}
+        packages = {names[card.number]: board.read(f"roll/packages/{card.number}") or {} for card in cards}
     exact = bool(cards[0].asked.get("exact"))
-    clocks = {names[card.number]: board.read(f"clock/{card.number}") for card in cards}
+    clocks = {names[card.number]: board.read(f"roll/clock/{card.number}") for card in cards}
     offsets = {name: Offset(**clock) for name, clock in clocks.items() if clock is not None}
     reference = next((name for name, offset in offsets.items() if offset == Offset()), names[cards[0].number])
     found = [*warnings(nodes, packages, exact), *clock_warnings(offsets, reference).values()]

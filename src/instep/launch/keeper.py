@@ -69,8 +69,6 @@ def keep(job: Job) -> None:
     lifeline = _grasp(job.scratch)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         meet_anew(attempt)
-    meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    job.scratch.announce_meeting(attempt, rank, meeting, int(os.environ["GROUP_WORLD_SIZE"]))
     inbox, outbox = os.pipe()
     os.set_blocking(inbox, False)
     for number in _HANDLED:

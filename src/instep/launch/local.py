@@ -27,23 +27,25 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from instep.core.clock import clock_shift_s, shift_clock
+from instep.core.clock import clock_shift_s, now_ns, shift_clock
 from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec
 from instep.core.stop import StopRequest
 from instep.launch.board import Board, BoardPlan
-from instep.launch.bulletin import Bulletin
-from instep.launch.company import Wishes, in_company
+from instep.launch.company import Company, Wishes, in_company
+from instep.launch.crew import Crew, Round
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
 from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous
+from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous, plan_round, plan_rules
 from instep.launch.restart import plan_restart
+from instep.launch.rounds import environment_failure
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
+from instep.world.interfaces import interface_of, interfaces, socket_variables
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
@@ -93,9 +95,11 @@ def launch(
             board = _open_board(spec, rendezvous, stderr)
             if board is not None and rendezvous.rdzv_backend == "c10d":
                 rendezvous.rdzv_configs["is_host"] = False  # the board is there already, in this process or another
-            say = _sayer(stderr)
-            with in_company(board, spec, count, wishes or Wishes(), scratch, say) as company:
-                return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), company).run()
+            made = _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board)
+            if board is None:
+                return made.run()
+            with in_company(board, spec, count, wishes or Wishes(), scratch, made._say) as company:
+                return made.run_with_others(board, company)
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = _signal_behind(error)
         if interruption is None:
@@ -126,12 +130,14 @@ class _Launch:
     relay: Relay
     stderr: TextIO
     progress: Callable[[], int]
-    company: Bulletin | None
-    """The launching processes of the other machines, if there are any."""
+    board: Board | None
+    """What the launching processes of several machines share."""
+    num_machines: int | None = None
+    """How many work together in this round; None: elastic finds out."""
 
     def run(self) -> dict[int, Any]:
         """Try until it is done, or until another try is of no use."""
-        if self.spec.max_nodes > 1:  # only elastic itself can restart several machines together
+        if self.spec.max_nodes > 1:  # without a board only elastic itself can restart several machines together
             return self._attempt(dataclasses.replace(self.job, attempt=None))
         attempt, in_vain, reached = 0, 0, self.progress()
         previous: tuple[FailureRecord, ...] = ()
@@ -148,6 +154,46 @@ class _Launch:
                 self.stderr.write(f"restart {in_vain} of {self.spec.max_restarts} after {failed}\n")
                 self.stderr.flush()
 
+    def run_with_others(self, board: Board, company: Company) -> dict[int, Any]:
+        """Work in rounds with other machines until all is done; see [Note: Losing machines]."""
+        job, rules = self.job, plan_rules(self.spec)
+        with Crew(
+            board, rules, job.scratch, address=self.spec.local_addr, progress=self.progress, say=self._say
+        ) as crew:
+            number = -1
+            while (round_ := crew.next_round(number)) is not None:
+                number = round_.number
+                try:
+                    with crew.working(number):
+                        crew.check_reach(round_)
+                        results = self._in_round(round_)._attempt(self._job_in(round_))
+                except RanksFailed as failed:
+                    crew.tell_failures(company.tell_of(failed.failures, number))
+                except EnvironmentFailed as error:
+                    if _signal_behind(error) is not None:
+                        raise
+                    crew.tell_failures(company.tell_of([environment_failure(str(error), now_ns())], number))
+                else:
+                    crew.tell_done()
+                    return results
+        return {}
+
+    def _in_round(self, round_: Round) -> _Launch:
+        plan = plan_round(self.rendezvous, round_.number, round_.own.host)
+        return dataclasses.replace(self, rendezvous=plan, num_machines=1 + len(round_.others))
+
+    def _job_in(self, round_: Round) -> Job:
+        """Make the ranks of a round use the interface that the other machines reach."""
+        interface = interface_of(round_.own.host)
+        if round_.number == 0 and len(others := [name for name in interfaces() if name not in ("lo", interface)]):
+            self._say(f"the machines speak over {interface} ({round_.own.host}), not over {', '.join(others)}")
+        environ = {**self.job.environ, **socket_variables(interface, self.job.environ)}
+        return dataclasses.replace(self.job, attempt=round_.number, environ=environ)
+
+    def _say(self, text: str) -> None:
+        self.stderr.write(f"{text}\n")
+        self.stderr.flush()
+
     def _attempt(self, job: Job) -> dict[int, Any]:
         scratch = job.scratch
         try:
@@ -159,14 +205,12 @@ class _Launch:
             exits = {rank: (each.exitcode, each.timestamp + shift_s) for rank, each in failed.failures.items()}
             raise self._blame(scratch, job, exits) from None
         except RendezvousTimeoutError as error:
-            self._blame_elsewhere()
             raise EnvironmentFailed(
                 f"The machines did not find each other in time at {self.spec.rdzv_endpoint!r} "
                 f"(nnodes={self.spec.nnodes}): {_line(error)}. Start the same command on each of them, "
                 "and see that they reach that address."
             ) from error
         except (RendezvousError, RuntimeError, ValueError, OSError, EOFError) as error:
-            self._blame_elsewhere()
             raise EnvironmentFailed(
                 f"The ranks could not be started at {self.rendezvous.rdzv_endpoint!r}: {_line(error)}. "
                 "See that the address is this job's alone (another job may hold the port) and can be reached."
@@ -185,10 +229,10 @@ class _Launch:
             ours.add("SIGHUP")
         values["signals_to_handle"] = ",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours)
         return LaunchConfig(
-            min_nodes=self.spec.min_nodes,
-            max_nodes=self.spec.max_nodes,
+            min_nodes=self.num_machines or self.spec.min_nodes,
+            max_nodes=self.num_machines or self.spec.max_nodes,
             nproc_per_node=self.count,
-            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 else 0,
+            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 and self.board is None else 0,
             monitor_interval=_POLL_S,
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=str(self.job.scratch.folder / "elastic")),
@@ -201,13 +245,7 @@ class _Launch:
         failures = complete_failures(scratch.load_failures(attempt), exits, logs)
         for failure in failures:
             self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
-        return RanksFailed(failures if self.company is None else self.company.conclude(failures))
-
-    def _blame_elsewhere(self) -> None:
-        """Raise what failed on another machine, where that is why elastic gave up here."""
-        failures = self.company.elsewhere() if self.company is not None else []
-        if failures:
-            raise RanksFailed(failures) from None
+        return RanksFailed(failures)
 
 
 def _shift_clock() -> None:
@@ -224,15 +262,12 @@ def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) ->
     point = meeting_point(spec)
     if point is None:
         return None
-    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host), _sayer(stderr))
 
-
-def _sayer(stderr: TextIO) -> Callable[[str], None]:
     def say(text: str) -> None:
         stderr.write(f"{text}\n")
         stderr.flush()
 
-    return say
+    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host), say)
 
 
 def _pass_on_stops(scratch: Scratch) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
+from instep.launch.rounds import Rules
 
 DEFAULT_PORT = 29400
 """Elastic's own, where an endpoint names none."""
+_ROUND_MEETS_S = 60
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,40 @@ def meeting_point(spec: LaunchSpec) -> MeetingPoint | None:
         return MeetingPoint(host, int(port), not spec.node_rank)
     word = settings.get("is_host", "").lower()
     return MeetingPoint(host, int(port), word in ("1", "true", "t", "yes", "y") if word else None)
+
+
+def plan_rules(spec: LaunchSpec) -> Rules:
+    """Decide how the machines of a job wait for each other."""
+    settings = _parse_settings(spec.rdzv_conf)
+    defaults = {field.name: field.default for field in dataclasses.fields(Rules)}
+    return Rules(
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        max_restarts=spec.max_restarts,
+        lost_after_s=spec.lost_after_s,
+        last_call_s=_seconds(settings, "last_call_timeout", defaults["last_call_s"]),
+        join_timeout_s=_seconds(settings, "join_timeout", defaults["join_timeout_s"]),
+        endpoint=spec.rdzv_endpoint,
+    )
+
+
+def plan_round(plan: RendezvousPlan, number: int, address: str) -> RendezvousPlan:
+    """Give elastic's values for one round of machines that are all known to be there.
+
+    A rendezvous of its own for every round: it cannot meet the addresses, or the machines, of the last one.
+    """
+    settings = plan.rdzv_configs
+    if plan.rdzv_backend == "c10d":
+        settings = {**settings, "join_timeout": _ROUND_MEETS_S}
+    return dataclasses.replace(plan, run_id=f"{plan.run_id}-round-{number}", local_addr=address, rdzv_configs=settings)
+
+
+def _seconds(settings: dict[str, Any], name: str, default: Any) -> float:
+    text = settings.get(name, default)
+    try:
+        return float(text)
+    except ValueError:
+        raise SpecError(f"rdzv_conf: {name}={text!r} is not a number of seconds.") from None
 
 
 def plan_rendezvous(spec: LaunchSpec) -> RendezvousPlan:

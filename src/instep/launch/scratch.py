@@ -4,7 +4,6 @@
     asked, ending              the launching process was asked to stop; it ends everything now
     logs/rank-1.json           where rank 1's output goes, and from which byte on it is this launch's
     attempt-0/rank-1.keeper    the process that watches over rank 1, from when it does
-    attempt-0/rank-1.meeting   where rank 1 met the others, the newest time
     attempt-0/rank-1.json      how rank 1 failed, a FailureRecord
     attempt-0/rank-1.result    what rank 1's entry returned, as JSON
     attempt-0/rank-1.pulse     where rank 1 is, in shared memory
@@ -22,7 +21,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +28,6 @@ from typing import Any, Literal
 
 from instep.core.errors import FailureRecord
 from instep.launch.logs import LogStart
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """One coming together of a job's ranks."""
-
-    name: str
-    """Where its store is: no two meetings share it."""
-    machines: int
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -70,16 +58,6 @@ class Scratch:
     def announce_keeper(self, attempt: int, rank: int, pid: int) -> None:
         """Say who passes signals on to a rank."""
         _write(self._of(attempt, rank, "keeper"), str(pid).encode())
-
-    def announce_meeting(self, attempt: int, rank: int, name: str, machines: int) -> None:
-        """Say where a rank meets the others, and how many machines they are on."""
-        _write(self._of(attempt, rank, "meeting"), json.dumps([name, machines, time.monotonic_ns()]).encode())
-
-    def meeting(self, attempt: int) -> Meeting | None:
-        """Return the newest meeting of an attempt; None before any of its ranks has got there."""
-        paths = (self.folder / f"attempt-{attempt}").glob("rank-*.meeting")
-        found = max((json.loads(path.read_bytes()) for path in paths), key=lambda each: int(each[2]), default=None)
-        return None if found is None else Meeting(found[0], found[1], attempt)
 
     def mark(self, what: Literal["asked", "ending"]) -> None:
         """Let everybody know that the launching process was asked to stop, or that it ends everything now."""
