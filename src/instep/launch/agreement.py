@@ -7,7 +7,7 @@ training. What works but may change the answer, another version of torch say, is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,17 +43,19 @@ class Card:
 
 
 def names_of(cards: Sequence[Card]) -> dict[int, str]:
-    """Name machines so that a person can tell them apart: by host, else by address, else by process."""
-    hosts = Counter(card.node.host for card in cards)
-    addresses = Counter((card.node.host, card.address) for card in cards)
-    names = {}
-    for card in cards:
-        host = card.node.host
-        if hosts[host] > 1:
-            alone = card.address and addresses[host, card.address] == 1
-            host += f" at {card.address}" if alone else f" (process {card.pid})"
-        names[card.number] = host
-    return names
+    """Name machines so that a person can tell them apart: by host, else by address, by process, by number."""
+    forms: tuple[Callable[[Card], str], ...] = (
+        lambda card: card.node.host,
+        lambda card: f"{card.node.host} at {card.address}",
+        lambda card: f"{card.node.host} (process {card.pid})",
+    )
+    names: dict[int, str] = {}
+    for form in forms:
+        uses = Counter(map(form, cards))
+        for card in cards:
+            if uses[form(card)] == 1:
+                names.setdefault(card.number, form(card))
+    return {card.number: names.get(card.number, f"{card.node.host} #{card.number}") for card in cards}
 
 
 def refusal(cards: Sequence[Card]) -> InstepError | None:

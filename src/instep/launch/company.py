@@ -180,6 +180,8 @@ class _RollCall:
             time.sleep(0.05)
             living |= {number for number, beat in before.items() if self._board.read(f"roll/beat/{number}") != beat}
             living |= set(filter(self._has_refused, before))
+        for number in before.keys() - living:
+            self._board.post(f"roll/left/{number}", True)  # nobody need wait for a sign of it again
         return [card for card in cards if card.number in living]
 
     def _go_on_waiting(self, names: Mapping[int, str]) -> None:
