@@ -26,6 +26,7 @@ from instep.guard.processes import kill
 from instep.launch.board import Board
 from instep.launch.lead import GOES_ON, Leader, Word
 from instep.launch.line import HostGone, Line, Silent, hang_up
+from instep.launch.logs import LogPlan
 from instep.launch.observe import Observer
 from instep.launch.peers import Address, Listener, unreached
 from instep.launch.rounds import Rules, environment_failure
@@ -66,12 +67,13 @@ class Crew:
         board: Board,
         rules: Rules,
         scratch: Scratch,
+        logs: LogPlan,
         *,
         address: str,
         progress: Callable[[], int],
         say: Callable[[str], None],
     ) -> None:
-        self._board, self._rules, self._scratch = board, rules, scratch
+        self._board, self._rules, self._scratch, self._logs = board, rules, scratch, logs
         self._progress, self._say = progress, say
         self._line = Line(board)
         own = address or address_towards(board.plan.host, board.plan.port) or "127.0.0.1"
@@ -255,12 +257,15 @@ class Crew:
     def _end_ranks(self, number: int, reason: str, own: bool) -> None:
         for rank, beat in Observer(self._scratch, number).beats().items():
             if self._scratch.load_failure(number, rank) is None:
-                record = environment_failure(reason, time.time_ns(), rank)
-                if not own:
-                    record = FailureRecord(
-                        rank=rank, time_ns=record.time_ns, summary=f"ended: {reason}", consequence=True,
-                        exit_code=EXIT_ENVIRONMENT,
-                    )  # fmt: skip
+                record = FailureRecord(
+                    rank=rank,
+                    time_ns=time.time_ns(),
+                    summary=reason if own else f"ended: {reason}",
+                    exit_code=EXIT_ENVIRONMENT,
+                    consequence=not own,
+                    log=str(self._logs.error_file(rank)),
+                    names_ranks=own,
+                )
                 self._scratch.save_failure(number, record)
             kill(beat.pid, beat.start_ticks)
 
