@@ -36,8 +36,8 @@ from instep.world.interfaces import address_towards, is_loopback
 _BEAT_S, _ENDING_BEAT_S = 1.0, 0.3
 _FENCE = 0.8
 """The part of `lost_after` after which a machine that hears nothing ends its ranks."""
-_COME_BACK_S = 30.0
-"""How long it then waits for the others to be heard again."""
+_COME_BACK = 2.0
+"""And the part after which it no longer waits for them to be heard again."""
 _CLAIM_S = 5.0
 """How long nobody may lead before a machine that does not host the board does."""
 _STUCK_S = 3.0
@@ -129,7 +129,7 @@ class Crew:
                 news, gone, quiet_s = self._news, self._gone, time.monotonic() - self._heard_s
             if gone:
                 raise EnvironmentFailed(f"{self._leader_name()} has ended: {gone}. {GOES_ON}")
-            if quiet_s > self._fence_s + _COME_BACK_S:
+            if quiet_s > _COME_BACK * self._rules.lost_after_s:
                 raise EnvironmentFailed(f"{self._silence(quiet_s)}. {GOES_ON}")
             if self._scratch.is_marked("asked"):
                 raise EnvironmentFailed("asked to stop while waiting for other machines.")
