@@ -95,7 +95,7 @@ class Host:
         rules = (
             "add table inet test",
             "add chain inet test input { type filter hook input priority 0; }",
-            f"add rule inet test input ip saddr {other.address} tcp flags syn tcp dport != {but} drop",
+            f"add rule inet test input ip saddr {other.address} tcp flags & (syn | ack) == syn tcp dport != {but} drop",
         )
         for rule in rules:
             _do("ip", "netns", "exec", self.namespace, "nft", rule)

@@ -1,12 +1,14 @@
-"""Every rank fails on its own, after as many seconds as it is told: the first to fail is known beforehand."""
+"""Every rank fails by itself, so many seconds after all of them are ready: who is first is known beforehand."""
 
 import os
 import sys
 import time
+from pathlib import Path
 
-SECONDS = float(sys.argv[1 + int(os.environ["RANK"])])
-begun = time.monotonic()
-print("rank", os.environ["RANK"], "begins", flush=True)
-# All begin at one time, whenever their processes were ready: at the next full ten seconds but one of the real clock.
-time.sleep(max(0.0, float(sys.argv[3]) - time.time()) + SECONDS)
-raise ValueError(f"after {SECONDS:g} s")
+folder, seconds = Path(sys.argv[1]), sys.argv[2:]
+rank = int(os.environ["RANK"])
+(folder / f"ready-{rank}").touch()
+while len(list(folder.glob("ready-*"))) < len(seconds):
+    time.sleep(0.01)
+time.sleep(float(seconds[rank]))
+raise ValueError(f"rank {rank} after {seconds[rank]} s")

@@ -100,7 +100,10 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
     """Train as a rank of the world there is, be it of one."""
     if place.attempt:  # the launcher starts the same command again: what it began afresh goes on now
         spec = dataclasses.replace(spec, fresh=False)
-    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
+    with (
+        process_settings(spec, place.local_world_size),
+        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+    ):
         directory = agree_on_directory(world, lambda: settle_directory(task, spec))
         try:
             done = _complete(directory, task, spec, world.is_main)

@@ -85,14 +85,18 @@ class LaunchSpec:
     @property
     def lost_after_s(self) -> float:
         """How long nothing may be heard of a machine."""
-        match = _DURATION.fullmatch(str(self.lost_after).strip())
-        seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+        seconds = seconds_of(str(self.lost_after).strip()) or 0.0
         if seconds < _SHORTEST_LOST_S:
             raise SpecError(
                 f"lost_after={self.lost_after!r} is not a time of at least {_SHORTEST_LOST_S:.0f} s, which it takes to "
                 "tell a lost machine from a busy one. Write for instance 10s or 1m."
             )
         return seconds
+
+    @property
+    def silence_s(self) -> float:
+        """How long nothing may be heard over a rank's connection: launching processes notice first, and say more."""
+        return 1.5 * self.lost_after_s
 
     @property
     def hang_after_s(self) -> float | None:
@@ -433,9 +437,9 @@ class Cadence:
             return cls(steps=int(text))
         if name == "eval_every" and (match := re.fullmatch(r"([1-9]\d*)? ?epochs?", text)):
             return cls(epochs=int(match[1] or 1))
-        if name == "save_every" and (seconds := _seconds(text)):
+        if name == "save_every" and (seconds := seconds_of(text)):
             return cls(seconds=seconds)
-        if name == "save_every" and text.startswith("auto") and (seconds := _seconds(text[4:].lstrip(":") or "24h")):
+        if name == "save_every" and text.startswith("auto") and (seconds := seconds_of(text[4:].lstrip(":") or "24h")):
             return cls(between_failures_s=seconds)
         forms = "100 (steps), 1epoch or never" if name == "eval_every" else "100 (steps), 30s, 10m, 2h, auto or never"
         raise SpecError(f"{name}={text!r} is not an interval. Write for instance {forms}.")
@@ -448,7 +452,7 @@ def _choices() -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-def _seconds(text: str) -> float | None:
+def seconds_of(text: str) -> float | None:
     """Read `30s`, `10m` or `2h`."""
     match = _DURATION.fullmatch(text)
     return float(match[1]) * _SECONDS[match[2]] if match else None

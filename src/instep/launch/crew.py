@@ -27,6 +27,7 @@ from instep.guard.processes import kill
 from instep.launch.board import Board
 from instep.launch.lead import GOES_ON, Leader, Word
 from instep.launch.line import HostGone, Line, Silent, hang_up
+from instep.launch.logs import LogPlan
 from instep.launch.observe import Observer
 from instep.launch.peers import Address, Listener, unreached
 from instep.launch.rounds import Rules, environment_failure
@@ -36,8 +37,8 @@ from instep.world.interfaces import address_towards, is_loopback
 _BEAT_S, _ENDING_BEAT_S = 1.0, 0.3
 _FENCE = 0.8
 """The part of `lost_after` after which a machine that hears nothing ends its ranks."""
-_COME_BACK_S = 30.0
-"""How long it then waits for the others to be heard again."""
+_COME_BACK = 2.0
+"""And the part after which it no longer waits for them to be heard again."""
 _CLAIM_S = 5.0
 """How long nobody may lead before a machine that does not host the board does."""
 _STUCK_S = 3.0
@@ -67,12 +68,13 @@ class Crew:
         board: Board,
         rules: Rules,
         scratch: Scratch,
+        logs: LogPlan,
         *,
         address: str,
         progress: Callable[[], int],
         say: Callable[[str], None],
     ) -> None:
-        self._board, self._rules, self._scratch = board, rules, scratch
+        self._board, self._rules, self._scratch, self._logs = board, rules, scratch, logs
         self._progress, self._say = progress, say
         self._line = Line(board)
         own = address or address_towards(board.plan.host, board.plan.port) or "127.0.0.1"
@@ -128,7 +130,7 @@ class Crew:
                 news, gone, quiet_s = self._news, self._gone, time.monotonic() - self._heard_s
             if gone:
                 raise EnvironmentFailed(f"{self._leader_name()} has ended: {gone}. {GOES_ON}")
-            if quiet_s > self._fence_s + _COME_BACK_S:
+            if quiet_s > _COME_BACK * self._rules.lost_after_s:
                 raise EnvironmentFailed(f"{self._silence(quiet_s)}. {GOES_ON}")
             if self._scratch.is_marked("asked"):
                 raise EnvironmentFailed("asked to stop while waiting for other machines.")
@@ -256,12 +258,15 @@ class Crew:
     def _end_ranks(self, number: int, reason: str, own: bool) -> None:
         for rank, beat in Observer(self._scratch, number).beats().items():
             if self._scratch.load_failure(number, rank) is None:
-                record = environment_failure(reason, now_ns(), rank)
-                if not own:
-                    record = FailureRecord(
-                        rank=rank, time_ns=record.time_ns, summary=f"ended: {reason}", consequence=True,
-                        exit_code=EXIT_ENVIRONMENT,
-                    )  # fmt: skip
+                record = FailureRecord(
+                    rank=rank,
+                    time_ns=now_ns(),
+                    summary=reason if own else f"ended: {reason}",
+                    exit_code=EXIT_ENVIRONMENT,
+                    consequence=not own,
+                    log=str(self._logs.error_file(rank)),
+                    names_ranks=own,
+                )
                 self._scratch.save_failure(number, record)
             kill(beat.pid, beat.start_ticks)
 

@@ -32,7 +32,8 @@ from instep.core.frames import is_users
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER = re.compile(
-    r"connection (closed by peer|reset|refused|was (likely )?closed)|broken pipe|socket (timeout|closed)"
+    r"connection (closed by peer|reset|refused|timed out|was (likely )?closed)|broken pipe|socket (timeout|closed)"
+    r"|no route to host|network is unreachable"
     r"|timed out (waiting|after)|wait timeout|failed to (recv|send)|connectFullMesh failed"
     r"|application timeout caused pair closure|failed to pass monitoredBarrier"
     r"|\bPeerLost: "  # through C++, our own becomes a RuntimeError

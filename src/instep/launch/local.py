@@ -158,7 +158,10 @@ class _Launch:
         """Work in rounds with other machines until all is done; see [Note: Losing machines]."""
         job, rules = self.job, plan_rules(self.spec)
         with Crew(
-            board, rules, job.scratch, address=self.spec.local_addr, progress=self.progress, say=self._say
+            *(board, rules, job.scratch, job.logs),
+            address=self.spec.local_addr,
+            progress=self.progress,
+            say=self._say,
         ) as crew:
             number = -1
             while (round_ := crew.next_round(number)) is not None:

@@ -33,7 +33,10 @@ def start(**options: Any) -> Iterator[Run]:
     begun = time.monotonic()
     place = place_here()
     spec = resolve_precision(spec, place.device)
-    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
+    with (
+        process_settings(spec, place.local_world_size),
+        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+    ):
         name = Path(sys.argv[0]).stem or "loop"
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))
         try:

@@ -41,7 +41,10 @@ def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: st
     """Be a rank that instep launched; the result travels back to the launcher."""
     place = place_here()
     task = source.load()
-    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
+    with (
+        process_settings(spec, place.local_world_size),
+        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+    ):
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, compared=True).to_json()
 
 
