@@ -29,6 +29,7 @@ def card(number, host=None, versions=None, **more):
 
 def test_machines_that_are_alike_agree():
     assert refusal([card(0), card(1)]) is None
+    assert refusal([card(0, asked={"x": float("nan")}), card(1, asked={"x": float("nan")})]) is None
     assert warnings({"h1": node(), "h2": node("h2")}, {}, exact=True) == []
 
 

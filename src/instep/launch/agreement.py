@@ -6,6 +6,7 @@ training. What works but may change the answer, another version of torch say, is
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,14 +192,11 @@ def _difference(what: str, values: Mapping[str, Any]) -> str:
 
 def _by_value(values: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
     """Group machines by their value: the one that most have comes first, then by the machine that came first."""
-    groups: list[tuple[list[str], Any]] = []
+    groups: dict[str, tuple[list[str], Any]] = {}
     for name, value in values.items():
-        names = next((names for names, known in groups if known == value), None)
-        if names is None:
-            groups.append(([name], value))
-        else:
-            names.append(name)
-    return sorted(groups, key=lambda group: -len(group[0]))
+        text = json.dumps(value, sort_keys=True)  # not by ==: NaN is like NaN
+        groups.setdefault(text, ([], value))[0].append(name)
+    return sorted(groups.values(), key=lambda group: -len(group[0]))
 
 
 def _all(names: Sequence[str]) -> str:

@@ -136,6 +136,10 @@ class Board:
         """Give a value, once it is posted; an error of torch's if that takes longer than this connection may."""
         return json.loads(self._store.get(key))
 
+    def drop(self, key: str) -> None:
+        """Take a value away."""
+        self._store.delete_key(key)
+
     def add(self, key: str, amount: int = 1) -> int:
         """Count: give the total, this amount included."""
         return int(self._store.add(key, amount))

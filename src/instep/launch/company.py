@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from instep.launch.clocks import Offset, clock_warnings
 from instep.launch.facts import installed_packages, look_at_node
 from instep.launch.scratch import Scratch
 from instep.launch.timekeeper import Timekeeper
+from instep.world.interfaces import address_towards
 
 _LATE_S = 2.0
 """From here on a person is told whom this machine waits for."""
@@ -94,7 +94,7 @@ def _card(board: Board, spec: LaunchSpec, processes: int, wishes: Wishes, number
     is_static = spec.rdzv_backend == "static"
     return Card(
         number=number,
-        address=spec.local_addr or _address_towards(board.plan.host, board.plan.port),
+        address=spec.local_addr or address_towards(board.plan.host, board.plan.port),
         pid=os.getpid(),
         node_rank=spec.node_rank if spec.node_rank is not None or not is_static else 0,
         nnodes=spec.nnodes,
@@ -105,16 +105,6 @@ def _card(board: Board, spec: LaunchSpec, processes: int, wishes: Wishes, number
     )
 
 
-def _address_towards(host: str, port: int) -> str:
-    """Tell from which of its addresses this machine reaches another; nothing is sent."""
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return ""
-
-
 class _RollCall:
     """Waits for as many machines as are needed; refuses what cannot work, and names what differs."""
 
@@ -122,7 +112,7 @@ class _RollCall:
         self, board: Board, spec: LaunchSpec, number: int, scratch: Scratch, say: Callable[[str], object]
     ) -> None:
         self._board, self._spec, self._number, self._scratch, self._say = board, spec, number, scratch, say
-        self._begun, self._said, self._checked = time.monotonic(), False, 0
+        self._begun, self._said = time.monotonic(), False
         self._gone = {other for other in range(board.add("roll/count", 0)) if self._has_left(other)}
         """Machines that were here before this one; those that leave now may do so over what this one sees next."""
 
@@ -130,8 +120,7 @@ class _RollCall:
         """Return when all that are needed are here and agree: how they are called."""
         enough_s = None
         while enough_s is None or time.monotonic() - enough_s < _CLOCKS_S:
-            cards = self._cards()
-            self._check(cards)
+            cards = self._checked(self._cards())
             if len(cards) < self._spec.min_nodes:
                 self._go_on_waiting(names_of(cards))
             else:
@@ -153,16 +142,14 @@ class _RollCall:
                 found.append(Card.from_json(card))
         return found
 
-    def _check(self, cards: Sequence[Card]) -> None:
-        """Refuse to go on where these cannot work together; each of them finds out by itself."""
-        if len(cards) == self._checked:
-            return
-        self._checked = len(cards)
+    def _checked(self, cards: list[Card]) -> list[Card]:
+        """Refuse to go on where these cannot work together, as each of them does by itself; leave out who is lost."""
         if refusal(cards) is None:
-            return
-        error = refusal(self._alive(cards))
+            return cards
+        living = self._alive(cards)
+        error = refusal(living)
         if error is None:
-            return
+            return living
         self._board.post(f"roll/refused/{self._number}", True)
         until = time.monotonic() + _FAREWELL_S
         while self._board.is_host and time.monotonic() < until:  # the others read here, too, why it ends

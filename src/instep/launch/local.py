@@ -270,7 +270,8 @@ def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) ->
         stderr.write(f"{text}\n")
         stderr.flush()
 
-    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host), say)
+    wait_s = plan_rules(spec).join_timeout_s
+    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host, wait_s), say)
 
 
 def _pass_on_stops(scratch: Scratch) -> None:
