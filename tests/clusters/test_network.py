@@ -145,3 +145,59 @@ def test_the_host_of_the_rendezvous_is_cut(training: Training, alone: dict[str, 
     assert took_s < 60
     result = result_of(done)  # it may go on alone, and does
     assert (result["weights_sha256"], result["world_size"]) == (alone["weights_sha256"], 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_blocked_way_is_named_before_training(training: Training) -> None:
+    with connected_hosts(2) as (first, second):
+        second.refuse(first, but=PORT)
+        processes = [host.start(*training.command(nnodes="2")) for host in (first, second)]
+        wait_for(lambda: any(process.poll() is not None for process in processes), timeout_s=90)
+        done = [finish(process) for process in processes]
+    for each in done:
+        assert each.returncode == 3, each.stderr
+        assert "h1 (10.77.0.1) cannot reach h2 (10.77.0.2) on port " in each.stderr
+        assert ": timed out. Open all ports between the machines" in each.stderr
+        assert "restart" not in each.stderr
+    assert training.starts() == []
+
+
+@pytest.mark.timeout(120)
+def test_ranks_without_a_launcher_notice_a_pulled_cable(training: Training) -> None:
+    training.pace(0.1)
+    more = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    words = training.command(nnodes="2")
+    own = ["python", *words[2 : words.index("--nnodes")], "--lost-after", "6s"]
+    with connected_hosts(2) as hosts:
+        processes = [host.start(*own, env={**more, "RANK": str(rank)}) for rank, host in enumerate(hosts)]
+        training.wait_for(world_size=2, steps=2)
+        hosts[1].cut()
+        cut_s = time.monotonic()
+        done = [finish(process, 60) for process in processes]
+        took_s = time.monotonic() - cut_s
+    assert took_s < 30
+    assert all(each.returncode != 0 for each in done)
+    assert any("imed out" in each.stderr for each in done), done[0].stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_fixed_number_of_machines_waits_for_the_one_that_was_cut(training: Training, alone: dict[str, Any]) -> None:
+    words = training.command("--lost-after", "15s", nnodes="2")
+    training.pace(0.1)
+    with connected_hosts(2) as (first, second):
+        processes = [host.start(*words) for host in (first, second)]
+        training.wait_for(world_size=2, steps=2)
+        before = len(training.starts())
+        second.cut()
+        time.sleep(19)
+        second.heal()
+        wait_for(lambda: len(training.starts()) > before, timeout_s=60)
+        training.pace(0)
+        done = [finish(process) for process in processes]
+    for each in done:
+        assert result_of(each)["weights_sha256"] == alone["weights_sha256"]
+        assert result_of(each)["world_size"] == 2
+    assert "1 of 2 are here (h1)" in done[0].stderr
+    assert "h1, which hosts the rendezvous" in done[1].stderr
+    assert "The ranks here are ended" in done[1].stderr

@@ -40,6 +40,8 @@ _COME_BACK = 2.0
 """And the part after which it no longer waits for them to be heard again."""
 _CLAIM_S = 5.0
 """How long nobody may lead before a machine that does not host the board does."""
+_PATIENCE_S = 2.0
+"""What is waited for is told after so long."""
 _STUCK_S = 3.0
 """How long elastic may take to notice that its ranks have ended."""
 
@@ -122,7 +124,7 @@ class Crew:
 
     def next_round(self, after: int) -> Round | None:
         """Wait for a round that this machine is a member of; None: the others have done everything without it."""
-        said = ""
+        said, began_s = "", time.monotonic()
         while True:
             with self._condition:
                 self._condition.wait(0.2)
@@ -139,7 +141,10 @@ class Crew:
                 if news["failures"]:
                     raise RanksFailed([FailureRecord(**each) for each in news["failures"]])
                 return None
-            text = news["waiting"] or (news["why"] if news["number"] > after and news["running"] else "")
+            patient = time.monotonic() - began_s < _PATIENCE_S
+            text = "" if patient else news["waiting"]
+            if news["number"] > after and news["running"]:
+                text = news["why"]
             if text and text != said:
                 said = text
                 self._say(text)
