@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import socket
 import threading
 import time
@@ -192,6 +193,14 @@ class Crew:
         self._word = dataclasses.replace(self._word, count=self._word.count + 1, **changes)
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # the main thread would wait for news for ever
+            with self._condition:
+                self._gone = f"this machine cannot follow it: {type(error).__name__}: {error}"
+            raise
+
+    def _follow(self) -> None:
         while not self._ending.is_set():
             self._beat()
             attempt = self._attempt
@@ -293,7 +302,10 @@ def _resolved(host: str) -> str:
 
 
 def _words_for(error: BaseException | None) -> str:
-    if isinstance(error, KeyboardInterrupt):
+    number = getattr(error, "sigval", None)  # elastic's way to say which signal it got
+    if isinstance(error, KeyboardInterrupt) or number == signal.SIGINT:
         return "interrupted"
+    if number is not None:
+        return f"ended by {signal.Signals(number).name}"
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text.rstrip(". ")[:300]
