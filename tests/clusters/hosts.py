@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -108,6 +109,7 @@ def connected_hosts(count: int) -> Iterator[list[Host]]:
         pytest.skip("network namespaces need root")
     for program in ("ip", "tc", "nft", "unshare"):
         assert shutil.which(program), f"{program} is not installed: apt-get install iproute2 nftables util-linux"
+    _sweep()
     mark = f"i{os.getpid()}"
     switch = f"{mark}sw"
     names = [f"h{number}" for number in range(1, count + 1)]
@@ -122,9 +124,24 @@ def connected_hosts(count: int) -> Iterator[list[Host]]:
     finally:
         for host in found:
             host.end()
-        for namespace in (*(host.namespace for host in found), switch):
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
-            shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+        _remove(*(host.namespace for host in found), switch)
+
+
+def _sweep() -> None:
+    """Remove what tests left behind that were ended by force: their numbers are no process's any more."""
+    for namespace in _ip("netns", "list").split("\n"):
+        mark = re.match(r"i(\d+)(sw|h\d+)\b", namespace)
+        if mark and not Path(f"/proc/{mark[1]}").exists():
+            for pid in map(int, _ip("netns", "pids", mark[0]).split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _remove(mark[0])
+
+
+def _remove(*namespaces: str) -> None:
+    for namespace in namespaces:
+        subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+        shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
 
 
 def _connect(host: Host, number: int, everyone: list[Host]) -> None:

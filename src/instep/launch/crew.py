@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import socket
 import threading
 import time
@@ -41,6 +42,8 @@ _COME_BACK = 2.0
 """And the part after which it no longer waits for them to be heard again."""
 _CLAIM_S = 5.0
 """How long nobody may lead before a machine that does not host the board does."""
+_PATIENCE_S = 2.0
+"""What is waited for is told after so long."""
 _STUCK_S = 3.0
 """How long elastic may take to notice that its ranks have ended."""
 
@@ -123,7 +126,7 @@ class Crew:
 
     def next_round(self, after: int) -> Round | None:
         """Wait for a round that this machine is a member of; None: the others have done everything without it."""
-        said = ""
+        said, began_s = "", time.monotonic()
         while True:
             with self._condition:
                 self._condition.wait(0.2)
@@ -140,7 +143,10 @@ class Crew:
                 if news["failures"]:
                     raise RanksFailed([FailureRecord(**each) for each in news["failures"]])
                 return None
-            text = news["waiting"] or (news["why"] if news["number"] > after and news["running"] else "")
+            patient = time.monotonic() - began_s < _PATIENCE_S
+            text = "" if patient else news["waiting"]
+            if news["number"] > after and news["running"]:
+                text = news["why"]
             if text and text != said:
                 said = text
                 self._say(text)
@@ -188,6 +194,14 @@ class Crew:
         self._word = dataclasses.replace(self._word, count=self._word.count + 1, **changes)
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # the main thread would wait for news for ever
+            with self._condition:
+                self._gone = f"this machine cannot follow it: {type(error).__name__}: {error}"
+            raise
+
+    def _follow(self) -> None:
         while not self._ending.is_set():
             self._beat()
             attempt = self._attempt
@@ -289,7 +303,10 @@ def _resolved(host: str) -> str:
 
 
 def _words_for(error: BaseException | None) -> str:
-    if isinstance(error, KeyboardInterrupt):
+    number = getattr(error, "sigval", None)  # elastic's way to say which signal it got
+    if isinstance(error, KeyboardInterrupt) or number == signal.SIGINT:
         return "interrupted"
+    if number is not None:
+        return f"ended by {signal.Signals(number).name}"
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text.rstrip(". ")[:300]

@@ -98,6 +98,18 @@ class Leader:
         return not any(now_s - k.heard_s < self._rules.lost_after_s for k in others)
 
     def _run(self) -> None:
+        try:
+            self._lead()
+        except BaseException as error:  # all others would only notice silence
+            text = f"the leading process cannot go on: {type(error).__name__}: {error}. {GOES_ON}"
+            failures = (environment_failure(text, time.time_ns()),)
+            self._state = dataclasses.replace(self._state, over=True, running=False, failures=failures)
+            self._pulse += 1
+            news = {"pulse": self._pulse, "leader": "", "peers": {}, **plain(self._state)}
+            self._line.call(lambda board: board.post("news", news))
+            raise
+
+    def _lead(self) -> None:
         while not self._ending.wait(LOOK_S):
             try:
                 words = self._line.call(_read_words)

@@ -45,7 +45,7 @@ from instep.launch.restart import plan_restart
 from instep.launch.rounds import environment_failure
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
-from instep.world.interfaces import interface_of, interfaces, socket_variables
+from instep.world.interfaces import interface_of, interfaces, is_loopback, socket_variables
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
@@ -188,7 +188,8 @@ class _Launch:
     def _job_in(self, round_: Round) -> Job:
         """Make the ranks of a round use the interface that the other machines reach."""
         interface = interface_of(round_.own.host)
-        if round_.number == 0 and len(others := [name for name in interfaces() if name not in ("lo", interface)]):
+        others = [name for name in interfaces() if name not in ("lo", interface)]
+        if others and round_.number == 0 and not is_loopback(round_.own.host):
             self._say(f"the machines speak over {interface} ({round_.own.host}), not over {', '.join(others)}")
         environ = {**self.job.environ, **socket_variables(interface, self.job.environ)}
         return dataclasses.replace(self.job, attempt=round_.number, environ=environ)
