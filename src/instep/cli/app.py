@@ -222,15 +222,27 @@ def verify(
     leave(verify_task(made, path, spec, sizes))
 
 
-@app.command(help="Say what this machine can do, and what is wrong with it.")
+@app.command(help="Say what this machine, or the network between several, can do, and what is wrong with it.")
 @guarded
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as one line of JSON")] = False,
+    nnodes: Annotated[int, typer.Option("--nnodes", help="look at the network between so many machines too")] = 1,
+    rdzv_endpoint: Annotated[
+        str, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="where these machines meet")
+    ] = "",
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", help="this machine's number; 0: the endpoint is here", show_default=False),
+    ] = None,
+    local_addr: Annotated[
+        str, typer.Option("--local-addr", help="this machine's address, as the others reach it")
+    ] = "",
+    wait: Annotated[str, typer.Option("--wait", help="how long to wait for the other machines")] = "1m",
 ) -> None:
-    """Look at this machine."""
-    from instep.cli.doctor import examine
+    """Look at this machine, and at the ways to others."""
+    from instep.cli.doctor import examine, plan_checkup
 
-    sys.exit(examine(as_json))
+    sys.exit(examine(as_json, plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait)))
 
 
 submit = typer.Typer(

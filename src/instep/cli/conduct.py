@@ -11,13 +11,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.cli.options import make_spec
-from instep.core.errors import SpecError
+from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.launch.local import LogPlan, launch
@@ -25,6 +25,7 @@ from instep.launch.processes import check_process_count
 from instep.monitor.progress import duration, metrics_text
 from instep.monitor.terminal import TerminalDisplay
 from instep.train.directory import agree_on_directory, settle_directory
+from instep.train.nodes import wishes_of
 from instep.train.precision import resolve_precision
 from instep.train.result import Result
 from instep.train.source import TaskSource
@@ -91,7 +92,7 @@ def _ray_launcher() -> Callable[..., dict[int, Any]]:
     return launch_on_ray
 
 
-def _start(directory: RunDirectory, spec: TrainSpec, source: TaskSource, output: TextIO) -> dict[int, Any]:
+def _start(directory: RunDirectory, task: Task, spec: TrainSpec, source: TaskSource, output: TextIO) -> dict[int, Any]:
     """Have ranks started where the spec says, and wait for their results."""
     logs = LogPlan(directory.path / "logs", split=False)
     if spec.on == "ray":  # on other machines a relative path would mean another place
@@ -110,6 +111,7 @@ def _start(directory: RunDirectory, spec: TrainSpec, source: TaskSource, output:
         stderr=sys.stderr,
         preemptable=True,
         progress=directory.newest_step,
+        wishes=wishes_of(task, spec),
     )
 
 
@@ -145,18 +147,30 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool)
             return done
         with TerminalDisplay(directory.path, spec.quiet or not speaks) as display:
             output = display.stream(sys.stderr if spec.json else sys.stdout)
-            results = _start(directory, spec, source, output)
+            results = _start(directory, task, spec, source, output)
+        if not results:  # the other machines have done everything
+            return _complete(directory, task, spec) or _left_out(directory)
     finally:
         directory.unlock()
     result = Result.from_json(results[min(results)], task)
     return _show(result, spec) if speaks else result
 
 
+def _left_out(directory: RunDirectory) -> NoReturn:
+    raise EnvironmentFailed(
+        f"The other machines have ended the run in {directory.path} without this one, and not completed it. "
+        "The same command goes on."
+    )
+
+
 def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
     """Train as a rank of the world there is, be it of one."""
     if place.attempt:  # the launcher starts the same command again: what it began afresh goes on now
         spec = dataclasses.replace(spec, fresh=False)
-    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
+    with (
+        process_settings(spec, place.local_world_size),
+        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+    ):
         directory = agree_on_directory(world, lambda: settle_directory(task, spec))
         try:
             done = _complete(directory, task, spec, world.is_main)

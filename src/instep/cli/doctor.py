@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from rich.text import Text
 
 from instep.cli import findings
 from instep.cli.findings import Finding, TorchBuild
-from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, SpecError
+from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
+from instep.core.spec import seconds_of
 from instep.core.version import __version__
+from instep.launch.checkup import Checkup, CheckupPlan, check_up
 from instep.launch.machine import free_ports, look_at_folder, look_at_machine, scratch_folder
 from instep.launch.probe import Backend, probe
 from instep.world.world import place_here
@@ -28,17 +31,68 @@ _PORTS = 16
 _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
 
 
-def examine(as_json: bool) -> int:
+def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> CheckupPlan | None:
+    """Read where several machines meet; None: there is only this one."""
+    if nnodes < 2:
+        if endpoint or nnodes < 1:
+            raise SpecError(f"nnodes={nnodes}: the network is looked at between 2 machines or more. Give --nnodes 2.")
+        return None
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise SpecError(
+            f"nnodes={nnodes} machines cannot meet at rdzv_endpoint={endpoint!r}. Give every one of them the same "
+            "--rdzv-endpoint HOST:PORT, where HOST is one of them."
+        )
+    if node_rank is not None and not 0 <= node_rank < nnodes:
+        raise SpecError(f"node_rank={node_rank} is none of the {nnodes} machines. Number them from 0 to {nnodes - 1}.")
+    wait_s = seconds_of(wait)
+    if not wait_s:
+        raise SpecError(f"wait={wait!r} is not a time. Write for instance 30s or 5m.")
+    return CheckupPlan(
+        num_machines=nnodes, host=host, port=int(port), node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
+    )
+
+
+def examine(as_json: bool, network: CheckupPlan | None = None) -> int:
     """Look at everything, say each thing as it is found, and give the exit code."""
     console = Console(stderr=as_json, highlight=False)
+    progress = Console(stderr=True, highlight=False)
+    checkup = _Checkup(network, progress)
     found = []
-    for finding in _findings(Console(stderr=True, highlight=False)):
+    for finding in chain(checkup.findings(), _findings(progress)):
         found.append(finding)
         _show(console, finding)
     console.print(_verdict(found), soft_wrap=True)
     if as_json:
-        print(json.dumps(report(found)), flush=True)
+        print(json.dumps(report(found) | checkup.report()), flush=True)
     return EXIT_ENVIRONMENT if any(finding.level == "red" for finding in found) else EXIT_DONE
+
+
+class _Checkup:
+    """The network's part, if there is one: first, since the other machines wait for it."""
+
+    def __init__(self, plan: CheckupPlan | None, progress: Console) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._outcome: Checkup | EnvironmentFailed | None = None
+
+    def findings(self) -> list[Finding]:
+        """Meet the other machines, and judge what came of it."""
+        if self._plan is None:
+            return []
+        try:
+            self._outcome = check_up(self._plan, lambda text: self._progress.print(f"{text} …", soft_wrap=True))
+        except EnvironmentFailed as error:
+            self._outcome = error
+        return findings.judge_network(self._outcome)
+
+    def report(self) -> dict[str, Any]:
+        """Give what was measured as plain values."""
+        found = self._outcome
+        if not isinstance(found, Checkup):
+            return {}
+        links = [{"from": here, "to": there, **asdict(link)} for (here, there), link in found.links.items()]
+        return {"network": {"machines": found.machines, "unreached": found.unreached, "links": links}}
 
 
 def report(found: list[Finding]) -> dict[str, Any]:

@@ -6,12 +6,16 @@ green: works. yellow: works, but a person should know. red: does not work, and t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from instep.core.topology import Place
+from instep.launch.checkup import Checkup
+from instep.launch.links import Pair, distant_links, duration, rate, slow_links
 from instep.launch.machine import SHARED_MEMORY, Folder, Machine
+from instep.launch.peers import Link
 from instep.launch.probe import PROCESSES, ProbeResult
 
 Level = Literal["green", "yellow", "red"]
@@ -128,6 +132,33 @@ def judge_ports(found: Sequence[int] | OSError) -> Finding:
         advice = "See that the loopback interface is up, and that no program holds all ports (ss -tan)."
         return Finding("ports", "red", text, advice)
     return Finding("ports", "green", f"free ones on the loopback ({len(found)} taken at once, for a moment)")
+
+
+def judge_network(found: Checkup | Exception) -> list[Finding]:
+    """Judge the ways between machines."""
+    if isinstance(found, Exception):
+        return [Finding("machines", "red", str(found), "Run the same command on each machine at about the same time.")]
+    met = Finding("machines", "green", f"{len(found.machines)} met: {', '.join(found.machines)}")
+    if found.unreached:
+        advice = "Open all ports between the machines (firewalls, security groups), or put them on one network."
+        return [met, Finding("reach", "red", "; ".join(found.unreached), advice)]
+    return [met, Finding("reach", "green", "every machine reaches every other"), *_judge_links(found.links)]
+
+
+def _judge_links(links: Mapping[Pair, Link]) -> list[Finding]:
+    (here, there), slowest = min(links.items(), key=lambda item: item[1].bits_per_s)
+    slow = slow_links(links)
+    if slow:
+        advice = "Training waits for the slowest link: see to its cable, port and interface (ethtool)."
+        bandwidth = Finding("bandwidth", "yellow", "; ".join(slow), advice)
+    else:
+        bandwidth = Finding("bandwidth", "green", f"{rate(slowest.bits_per_s)} or more (least: {here} -> {there})")
+    distant = distant_links(links)
+    if distant:
+        advice = "Machines that train together should be in one room: every step waits for several round trips."
+        return [bandwidth, Finding("latency", "yellow", "; ".join(distant), advice)]
+    usual = statistics.median(link.latency_s for link in links.values())
+    return [bandwidth, Finding("latency", "green", f"{duration(usual)} there and back")]
 
 
 def judge_launcher(place: Place | Exception) -> Finding:

@@ -109,11 +109,22 @@ class FailureRecord:
     log: str = ""
     names_ranks: bool = False
     """Whether the summary is a sentence that names its ranks itself."""
+    host: str = ""
+    """The machine that it was on, where there are several."""
+    step: int | None = None
+    """How many steps were done then, where that is known."""
+    doubt_ns: int = 0
+    """How far its time may be off another machine's."""
+
+    @property
+    def who(self) -> str:
+        """The rank, and where it was."""
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
     @property
     def line(self) -> str:
         """The summary with its rank."""
-        return self.summary if self.names_ranks else f"rank {self.rank}: {self.summary}"
+        return self.summary if self.names_ranks else f"{self.who}: {self.summary}"
 
 
 class RanksFailed(InstepError):

@@ -20,6 +20,7 @@ from instep.core.microbatches import check_microbatches
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 DEFAULT_SHARDS = 16
+_SHORTEST_LOST_S = 5.0
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -45,7 +46,9 @@ class LaunchSpec:
         "--nproc-per-node",
     )
     nnodes: str = option("1", "machines, or MIN:MAX for an elastic number", "--nnodes")
-    node_rank: int = option(0, "this machine's number, for --rdzv-backend static", "--node-rank")
+    node_rank: int | None = option(
+        None, "this machine's number, for --rdzv-backend static (0, unless given)", "--node-rank"
+    )
     rdzv_backend: str = option("c10d", "how the machines find each other: c10d or static", "--rdzv-backend")
     rdzv_endpoint: str = option("", "HOST:PORT of the rendezvous; empty: a free port here", "--rdzv-endpoint")
     rdzv_id: str = option("", "name of this job at the rendezvous; empty: a new one", "--rdzv-id")
@@ -56,6 +59,9 @@ class LaunchSpec:
         "auto",
         "how long no rank may move before the job is ended as hung: 90s, 10m, never; auto: by the steps so far",
         "--hang-after",
+    )
+    lost_after: str = option(
+        "10s", "how long nothing may be heard of a machine before the others go on without it", "--lost-after"
     )
 
     hosts: str = option("", "start an agent on each of these machines over ssh", "--hosts", metavar="A,B")
@@ -70,6 +76,7 @@ class LaunchSpec:
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
             raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
         _ = self.hang_after_s
+        _ = self.lost_after_s
         if not self.hosts and (self.allow_differences or self.ssh != "ssh"):
             raise SpecError("--ssh and --allow-differences are for --hosts, which is not given. Leave them out.")
 
@@ -96,6 +103,22 @@ class LaunchSpec:
     def max_nodes(self) -> int:
         """The most machines to run on."""
         return int(self.nnodes.split(":")[-1])
+
+    @property
+    def lost_after_s(self) -> float:
+        """How long nothing may be heard of a machine."""
+        seconds = seconds_of(str(self.lost_after).strip()) or 0.0
+        if seconds < _SHORTEST_LOST_S:
+            raise SpecError(
+                f"lost_after={self.lost_after!r} is not a time of at least {_SHORTEST_LOST_S:.0f} s, which it takes to "
+                "tell a lost machine from a busy one. Write for instance 10s or 1m."
+            )
+        return seconds
+
+    @property
+    def silence_s(self) -> float:
+        """How long nothing may be heard over a rank's connection: launching processes notice first, and say more."""
+        return 1.5 * self.lost_after_s
 
     @property
     def hang_after_s(self) -> float | None:
@@ -457,9 +480,9 @@ class Cadence:
             return cls(steps=int(text))
         if name == "eval_every" and (match := re.fullmatch(r"([1-9]\d*)? ?epochs?", text)):
             return cls(epochs=int(match[1] or 1))
-        if name == "save_every" and (seconds := _seconds(text)):
+        if name == "save_every" and (seconds := seconds_of(text)):
             return cls(seconds=seconds)
-        if name == "save_every" and text.startswith("auto") and (seconds := _seconds(text[4:].lstrip(":") or "24h")):
+        if name == "save_every" and text.startswith("auto") and (seconds := seconds_of(text[4:].lstrip(":") or "24h")):
             return cls(between_failures_s=seconds)
         forms = "100 (steps), 1epoch or never" if name == "eval_every" else "100 (steps), 30s, 10m, 2h, auto or never"
         raise SpecError(f"{name}={text!r} is not an interval. Write for instance {forms}.")
@@ -472,7 +495,7 @@ def _choices() -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-def _seconds(text: str) -> float | None:
+def seconds_of(text: str) -> float | None:
     """Read `30s`, `10m` or `2h`."""
     match = _DURATION.fullmatch(text)
     return float(match[1]) * _SECONDS[match[2]] if match else None

@@ -31,6 +31,24 @@ class StartRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeRecord:
+    """What a machine of the run is; written by its first rank, after the start."""
+
+    event: ClassVar[str] = "node"
+    host: str
+    versions: dict[str, str]
+    """Of instep, torch, numpy, Python and CUDA."""
+    platform: dict[str, str]
+    """What may round a kernel differently: torch, the processor, the GPUs."""
+    variables: dict[str, str]
+    """Environment variables that decide how ranks compute and speak."""
+    code: dict[str, str]
+    """SHA-256 of the file that defines the Task, or of the script."""
+    packages_sha256: str
+    """Of all installed packages, with their versions."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRecord:
     """What this process set out to do, and from which step."""
 
@@ -120,7 +138,17 @@ class EndRecord:
     error: str = ""
 
 
-Record = StartRecord | PlanRecord | StepRecord | EvalRecord | SaveRecord | SaveFailedRecord | NoticeRecord | EndRecord
+Record = (
+    StartRecord
+    | NodeRecord
+    | PlanRecord
+    | StepRecord
+    | EvalRecord
+    | SaveRecord
+    | SaveFailedRecord
+    | NoticeRecord
+    | EndRecord
+)
 
 
 def to_line(record: Record, time_s: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +22,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from instep.core.errors import EnvironmentFailed
+from instep.launch.knock import knock
 
 _TRY_S = 3.0
 """How long one try to reach the host takes: between two of them, Ctrl-C is heard."""
+_OWNER = "instep-board/job"
+"""Whose board it is: not under a job's name, so that every job sees it."""
+_HOST = "instep-board/host"
+_MOST_STRANGE = 3
+"""So often whoever listens may answer as no board does: one that has only just begun may be slow."""
 
 
 @dataclass(frozen=True)
@@ -46,33 +53,76 @@ class Board:
         self.plan = plan
         self.is_host = is_host
         """Whether the board ends with this process."""
+        self.has_host = is_host
+        """Whether one of the launching processes hosts it, not a store that somebody else keeps."""
         self._server = store
         self._store = PrefixStore(f"instep-board/{plan.job}", store)
 
     @classmethod
     def open(cls, plan: BoardPlan, say: Callable[[str], object]) -> Board:
         """Host the board or reach it; `say` is told, once, when its host takes longer."""
-        if plan.is_host or (plan.is_host is None and is_here(plan.host)):
-            try:
-                return cls(plan, _connect(plan, is_master=True), is_host=True)
-            except (dist.DistError, RuntimeError) as error:
-                if plan.is_host:
-                    raise EnvironmentFailed(_taken(plan, error)) from error
-        deadline, said = time.monotonic() + plan.join_timeout_s, False
+        deadline, said, strange = time.monotonic() + plan.join_timeout_s, False, 0
         while True:
-            try:
-                return cls(plan, _connect(plan, is_master=False), is_host=False)
-            except (dist.DistError, RuntimeError) as error:
-                if time.monotonic() > deadline:
-                    raise EnvironmentFailed(_unreached(plan, error)) from error
+            refused = ""
+            # Asked each time: a machine that has just been started may not know its own name yet.
+            if plan.is_host or (plan.is_host is None and is_here(plan.host)):
+                try:
+                    return cls._host(plan)
+                except (dist.DistError, RuntimeError) as error:
+                    refused = _first_line(error)
+            answer = knock(plan.host, plan.port)
+            if answer == "store":  # of another machine; or of one that was given the same number as this one
+                return cls._reach(plan)
+            if answer == "nobody" and "failed to listen" in refused:
+                raise EnvironmentFailed(_taken(plan, refused))
+            strange += answer != "nobody"
+            if strange == _MOST_STRANGE:
+                raise EnvironmentFailed(_taken(plan, "another program listens there, which does not answer as instep"))
+            if time.monotonic() > deadline:
+                raise EnvironmentFailed(_unreached(plan))
             if not said:
                 said = True
                 say(f"waiting for the machine that hosts {plan.host}:{plan.port}")
             time.sleep(0.2)
 
+    @classmethod
+    def _host(cls, plan: BoardPlan) -> Board:
+        """Host the board; whoever only believes to do so finds the one that the endpoint leads to."""
+        board = cls(plan, _connect(plan, is_master=True), is_host=True)
+        board._check_owner(board._server.compare_set(_OWNER, "", plan.job).decode())
+        own = uuid.uuid4().hex
+        board.is_host = board._server.compare_set(_HOST, "", own).decode() == own
+        return board
+
+    @classmethod
+    def _reach(cls, plan: BoardPlan) -> Board:
+        """Connect to the board that another process hosts."""
+        try:
+            board = cls(plan, _connect(plan, is_master=False), is_host=False)
+        except (dist.DistError, RuntimeError) as error:
+            raise EnvironmentFailed(_taken(plan, _first_line(error))) from error
+        until = time.monotonic() + _TRY_S
+        while not board.has_host and time.monotonic() < until:
+            if board._server.check([_OWNER]):
+                board._check_owner(board._server.get(_OWNER).decode())
+                board.has_host = True
+            else:  # its host has only just opened it, or it is a store that somebody else keeps
+                time.sleep(0.05)
+        return board
+
+    def _check_owner(self, owner: str) -> None:
+        if owner != self.plan.job:
+            raise EnvironmentFailed(
+                f"{self.plan.host}:{self.plan.port} is where the job {owner!r} meets, and this one is "
+                f"{self.plan.job!r}: it would end with that job. Give all machines the same --rdzv-id if they belong "
+                "together, else this job another --rdzv-endpoint."
+            )
+
     def line(self, timeout_s: float) -> Board:
         """Open another connection, for another thread; what it waits for may take so long."""
-        return Board(self.plan, _connect(self.plan, is_master=False, timeout_s=timeout_s), is_host=False)
+        board = Board(self.plan, _connect(self.plan, is_master=False, timeout_s=timeout_s), is_host=False)
+        board.has_host = self.has_host
+        return board
 
     def post(self, key: str, value: Any) -> None:
         """Write a value for all to read; a later one replaces it."""
@@ -81,6 +131,14 @@ class Board:
     def read(self, key: str) -> Any | None:
         """Give the value that was posted; None: there is none yet."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def wait(self, key: str) -> Any:
+        """Give a value, once it is posted; an error of torch's if that takes longer than this connection may."""
+        return json.loads(self._store.get(key))
+
+    def drop(self, key: str) -> None:
+        """Take a value away."""
+        self._store.delete_key(key)
 
     def add(self, key: str, amount: int = 1) -> int:
         """Count: give the total, this amount included."""
@@ -114,17 +172,17 @@ def _connect(plan: BoardPlan, *, is_master: bool, timeout_s: float = _TRY_S) -> 
     )
 
 
-def _taken(plan: BoardPlan, error: BaseException) -> str:
+def _taken(plan: BoardPlan, why: str) -> str:
     return (
-        f"The machines cannot meet at {plan.host}:{plan.port}, where this one should listen: {_first_line(error)}. "
-        "Another job may hold the port: give all machines another --rdzv-endpoint."
+        f"The machines cannot meet at {plan.host}:{plan.port}: {why}. Another job or program may hold the port: give "
+        "all machines another --rdzv-endpoint."
     )
 
 
-def _unreached(plan: BoardPlan, error: BaseException) -> str:
+def _unreached(plan: BoardPlan) -> str:
     return (
-        f"Nobody answered at {plan.host}:{plan.port} for {plan.join_timeout_s:.0f} s: {_first_line(error)}. Start the "
-        "same command on that machine, and see that the address can be reached from here."
+        f"Nobody answered at {plan.host}:{plan.port} for {plan.join_timeout_s:.0f} s. Start the same command on that "
+        "machine, and see that the address can be reached from here."
     )
 
 

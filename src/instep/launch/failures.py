@@ -4,11 +4,14 @@
 When one rank fails, the others soon fail too, because it is gone. Which one is to blame is decided here:
 a failure that merely notices a lost peer is a *consequence* and ranks below every other; among the rest the
 earliest comes first, by nanoseconds noted in the failing rank itself. A rank that was told to stop because
-another had failed has not failed.
+another had failed has not failed. Machines' clocks differ, so their times are corrected first ([Note: One time for
+all machines] in clocks.py); what then lies so close that the doubt about the clocks covers it is put in order by the
+kind of the error (what the user's code raised before what came from outside), then by the step that was reached.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -29,7 +32,8 @@ from instep.core.frames import is_users
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER = re.compile(
-    r"connection (closed by peer|reset|refused|was (likely )?closed)|broken pipe|socket (timeout|closed)"
+    r"connection (closed by peer|reset|refused|timed out|was (likely )?closed)|broken pipe|socket (timeout|closed)"
+    r"|no route to host|network is unreachable"
     r"|timed out (waiting|after)|wait timeout|failed to (recv|send)|connectFullMesh failed"
     r"|application timeout caused pair closure|failed to pass monitoredBarrier"
     r"|\bPeerLost: "  # through C++, our own becomes a RuntimeError
@@ -81,7 +85,28 @@ def failure_of_exit(rank: int, exit_code: int, time_ns: int, log: str) -> Failur
 
 def order_failures(failures: Iterable[FailureRecord]) -> list[FailureRecord]:
     """Sort failures, the first cause first; see [Note: The first failure]."""
-    return sorted(failures, key=lambda failure: (failure.consequence, failure.time_ns, failure.rank))
+    ordered = sorted(failures, key=lambda failure: (failure.consequence, failure.time_ns, failure.rank))
+    if not ordered:
+        return []
+    earliest = ordered[0]
+    tied = [failure for failure in ordered if failure is earliest or _may_be_as_early(failure, earliest)]
+    first = min(tied, key=_suspicion) if len(tied) > 1 else earliest
+    return [first, *(failure for failure in ordered if failure is not first)]
+
+
+def _may_be_as_early(failure: FailureRecord, earliest: FailureRecord) -> bool:
+    """Tell whether only the doubt about two machines' clocks puts a failure after the earliest."""
+    return (
+        failure.host != earliest.host
+        and failure.consequence == earliest.consequence
+        and failure.time_ns - earliest.time_ns <= failure.doubt_ns + earliest.doubt_ns
+    )
+
+
+def _suspicion(failure: FailureRecord) -> tuple[bool, float, int, int]:
+    from_outside = failure.exit_code == EXIT_ENVIRONMENT
+    step = math.inf if failure.step is None else failure.step
+    return from_outside, step, failure.time_ns, failure.rank
 
 
 def complete_failures(
@@ -109,13 +134,13 @@ def describe(failed: RanksFailed) -> str:
     if not first.traceback and first.exit_code == EXIT_SPEC:  # a sentence that is not about a rank
         return f"instep: {first.summary}"
     alike = sorted(f.rank for f in failed.failures if f.summary == first.summary)
-    who = f"rank {first.rank}" if len(alike) == 1 else "ranks " + ", ".join(map(str, alike))
+    who = first.who if len(alike) == 1 else "ranks " + ", ".join(map(str, alike))
     lines = [first.line if first.names_ranks else f"{who}: {first.summary}"]
     if first.traceback:
         lines = [f"{who} failed{' first' if others else ''}:", first.traceback.rstrip()]
-    lines += [f"rank {f.rank}: {f.summary}{' (lost its peer)' if f.consequence else ''}" for f in others]
+    lines += [f"{f.who}: {f.summary}{' (lost its peer)' if f.consequence else ''}" for f in others]
     if first.log:
-        lines.append(f"What rank {first.rank} printed: {first.log}")
+        lines.append(f"What {first.who} printed: {first.log}")
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from instep.core.clock import now_ns, shift_clock
 from instep.core.errors import EXIT_ENVIRONMENT
 from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
@@ -54,12 +55,14 @@ class Job:
     attempt: int | None
     """Which attempt this is; None: elastic counts."""
     max_restarts: int
+    clock_shift_s: float = 0.0
 
 
 def keep(job: Job) -> None:
     """Run one rank to its end; return only if that end was good."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the launcher, which passes it on
     _adopt_environment(job)
+    shift_clock(job.clock_shift_s)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     job.scratch.start_attempt(attempt)
     job.scratch.announce_logs(rank, redirect_output(job.logs, rank))
@@ -114,7 +117,7 @@ class _Keeper:
 
     def settle(self) -> None:
         """Note how the worker ended, and leave unless that was well."""
-        time_ns = time.time_ns()
+        time_ns = now_ns()
         end = os.waitid(os.P_PID, self.worker_pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
@@ -162,7 +165,7 @@ class _Keeper:
             and not self.job.scratch.is_marked("ending")
         ):
             return self.pass_on(signal.SIGUSR1)  # a scheduler asks every process of a job at once
-        self.stopped_ns = time.time_ns()
+        self.stopped_ns = now_ns()
         self.deadline = time.monotonic() + (FAILURE_GRACE_S if failed else self.job.grace_s)
         self.pass_on(number)
         return None

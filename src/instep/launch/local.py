@@ -27,21 +27,25 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed
+from instep.core.clock import clock_shift_s, now_ns, shift_clock
+from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec
 from instep.core.stop import StopRequest
 from instep.launch.board import Board, BoardPlan
+from instep.launch.company import Company, Wishes, in_company
+from instep.launch.crew import Crew, Round
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
-from instep.launch.own_name import claim_own_name
 from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous
+from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous, plan_round, plan_rules
 from instep.launch.restart import plan_restart
+from instep.launch.rounds import environment_failure
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
+from instep.world.interfaces import interface_of, interfaces, is_loopback, socket_variables
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
@@ -59,16 +63,19 @@ def launch(
     grace_s: float = 2.0,
     preemptable: bool = False,
     progress: Callable[[], int] | None = None,
+    wishes: Wishes | None = None,
 ) -> dict[int, Any]:
     """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank: plain values.
 
     Raises RanksFailed, the first cause first; KeyboardInterrupt and EnvironmentFailed when no worker is left.
     A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`. Where the entry is `preemptable`, SIGTERM and
     SIGUSR1 are passed on to all ranks as SIGUSR1, and waited for; the second one ends everything. `progress` tells how
-    far a run has come, for good; restarts that bring it further are not counted.
+    far a run has come, for good; restarts that bring it further are not counted. `wishes` are what all machines must
+    have been asked for.
     """
     count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
-    rendezvous = claim_own_name(plan_rendezvous(spec))
+    rendezvous = plan_rendezvous(spec)
+    _shift_clock()
     start_preload()
     logs.directory.mkdir(parents=True, exist_ok=True)
     logs = dataclasses.replace(logs, directory=logs.directory.absolute())
@@ -80,13 +87,19 @@ def launch(
             _PROCESS_WIDE,
         ):
             payload = cloudpickle.dumps((entry, args))
-            job = Job(payload, scratch, logs, dict(os.environ), grace_s, preemptable, 0, spec.max_restarts)
+            job = Job(
+                payload, scratch, logs, dict(os.environ), grace_s, preemptable, 0, spec.max_restarts, clock_shift_s()
+            )
             if preemptable:
                 _pass_on_stops(scratch)
             board = _open_board(spec, rendezvous, stderr)
             if board is not None and rendezvous.rdzv_backend == "c10d":
                 rendezvous.rdzv_configs["is_host"] = False  # the board is there already, in this process or another
-            return _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board).run()
+            made = _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board)
+            if board is None:
+                return made.run()
+            with in_company(board, spec, count, wishes or Wishes(), scratch, made._say) as company:
+                return made.run_with_others(board, company)
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = _signal_behind(error)
         if interruption is None:
@@ -119,10 +132,12 @@ class _Launch:
     progress: Callable[[], int]
     board: Board | None
     """What the launching processes of several machines share."""
+    num_machines: int | None = None
+    """How many work together in this round; None: elastic finds out."""
 
     def run(self) -> dict[int, Any]:
         """Try until it is done, or until another try is of no use."""
-        if self.spec.max_nodes > 1:  # only elastic itself can restart several machines together
+        if self.spec.max_nodes > 1:  # without a board only elastic itself can restart several machines together
             return self._attempt(dataclasses.replace(self.job, attempt=None))
         attempt, in_vain, reached = 0, 0, self.progress()
         previous: tuple[FailureRecord, ...] = ()
@@ -139,6 +154,50 @@ class _Launch:
                 self.stderr.write(f"restart {in_vain} of {self.spec.max_restarts} after {failed}\n")
                 self.stderr.flush()
 
+    def run_with_others(self, board: Board, company: Company) -> dict[int, Any]:
+        """Work in rounds with other machines until all is done; see [Note: Losing machines]."""
+        job, rules = self.job, plan_rules(self.spec)
+        with Crew(
+            *(board, rules, job.scratch, job.logs),
+            address=self.spec.local_addr,
+            progress=self.progress,
+            say=self._say,
+        ) as crew:
+            number = -1
+            while (round_ := crew.next_round(number)) is not None:
+                number = round_.number
+                try:
+                    with crew.working(number):
+                        crew.check_reach(round_)
+                        results = self._in_round(round_)._attempt(self._job_in(round_))
+                except RanksFailed as failed:
+                    crew.tell_failures(company.tell_of(failed.failures, number))
+                except EnvironmentFailed as error:
+                    if _signal_behind(error) is not None:
+                        raise
+                    crew.tell_failures(company.tell_of([environment_failure(str(error), now_ns())], number))
+                else:
+                    crew.tell_done()
+                    return results
+        return {}
+
+    def _in_round(self, round_: Round) -> _Launch:
+        plan = plan_round(self.rendezvous, round_.number, round_.own.host)
+        return dataclasses.replace(self, rendezvous=plan, num_machines=1 + len(round_.others))
+
+    def _job_in(self, round_: Round) -> Job:
+        """Make the ranks of a round use the interface that the other machines reach."""
+        interface = interface_of(round_.own.host)
+        others = [name for name in interfaces() if name not in ("lo", interface)]
+        if others and round_.number == 0 and not is_loopback(round_.own.host):
+            self._say(f"the machines speak over {interface} ({round_.own.host}), not over {', '.join(others)}")
+        environ = {**self.job.environ, **socket_variables(interface, self.job.environ)}
+        return dataclasses.replace(self.job, attempt=round_.number, environ=environ)
+
+    def _say(self, text: str) -> None:
+        self.stderr.write(f"{text}\n")
+        self.stderr.flush()
+
     def _attempt(self, job: Job) -> dict[int, Any]:
         scratch = job.scratch
         try:
@@ -146,7 +205,8 @@ class _Launch:
             with watched(self._watch_plan(), job.attempt):
                 ranks = elastic_launch(self._elastic_config(), keep)(job)
         except ChildFailedError as failed:
-            exits = {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.failures.items()}
+            shift_s = round(clock_shift_s())
+            exits = {rank: (each.exitcode, each.timestamp + shift_s) for rank, each in failed.failures.items()}
             raise self._blame(scratch, job, exits) from None
         except RendezvousTimeoutError as error:
             raise EnvironmentFailed(
@@ -173,10 +233,10 @@ class _Launch:
             ours.add("SIGHUP")
         values["signals_to_handle"] = ",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours)
         return LaunchConfig(
-            min_nodes=self.spec.min_nodes,
-            max_nodes=self.spec.max_nodes,
+            min_nodes=self.num_machines or self.spec.min_nodes,
+            max_nodes=self.num_machines or self.spec.max_nodes,
             nproc_per_node=self.count,
-            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 else 0,
+            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 and self.board is None else 0,
             monitor_interval=_POLL_S,
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=str(self.job.scratch.folder / "elastic")),
@@ -192,6 +252,15 @@ class _Launch:
         return RanksFailed(failures)
 
 
+def _shift_clock() -> None:
+    """Move the clock by which failures are dated, for tests of machines whose clocks differ."""
+    text = os.environ.get("INSTEP_CLOCK_SHIFT_S", "0")
+    try:
+        shift_clock(float(text))
+    except ValueError:
+        raise SpecError(f"INSTEP_CLOCK_SHIFT_S={text!r} is not a number of seconds. Unset it.") from None
+
+
 def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) -> Board | None:
     """Meet the launching processes of the other machines, if there are any."""
     point = meeting_point(spec)
@@ -202,7 +271,8 @@ def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) ->
         stderr.write(f"{text}\n")
         stderr.flush()
 
-    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host), say)
+    wait_s = plan_rules(spec).join_timeout_s
+    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host, wait_s), say)
 
 
 def _pass_on_stops(scratch: Scratch) -> None:

@@ -15,7 +15,7 @@ from instep.core.spec import TrainSpec
 from instep.train.directory import agree_on_directory, open_directory
 from instep.train.precision import resolve_precision
 from instep.train.run import Run
-from instep.train.worker import make_result, open_run, process_settings
+from instep.train.worker import make_result, note_machines, open_run, process_settings
 from instep.world.world import World, judge_place, place_here
 
 
@@ -34,7 +34,10 @@ def start(**options: Any) -> Iterator[Run]:
     place = place_here()
     notices = judge_place(place)
     spec = resolve_precision(spec, place.device)
-    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
+    with (
+        process_settings(spec, place.local_world_size),
+        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+    ):
         name = Path(sys.argv[0]).stem or "loop"
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))
         try:
@@ -42,6 +45,8 @@ def start(**options: Any) -> Iterator[Run]:
                 run.settled = False
                 for text in notices:
                     run.notice(text)
+                script = Path(sys.argv[0])
+                note_machines(run, [script] if script.is_file() else [], compared=False)
                 yield run
                 if run.engine.trained:
                     run.save()

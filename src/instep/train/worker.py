@@ -27,6 +27,7 @@ from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
 from instep.train.loop import Loop
+from instep.train.nodes import code_of, look_around
 from instep.train.precision import precision_settings
 from instep.train.preempt import stop_requests
 from instep.train.result import Result
@@ -42,8 +43,11 @@ def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: st
     """Be a rank that instep launched; the result travels back to the launcher."""
     place = place_here()
     task = source.load()
-    with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
-        return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt).to_json()
+    with (
+        process_settings(spec, place.local_world_size),
+        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+    ):
+        return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, compared=True).to_json()
 
 
 def placed_main(
@@ -79,10 +83,15 @@ def worker_main(
     attempt: int = 0,
     witness: Witness | None = None,
     stop: StopRequest | None = None,
+    compared: bool = False,
 ) -> Result:
-    """Train a Task as one rank of a world. Called on all ranks."""
+    """Train a Task as one rank of a world, whose machines the launching processes may have compared already.
+
+    Called on all ranks.
+    """
     begun = time.monotonic()
     with open_run(world, spec, directory, type(task).__name__, attempt, stop) as run:
+        note_machines(run, code_of(task), compared)
         run.engine.witness = witness
         with contextlib.suppress(Preempted):
             Loop(run, task).run()
@@ -140,6 +149,15 @@ def open_run(
         if run is not None:
             run.close()
         log.close()
+
+
+def note_machines(run: Run, code: list[Path], compared: bool) -> None:
+    """Note what the machines of a run are; say what differs, unless that was done. Called on all ranks."""
+    own, differing = look_around(run.world, code, run.spec.exact, compare=not compared)
+    if own is not None:
+        run.log.write(own)
+    for sentence in differing:
+        run.notice(sentence)
 
 
 def make_result(run: Run, begun: float, attempt: int) -> Result:

@@ -25,8 +25,10 @@ import torch.distributed as dist
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.topology import Place
 from instep.world import autoload
+from instep.world.connections import SILENCE_S, limit_silence
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
+from instep.world.interfaces import address_towards, interface_of, is_loopback, socket_variables
 from instep.world.lane.reduction import AddUp
 from instep.world.slurm import gpus_of_node, judge_allocation
 
@@ -74,8 +76,17 @@ def backend_for(place: Place, comm: str = "auto") -> str:
 class World:
     """The processes that train together, seen from one of them."""
 
-    def __init__(self, place: Place, backend: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        backend: str,
+        group: dist.ProcessGroup | None = None,
+        silence_s: float | None = None,
+    ) -> None:
         self.place = place
+        self._silence_s = silence_s
+        if silence_s is not None:  # the group's connections are there by now
+            limit_silence(silence_s)
         self._group = group
         """None: a world of one, or all processes."""
         self._lane = group if isinstance(group, SharedGroup) and not group.refusal else None
@@ -94,13 +105,23 @@ class World:
         self._spare = torch.empty(0)
 
     @classmethod
-    def join(cls, place: Place, timeout: datetime.timedelta = TIMEOUT, comm: str = "auto") -> World:
-        """Enter the process group that this process was launched for; a world of one enters none."""
+    def join(
+        cls,
+        place: Place,
+        timeout: datetime.timedelta = TIMEOUT,
+        comm: str = "auto",
+        silence_s: float = SILENCE_S,
+    ) -> World:
+        """Enter the process group that this process was launched for; a world of one enters none.
+
+        `silence_s` is how long nothing may be heard of another machine.
+        """
         if place.device.startswith("cuda"):
             torch.cuda.set_device(torch.device(place.device))
         if place.world_size == 1:
             return cls(place, "none")
         backend = backend_for(place, comm)
+        _choose_interface(place)
         autoload.register()
         try:
             dist.init_process_group(
@@ -123,12 +144,12 @@ class World:
             raise EnvironmentFailed(
                 f"comm=shared-memory was asked for, but {group.refusal}. With --comm auto gloo is used then."
             )
-        return cls(place, backend, group)
+        return cls(place, backend, group, silence_s if _spans_machines(place) else None)
 
     def within(self, group: dist.ProcessGroup) -> World:
         """Give the world of a group of these ranks."""
         place = replace(self.place, rank=group.rank(), world_size=group.size())
-        return World(place, self.backend, group)
+        return World(place, self.backend, group, self._silence_s)
 
     def __deepcopy__(self, _memo: object) -> World:
         return self  # there is one, whoever copies a module that knows it
@@ -331,6 +352,17 @@ class World:
         """Wait until every rank is here. Called on all ranks."""
         if self.world_size > 1:
             dist.barrier(group=self._group)
+
+
+def _spans_machines(place: Place) -> bool:
+    return place.local_world_size < place.world_size
+
+
+def _choose_interface(place: Place) -> None:
+    """Have gloo and NCCL use the interface that reaches rank 0's machine, unless a person or the launcher chose one."""
+    own = address_towards(place.master_addr, place.master_port or 1) if _spans_machines(place) else ""
+    if own and not is_loopback(own):
+        os.environ.update(socket_variables(interface_of(own), os.environ))
 
 
 def _init_method(place: Place) -> str:

@@ -1,0 +1,312 @@
+"""Be one of the machines of a job: tell the leading process how it goes here, and do what it says.
+
+[Note: Losing machines]
+Each machine tells a word a second, and hears the leading process's news. A machine that is not heard of for
+`lost_after` is lost: the round ends on all others, which go on without it if they may. A machine that does not hear
+the news ends its own ranks a little earlier, so that no two worlds ever train in one run directory; when it hears them
+again it joins again. Clocks are not compared, only whether something new was heard.
+
+Room: a thread of each launching process; ends ranks, and connections that elastic waits on. Issues no collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from instep.core.clock import now_ns
+from instep.core.errors import EXIT_ENVIRONMENT, EnvironmentFailed, FailureRecord, RanksFailed
+from instep.guard.processes import kill
+from instep.launch.board import Board
+from instep.launch.lead import GOES_ON, Leader, Word
+from instep.launch.line import HostGone, Line, Silent, hang_up
+from instep.launch.logs import LogPlan
+from instep.launch.observe import Observer
+from instep.launch.peers import Address, Listener, unreached
+from instep.launch.rounds import Rules, environment_failure
+from instep.launch.scratch import Scratch
+from instep.world.interfaces import address_towards, is_loopback
+
+_BEAT_S, _ENDING_BEAT_S = 1.0, 0.3
+_FENCE = 0.8
+"""The part of `lost_after` after which a machine that hears nothing ends its ranks."""
+_COME_BACK = 2.0
+"""And the part after which it no longer waits for them to be heard again."""
+_CLAIM_S = 5.0
+"""How long nobody may lead before a machine that does not host the board does."""
+_PATIENCE_S = 2.0
+"""What is waited for is told after so long."""
+_STUCK_S = 3.0
+"""How long elastic may take to notice that its ranks have ended."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round, as one of its members is told."""
+
+    number: int
+    own: Address
+    others: dict[int, Address]
+
+
+@dataclass
+class _Attempt:
+    number: int
+    ended_s: float | None = None
+
+
+class Crew:
+    """This machine among the others, from entering the block until it leaves them."""
+
+    def __init__(
+        self,
+        board: Board,
+        rules: Rules,
+        scratch: Scratch,
+        logs: LogPlan,
+        *,
+        address: str,
+        progress: Callable[[], int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._board, self._rules, self._scratch, self._logs = board, rules, scratch, logs
+        self._progress, self._say = progress, say
+        self._line = Line(board)
+        own = address or address_towards(board.plan.host, board.plan.port) or "127.0.0.1"
+        # On the board's own machine the others may come in at another address than this process would think of.
+        everywhere = "::" if ":" in own else "0.0.0.0"  # noqa: S104 - as the store and gloo do; see docs/recovery.md
+        self._listener = Listener(everywhere if board.is_host and not is_loopback(own) else own)
+        self.key = board.add("machines") - 1
+        self._word = Word(
+            count=0,
+            name=socket.gethostname(),
+            address=own,
+            board_address="" if board.is_host and address else _resolved(board.plan.host),
+            port=self._listener.port,
+            number=-1,
+            ranks=[],
+            left="",
+            done=False,
+            failures=[],
+        )
+        self._news: dict[str, Any] | None = None
+        self._began_s = self._heard_s = time.monotonic()
+        self._gone = ""
+        self._attempt: _Attempt | None = None
+        self._leader = self._lead_if_first() if board.is_host else None
+        self._condition = threading.Condition()
+        self._wake, self._ending = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="instep-crew", daemon=True)
+
+    def __enter__(self) -> Crew:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        self._wake.set()
+        self._thread.join()
+        why = "its work is done" if kind is None else _words_for(error)
+        self._tell(left=why)
+        with contextlib.suppress(Silent, HostGone):  # then the others find out by themselves
+            self._line.call(self._exchange)
+        if self._leader is not None:
+            self._leader.close(why)
+        self._listener.close()
+
+    def next_round(self, after: int) -> Round | None:
+        """Wait for a round that this machine is a member of; None: the others have done everything without it."""
+        said, began_s = "", time.monotonic()
+        while True:
+            with self._condition:
+                self._condition.wait(0.2)
+                news, gone, quiet_s = self._news, self._gone, time.monotonic() - self._heard_s
+            if gone:
+                raise EnvironmentFailed(f"{self._leader_name()} has ended: {gone}. {GOES_ON}")
+            if quiet_s > _COME_BACK * self._rules.lost_after_s:
+                raise EnvironmentFailed(f"{self._silence(quiet_s)}. {GOES_ON}")
+            if self._scratch.is_marked("asked"):
+                raise EnvironmentFailed("asked to stop while waiting for other machines.")
+            if news is None or quiet_s > self._fence_s:
+                continue
+            if news["over"]:
+                if news["failures"]:
+                    raise RanksFailed([FailureRecord(**each) for each in news["failures"]])
+                return None
+            patient = time.monotonic() - began_s < _PATIENCE_S
+            text = "" if patient else news["waiting"]
+            if news["number"] > after and news["running"]:
+                text = news["why"]
+            if text and text != said:
+                said = text
+                self._say(text)
+            if news["running"] and news["number"] > after and self.key in news["members"]:
+                peers = {int(key): Address(*each) for key, each in news["peers"].items()}
+                return Round(news["number"], peers.pop(self.key), peers)
+
+    @contextlib.contextmanager
+    def working(self, number: int) -> Iterator[None]:
+        """Be at work in a round: it is ended here when it is ended by the leading process."""
+        with self._condition:
+            self._attempt = _Attempt(number)
+            self._tell(number=number, ranks=[], done=False, failures=[])
+        self._wake.set()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._attempt = None
+
+    def check_reach(self, round_: Round) -> None:
+        """See whether this machine reaches all others of the round; raise what cannot be."""
+        found = unreached(round_.own, round_.others)
+        if found:
+            sentence = "; ".join(found) + (
+                ". Open all ports between the machines (firewalls, security groups), or put them on one network."
+            )
+            raise RanksFailed([environment_failure(sentence, now_ns(), final=True)])
+
+    def tell_done(self) -> None:
+        """Tell that all ranks here have ended this round well."""
+        self._tell(done=True)
+        self._wake.set()
+
+    def tell_failures(self, failures: Sequence[FailureRecord]) -> None:
+        """Tell how the ranks here ended this round."""
+        self._tell(failures=[dataclasses.asdict(failure) for failure in failures])
+        self._wake.set()
+
+    @property
+    def _fence_s(self) -> float:
+        return _FENCE * self._rules.lost_after_s
+
+    def _tell(self, **changes: Any) -> None:
+        self._word = dataclasses.replace(self._word, count=self._word.count + 1, **changes)
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # the main thread would wait for news for ever
+            with self._condition:
+                self._gone = f"this machine cannot follow it: {type(error).__name__}: {error}"
+            raise
+
+    def _follow(self) -> None:
+        while not self._ending.is_set():
+            self._beat()
+            attempt = self._attempt
+            ending = attempt is not None and self._end_if_due(attempt)
+            self._wake.wait(_ENDING_BEAT_S if ending else _BEAT_S)
+            self._wake.clear()
+
+    def _beat(self) -> None:
+        attempt = self._attempt
+        ranks = self._scratch.watched_ranks(attempt.number) if attempt is not None else self._word.ranks
+        with self._condition:
+            self._tell(ranks=ranks)
+        try:
+            news = self._line.call(self._exchange)
+        except HostGone as gone:
+            with self._condition:
+                self._gone = str(gone)
+            return
+        except Silent:
+            return
+        with self._condition:
+            if news is not None and (self._news is None or news["pulse"] != self._news["pulse"]):
+                self._news, self._heard_s = news, time.monotonic()
+            self._condition.notify_all()
+        if self._news is None and self._leader is None and time.monotonic() - self._began_s > _CLAIM_S:
+            self._leader = self._lead_if_first()
+
+    def _exchange(self, board: Board) -> dict[str, Any] | None:
+        board.post(f"word/{self.key}", dataclasses.asdict(self._word))
+        found: dict[str, Any] | None = board.read("news")
+        return found
+
+    def _lead_if_first(self) -> Leader | None:
+        first = self._line.call(lambda board: board.add("lead")) == 1
+        return Leader(self._board, self.key, self._rules, self._progress) if first else None
+
+    def _end_if_due(self, attempt: _Attempt) -> bool:
+        """End the ranks of a round that is over, or that this machine is cut off from."""
+        reason, own = self._why_end(attempt.number)
+        if not reason:
+            return False
+        with self._condition:
+            if self._attempt is not attempt:
+                return False
+            if attempt.ended_s is None:
+                attempt.ended_s = time.monotonic()
+                if own:
+                    self._say(f"{reason}. The ranks here are ended")
+            self._end_ranks(attempt.number, reason, own)
+            stuck = time.monotonic() - attempt.ended_s > _STUCK_S
+        if stuck:  # in a rendezvous that will not come about, or waiting for machines that are gone
+            hang_up(self._board.plan.host, self._board.plan.port)
+        return True
+
+    def _why_end(self, number: int) -> tuple[str, bool]:
+        """Say why a round must end here, and whether that is this machine's own finding; empty: it need not."""
+        news, quiet_s = self._news, time.monotonic() - self._heard_s
+        if self._gone:
+            return f"{self._leader_name()} has ended: {self._gone}", True
+        if quiet_s > self._fence_s:
+            return self._silence(quiet_s), True
+        if news is None or news["number"] < number or (news["number"] == number and news["running"]):
+            return "", False
+        if news["over"] and not news["failures"]:
+            return "", False  # all have done their work; elastic is just leaving
+        return (news["failures"][0]["summary"] if news["failures"] else news["why"]), False
+
+    def _end_ranks(self, number: int, reason: str, own: bool) -> None:
+        for rank, beat in Observer(self._scratch, number).beats().items():
+            if self._scratch.load_failure(number, rank) is None:
+                record = FailureRecord(
+                    rank=rank,
+                    time_ns=now_ns(),
+                    summary=reason if own else f"ended: {reason}",
+                    exit_code=EXIT_ENVIRONMENT,
+                    consequence=not own,
+                    log=str(self._logs.error_file(rank)),
+                    names_ranks=own,
+                )
+                self._scratch.save_failure(number, record)
+            kill(beat.pid, beat.start_ticks)
+
+    def _leader_name(self) -> str:
+        plan = self._board.plan
+        name = self._news["leader"] if self._news is not None else ""
+        return f"{name or plan.host}, which hosts the rendezvous at {plan.host}:{plan.port},"
+
+    def _silence(self, quiet_s: float) -> str:
+        whose = "its machine or its network is down, or this one's network is"
+        return f"{self._leader_name()} has not been heard of on {self._word.name} for {quiet_s:.0f} s: {whose}"
+
+
+def _resolved(host: str) -> str:
+    """Give the address that a name stands for here."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return host
+
+
+def _words_for(error: BaseException | None) -> str:
+    number = getattr(error, "sigval", None)  # elastic's way to say which signal it got
+    if isinstance(error, KeyboardInterrupt) or number == signal.SIGINT:
+        return "interrupted"
+    if number is not None:
+        return f"ended by {signal.Signals(number).name}"
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text.rstrip(". ")[:300]

@@ -1,0 +1,106 @@
+"""A connection to the board that never keeps its caller waiting, and a way to end connections that would.
+
+torch's store waits without end for an answer once its request is out: over a cut cable that is a quarter of an hour.
+So each call runs in a thread of its own, which is left behind when it takes too long, with its connection.
+
+Room: the network. Ranks: none; these are the processes that launch them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from instep.launch.board import Board
+
+T = TypeVar("T")
+
+_PATIENCE_S = 1.0
+_FIRST_PATIENCE_S = 3.0
+"""A new connection takes a few round trips."""
+
+
+class Silent(Exception):
+    """The board did not answer in time."""
+
+
+class HostGone(Exception):
+    """The machine of the board is there, but nothing listens: its process has ended."""
+
+
+class Line:
+    """Calls the board, on a new connection whenever the old one is of no use."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._open: Board | None = None
+
+    def call(self, act: Callable[[Board], T]) -> T:
+        """Do something on the board; raise Silent or HostGone if it does not answer soon."""
+        known = self._open
+        self._open = None  # until it has answered
+        outcome: dict[str, Any] = {}
+        patience_s = _PATIENCE_S if known is not None else _FIRST_PATIENCE_S
+        thread = threading.Thread(target=self._act, args=(known, act, outcome), name="instep-line", daemon=True)
+        thread.start()
+        thread.join(patience_s)
+        if "error" in outcome:
+            raise outcome["error"]
+        if "board" not in outcome:
+            raise Silent(f"no answer within {patience_s:g} s")
+        self._open = outcome["board"]
+        answer: T = outcome["answer"]
+        return answer
+
+    def _act(self, board: Board | None, act: Callable[[Board], Any], outcome: dict[str, Any]) -> None:
+        try:
+            if board is None:
+                board = self._connect()
+            outcome["answer"] = act(board)
+            outcome["board"] = board
+        except HostGone as error:
+            outcome["error"] = error
+        except (OSError, RuntimeError, dist.DistError) as error:
+            outcome["error"] = Silent(str(error))
+
+    def _connect(self) -> Board:
+        plan = self._board.plan
+        try:  # torch's own connecting says the same of a machine that is away and of a port that nobody holds
+            socket.create_connection((plan.host, plan.port), timeout=_PATIENCE_S).close()
+        except ConnectionRefusedError as error:
+            raise HostGone(f"{plan.host}:{plan.port} refuses connections") from error
+        return self._board.line(_FIRST_PATIENCE_S)
+
+
+def hang_up(host: str, port: int) -> int:
+    """End every connection of this process to an address, whoever waits on it; give how many there were."""
+    addresses = {_bare(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            count += _hang_up_on(os.dup(int(name)), addresses, port)
+    return count
+
+
+def _hang_up_on(own_fd: int, addresses: set[str], port: int) -> bool:
+    try:
+        line = socket.socket(fileno=own_fd)
+    except OSError:
+        os.close(own_fd)
+        return False
+    with line:
+        peer = line.getpeername()
+        if not isinstance(peer, tuple) or peer[1] != port or _bare(peer[0]) not in addresses:
+            return False
+        line.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+def _bare(address: object) -> str:
+    return str(address).partition("%")[0].removeprefix("::ffff:")

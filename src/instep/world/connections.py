@@ -1,0 +1,57 @@
+"""Let connections to other machines end when nothing is heard over them: a pulled cable says nothing by itself.
+
+Without this, whoever sends over one learns of it after a quarter of an hour, and whoever waits to receive never does.
+A short cut heals: the kernel sends again what was lost.
+
+Room: this process's own sockets. Ranks: each for itself; issues no collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+
+SILENCE_S = 15.0
+"""Longer than the launching processes take to notice a lost machine (`--lost-after`), who say more about it."""
+
+
+def limit_silence(seconds: float) -> int:
+    """Set how long nothing may be heard over each connection to another machine; give how many there are."""
+    if not os.path.isdir("/proc/self/fd"):  # not Linux
+        return 0
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            count += _limit(os.dup(int(name)), seconds)
+    return count
+
+
+def _limit(own_fd: int, seconds: float) -> bool:
+    try:
+        connection = socket.socket(fileno=own_fd)
+    except OSError:  # no socket
+        os.close(own_fd)
+        return False
+    with connection:
+        if not _leads_elsewhere(connection):
+            return False
+        milliseconds, every_s = int(seconds * 1000), max(1, int(seconds / 5))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, every_s)
+        return True
+
+
+def _leads_elsewhere(connection: socket.socket) -> bool:
+    """Tell whether a socket is a TCP connection to another address than this machine's own."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return False
+    try:
+        peer, own = connection.getpeername()[0], connection.getsockname()[0]
+    except OSError:  # it listens
+        return False
+    bare = ipaddress.ip_address(str(peer).partition("%")[0].removeprefix("::ffff:"))
+    return peer != own and not bare.is_loopback

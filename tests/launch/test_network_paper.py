@@ -1,0 +1,137 @@
+"""What is made of measured links, and who listens where: no network but the loopback."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.cli.doctor import plan_checkup
+from instep.cli.findings import judge_network
+from instep.core.errors import EnvironmentFailed, SpecError
+from instep.launch.board import Board, BoardPlan
+from instep.launch.checkup import Checkup
+from instep.launch.line import HostGone, Line, Silent, hang_up
+from instep.launch.links import distant_links, duration, pairings, rate, slow_links
+from instep.launch.peers import Address, Link, Listener, measure, reach, unreached
+from instep.world.connections import limit_silence
+from instep.world.interfaces import address_towards, interface_of, interfaces, is_loopback, socket_variables
+from ranks import free_port
+
+FAST = Link(50e-6, 9.4e9)
+
+
+def test_a_slow_link_is_compared_with_the_others() -> None:
+    links = {("h1", "h2"): Link(50e-6, 97e6), ("h2", "h1"): FAST, ("h1", "h3"): FAST, ("h3", "h1"): FAST}
+    assert slow_links(links) == ["h1 -> h2: 97 Mbit/s, the others 9.4 Gbit/s"]
+    assert slow_links({("h1", "h2"): Link(1e-4, 940e6), ("h2", "h1"): Link(1e-4, 935e6)}) == []
+    assert slow_links({("h1", "h2"): Link(1e-4, 95e6), ("h2", "h1"): Link(1e-4, 94e6)}) == [
+        "h2 -> h1: 94 Mbit/s",
+        "h1 -> h2: 95 Mbit/s",
+    ]
+    assert slow_links({("h1", "h2"): Link(1e-4, 2e9), ("h2", "h1"): Link(1e-4, 25e9)}) == [
+        "h1 -> h2: 2.0 Gbit/s, the others 25.0 Gbit/s"
+    ]
+
+
+def test_a_distant_machine_is_compared_with_the_others() -> None:
+    far = Link(0.03, 9.4e9)
+    assert distant_links({("h1", "h2"): far, ("h2", "h1"): FAST, ("h1", "h3"): FAST}) == [
+        "h1 -> h2: 30.0 ms there and back, the others 50 µs"
+    ]
+    assert distant_links({("h1", "h2"): Link(9e-4, 1e9), ("h2", "h1"): FAST}) == []
+
+
+@given(st.integers(2, 33))
+def test_everybody_meets_everybody_and_nobody_twice_at_once(count: int) -> None:
+    turns = pairings(count)
+    for turn in turns:
+        busy = [machine for pair in turn for machine in pair]
+        assert len(busy) == len(set(busy))
+    met = [pair for turn in turns for pair in turn]
+    assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+
+
+def test_words_for_numbers() -> None:
+    assert (rate(9.41e9), rate(97.4e6), rate(2.34e6)) == ("9.4 Gbit/s", "97 Mbit/s", "2.3 Mbit/s")
+    assert (duration(0.0304), duration(52e-6)) == ("30.4 ms", "52 µs")
+
+
+def test_findings_of_the_network() -> None:
+    links = {("h1", "h2"): FAST, ("h2", "h1"): FAST}
+    levels = [finding.level for finding in judge_network(Checkup(machines=("h1", "h2"), links=links))]
+    assert levels == ["green"] * 4
+    slow = judge_network(Checkup(machines=("h1", "h2"), links=links | {("h2", "h1"): Link(0.1, 9e7)}))
+    assert [(f.name, f.level) for f in slow[2:]] == [("bandwidth", "yellow"), ("latency", "yellow")]
+    blocked = judge_network(Checkup(machines=("h1", "h2"), unreached=("h1 cannot reach h2",), links={}))
+    assert (blocked[-1].name, blocked[-1].level) == ("reach", "red")
+    missing = judge_network(EnvironmentFailed("Only 1 of 2 machines came."))
+    assert [(f.name, f.level) for f in missing] == [("machines", "red")]
+    assert all(finding.advice for finding in (*slow[2:], blocked[-1], *missing))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((2, "", None, "", "1m"), "rdzv_endpoint=''"),
+        ((2, "h1", None, "", "1m"), "HOST:PORT"),
+        ((2, "h1:1", 2, "", "1m"), "node_rank=2"),
+        ((2, "h1:1", 0, "", "long"), "wait='long'"),
+        ((1, "h1:1", None, "", "1m"), "nnodes=1"),
+    ],
+)
+def test_a_checkup_that_cannot_be(options: tuple[int, str, int | None, str, str], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        plan_checkup(*options)
+
+
+def test_a_listener_is_reached_and_measured() -> None:
+    listener = Listener("127.0.0.1")
+    there = Address("h1", "127.0.0.1", listener.port)
+    assert reach(there) == ""
+    assert measure(there).bits_per_s > 1e8
+    listener.close()
+    assert unreached(there, {1: there}) == [
+        f"h1 (127.0.0.1) cannot reach h1 (127.0.0.1) on port {listener.port}: connection refused"
+    ]
+
+
+def test_own_addresses() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no.such.host.invalid") == ""
+    assert interfaces()["lo"] == "127.0.0.1"
+    assert interface_of("127.0.0.5") == "lo"
+    assert interface_of("192.0.2.77") == ""
+    assert [is_loopback(each) for each in ("127.0.1.1", "::1", "localhost", "10.0.0.1")] == [True, True, True, False]
+    assert socket_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "TP_SOCKET_IFNAME": "eth1",
+    }
+
+
+def test_a_line_is_never_waited_for() -> None:
+    port = free_port()
+    board = Board.open(BoardPlan("127.0.0.1", port, "job", True), print)
+    line = Line(board)
+    assert line.call(lambda b: b.add("count")) == 1
+    assert hang_up("127.0.0.1", port) >= 2
+    with pytest.raises(Silent):
+        line.call(lambda b: b.add("count"))
+    assert line.call(lambda b: b.add("count")) == 2  # on a new connection
+    del board
+    other = Line(Board.open(BoardPlan("127.0.0.1", free_port(), "job", True), print))
+    other._board = replace_port(other._board, free_port())
+    with pytest.raises(HostGone):
+        other.call(lambda b: b.read("key"))
+
+
+def replace_port(board: Board, port: int) -> Board:
+    return Board(BoardPlan("127.0.0.1", port, "job", False), board._server, is_host=False)
+
+
+def test_only_connections_to_other_machines_are_limited() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
+        limit_silence(15)
+        assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
