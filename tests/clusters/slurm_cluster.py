@@ -68,6 +68,16 @@ PartitionName=low Nodes=node[1-4] Default=YES MaxTime=01:00:00 State=UP Priority
 PartitionName=high Nodes=node[1-4] Default=NO MaxTime=01:00:00 State=UP PriorityTier=10 PreemptMode=OFF
 """
 
+# A test that runs out of time ends the test runner at once, with no chance to stop anything.
+GUARD = """
+while kill -0 "$1" 2>/dev/null; do sleep 1; done
+squeue --noheader --format=%i | xargs --no-run-if-empty scancel
+sleep 3
+cat "$2"/*.pid | xargs --no-run-if-empty kill
+sleep 1
+rm -rf "$2"
+"""
+
 
 class SlurmCluster:
     """A running cluster: its environment, and what the tests do with it."""
@@ -78,6 +88,7 @@ class SlurmCluster:
         """For every process that is to speak to this cluster."""
         self.env["PATH"] += DAEMONS
         self._daemons: dict[str, int] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def run(self, *words: str, timeout_s: float = 60, check: bool = True, **more: object) -> str:
         """Run a program of SLURM's to its end, and give what it printed."""
@@ -154,6 +165,9 @@ class SlurmCluster:
         for name in ("state", "log", *(f"spool/{node}" for node in NODES)):
             (self.folder / name).mkdir(parents=True)
         _add_hosts()
+        words = ["bash", "-c", GUARD, "guard", str(os.getpid()), str(self.folder)]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._guard = subprocess.Popen(words, env=self.env, start_new_session=True, **quiet)
         self._start_munged()
         ports = _free_ports(1 + len(NODES))
         text = CONFIGURATION.format(
@@ -166,7 +180,10 @@ class SlurmCluster:
         self._wait_idle()
 
     def stop(self) -> None:
-        """End all jobs, then the daemons, the controller first."""
+        """End all jobs, then the daemons."""
+        if self._guard is not None:
+            os.killpg(self._guard.pid, signal.SIGKILL)
+            self._guard.wait()
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             if jobs := self.queue():
                 self.run("scancel", *jobs, check=False)
