@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commands import BIN, ROOT, result_of, run, start, wait_for
+from instep.events.read import read_events
 from mpi_programs import MPI, mpirun
 from ranks import free_port
 from ray_cluster import RayHome
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process ends with."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    return result_of(run("python", DIGITS, *OPTIONS, "--run-dir", str(run_dir)))
+    return result_of(run("python", DIGITS, *OPTIONS, "--run-dir", str(run_dir), timeout_s=150))
 
 
 def check(right: dict[str, Any], found: dict[str, Any], run_dir: Path, launcher: str) -> None:
@@ -35,18 +36,18 @@ def check(right: dict[str, Any], found: dict[str, Any], run_dir: Path, launcher:
     assert found["world_size"] == 2
     assert found["run_dir"] == str(run_dir)
     assert json.loads((run_dir / "result.json").read_text())["weights_sha256"] == right["weights_sha256"]
-    starts = [json.loads((run_dir / "events" / f"rank-{rank}.jsonl").open().readline()) for rank in range(2)]
+    starts = [next(iter(read_events(run_dir, rank))) for rank in range(2)]
     assert [(event["rank"], event["launcher"]) for event in starts] == [(0, launcher), (1, launcher)]
 
 
 def test_instep_train(right: dict[str, Any], tmp_path: Path) -> None:
-    done = run("instep", "train", DIGITS, "-n", "2", *OPTIONS, "--run-dir", str(tmp_path))
+    done = run("instep", "train", DIGITS, "-n", "2", *OPTIONS, "--run-dir", str(tmp_path), timeout_s=150)
     check(right, result_of(done), tmp_path, "torchrun")  # elastic, by its variables
 
 
 def test_torchrun(right: dict[str, Any], tmp_path: Path) -> None:
     words = ("torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), DIGITS)
-    check(right, result_of(run(*words, *OPTIONS, "--run-dir", str(tmp_path))), tmp_path, "torchrun")
+    check(right, result_of(run(*words, *OPTIONS, "--run-dir", str(tmp_path), timeout_s=150)), tmp_path, "torchrun")
 
 
 @pytest.mark.parametrize("kind", MPI)
@@ -56,14 +57,14 @@ def test_mpirun(right: dict[str, Any], tmp_path: Path, kind: str) -> None:
     runs = [tmp_path / name for name in "ab"]
     jobs = [start(*mpirun(kind), PYTHON, DIGITS, *OPTIONS, "--run-dir", str(run_dir)) for run_dir in runs]
     for job in jobs:
-        out, err = job.communicate(timeout=100)
+        out, err = job.communicate(timeout=150)
         found.append(result_of(subprocess.CompletedProcess(job.args, job.returncode, out, err)))
     for result, run_dir in zip(found, runs, strict=True):
         check(right, result, run_dir, kind)
 
 
 def test_srun(right: dict[str, Any], tmp_path: Path, slurm: SlurmCluster) -> None:
-    out = slurm.srun("-n", "2", PYTHON, DIGITS, *OPTIONS, "--run-dir", str(tmp_path), timeout_s=100, cwd=ROOT)
+    out = slurm.srun("-n", "2", PYTHON, DIGITS, *OPTIONS, "--run-dir", str(tmp_path), timeout_s=150, cwd=ROOT)
     check(right, json.loads(out.strip().splitlines()[-1]), tmp_path, "slurm")
 
 

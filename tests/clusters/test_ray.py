@@ -23,7 +23,9 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def right_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    return result_of(run("python", TASK, *OPTIONS, "pause_s=0", "--run-dir", str(run_dir)))["weights_sha256"]
+    return result_of(run("python", TASK, *OPTIONS, "pause_s=0", "--run-dir", str(run_dir), timeout_s=150))[
+        "weights_sha256"
+    ]
 
 
 def train_until(cluster: RayCluster, run_dir: Path, num_steps: int) -> subprocess.Popen[str]:
@@ -62,7 +64,7 @@ def test_asked_to_stop_it_saves_and_goes_on_elsewhere(ray_nodes: RayCluster, tmp
     preempted = result_of(end_of(process))
     assert preempted["status"] == "preempted"
     assert 5 <= preempted["steps"] < 60
-    done = result_of(run("python", TASK, *OPTIONS, "pause_s=0.05", "--run-dir", str(run_dir)))
+    done = result_of(run("python", TASK, *OPTIONS, "pause_s=0.05", "--run-dir", str(run_dir), timeout_s=150))
     assert (done["weights_sha256"], done["steps"], done["world_size"]) == (right_bits, 60, 1)
 
 
@@ -101,7 +103,7 @@ def test_a_run_directory_that_a_node_does_not_see(ray_nodes: RayCluster) -> None
 
 def test_nobody_answers(tmp_path: Path) -> None:
     words = (*ON_RAY, "127.0.0.1:9", "--run-dir", str(tmp_path / "run"))
-    done = run(*words, timeout_s=50)
+    done = run(*words, timeout_s=100)
     assert done.returncode == 3, done.stderr
     assert "nobody answers at 127.0.0.1:9" in done.stderr
 
@@ -110,7 +112,7 @@ def test_ray_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    done = run(*ON_RAY, "auto", "--run-dir", str(tmp_path / "run"), env={"PYTHONPATH": path})
+    done = run(*ON_RAY, "auto", "--run-dir", str(tmp_path / "run"), env={"PYTHONPATH": path}, timeout_s=100)
     assert done.returncode == 2, done.stderr
     assert "pip install 'instep[ray]'" in done.stderr
     assert not (tmp_path / "run").exists()

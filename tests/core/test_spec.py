@@ -81,3 +81,25 @@ def test_every_option_has_a_help_text_and_a_flag() -> None:
     for field in dataclasses.fields(TrainSpec):
         assert field.metadata["help"]
         assert any(f"--{field.name.replace('_', '-')}" in flag for flag in field.metadata["flags"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"address": "auto"}, "Add --on ray"),
+        ({"on": "slurm"}, "Choose one of here, ray"),
+        ({"on": "ray", "address": "ray://head:10001"}, "ray job submit"),
+        ({"on": "ray", "nnodes": "2"}, "nnodes=2 is for processes that instep starts itself"),
+        ({"on": "ray", "rdzv_endpoint": "a:1"}, "Leave --rdzv-endpoint out"),
+        ({"on": "ray", "hang_after": "90s"}, "Leave --hang-after out"),
+    ],
+    ids=lambda value: "",
+)
+def test_options_that_nobody_would_heed(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        TrainSpec(**options)
+    assert words in str(caught.value)
+
+
+def test_where_a_run_is_started_is_no_part_of_its_recipe() -> None:
+    assert TrainSpec(on="ray", address="auto", processes=2).recipe() == TrainSpec().recipe()

@@ -39,6 +39,7 @@ _SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what ranks print goes to their own log files
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_worker_niceness": "0",  # of a Ray of our own: by default its workers stand back behind everything else
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # how it will be by default; unset, Ray warns of that
 }
 for _name, _value in _SETTINGS.items():
@@ -211,9 +212,12 @@ class _RayLaunch:
 
 @contextlib.contextmanager
 def _connected(spec: TrainSpec, say: Callable[[str], None]) -> Iterator[None]:
-    """Be a driver of the cluster that is meant; end with it everything that Ray runs for us."""
-    if not ray.is_initialized():  # a notebook may have a Ray already
-        _connect(spec, say)
+    """Be a driver of the cluster that is meant; leaving it ends everything that Ray runs for us."""
+    if ray.is_initialized():  # a notebook's, say: it stays as it is
+        say("the Ray that this program has joined already is used")
+        yield
+        return
+    _connect(spec, say)
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ from instep.launch.failures import failure_of_exception, order_failures
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import Scratch
-from instep.launch.worker import FAILURE_GRACE_S, name_process
+from instep.launch.worker import FAILURE_GRACE_S
 
 _POLL_S = 0.2
 _STUCK_S = 5.0
@@ -76,7 +76,6 @@ def work(config: dict[str, Any]) -> None:
     meeting: Meeting = broadcast_from_rank_zero(_call_meeting(job, scratch) if rank == 0 else None)
     if meeting.given_up:
         return
-    name_process(f"instep:r{rank}")
     sees_run = scratch.folder.is_dir()
     if sees_run:
         scratch.start_attempt(meeting.attempt)

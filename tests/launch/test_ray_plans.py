@@ -1,0 +1,75 @@
+"""What is decided about ranks under Ray: without a Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from instep.core.errors import EXIT_ENVIRONMENT, EXIT_SPEC, FailureRecord, SpecError
+from instep.core.spec import TrainSpec
+from instep.launch.logs import LogPlan
+from instep.launch.ray import plan_workers
+from instep.launch.ray_rank import Meeting, RayJob, _is_given_up
+from instep.launch.scratch import Scratch
+
+
+def test_workers_get_what_the_cluster_has() -> None:
+    cores, gpus = {"CPU": 8.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 2.0}
+    here = plan_workers(cores, TrainSpec(on="ray", processes=4))
+    assert (here.count, here.use_gpu, here.notice) == (4, False, "Ray places 4 workers, one CPU each")
+    assert plan_workers(cores, TrainSpec(on="ray", processes="auto")).count == 8
+    assert plan_workers(gpus, TrainSpec(on="ray", processes="auto")).count == 2
+    more = plan_workers(gpus, TrainSpec(on="ray", processes=3))
+    assert more.use_gpu
+    assert "its cluster has 2 now" in more.notice
+    with pytest.raises(SpecError, match="torch sees no GPU"):
+        plan_workers(cores, TrainSpec(on="ray", processes="gpu"))
+
+
+def job_in(folder: Path, max_restarts: int = 3) -> tuple[RayJob, Scratch]:
+    scratch = Scratch(folder / "scratch")
+    for attempt in range(2):
+        (scratch.folder / f"attempt-{attempt}").mkdir(parents=True)
+    logs = LogPlan(folder / "logs")
+    return RayJob(print, (), str(scratch.folder), str(folder), logs, str(folder), max_restarts), scratch
+
+
+def meeting(attempt: int, reached: int = 0) -> Meeting:
+    return Meeting(attempt=attempt, reached=reached, address="", port=0, given_up=False)
+
+
+ERROR = FailureRecord(rank=1, time_ns=5, summary="KeyError: 'x'", traceback="T")
+LOST = FailureRecord(rank=0, time_ns=6, summary="lost", exit_code=EXIT_ENVIRONMENT, consequence=True)
+WRONG = FailureRecord(rank=1, time_ns=5, summary="no", exit_code=EXIT_SPEC, final=True)
+
+
+def test_an_error_is_tried_again_once(tmp_path: Path) -> None:
+    job, scratch = job_in(tmp_path)
+    assert not _is_given_up(job, scratch, meeting(0), ERROR)
+    assert not _is_given_up(job, scratch, meeting(0), LOST)
+    assert _is_given_up(job, scratch, meeting(1), ERROR)
+    assert _is_given_up(job, scratch, meeting(1), LOST)  # what it noticed is of that error's making
+    noted = scratch.load_failure(1, 1)
+    assert noted is not None
+    assert "failed the same way twice" in noted.summary
+
+
+def test_an_error_after_progress_is_another_one(tmp_path: Path) -> None:
+    job, scratch = job_in(tmp_path)
+    assert not _is_given_up(job, scratch, meeting(0), ERROR)
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    assert not _is_given_up(job, scratch, meeting(1, reached=3), ERROR)
+    assert _is_given_up(job, scratch, meeting(1, reached=7), ERROR)
+
+
+def test_a_wrong_spec_is_not_tried_again(tmp_path: Path) -> None:
+    job, scratch = job_in(tmp_path)
+    assert _is_given_up(job, scratch, meeting(0), WRONG)
+    assert scratch.is_marked("given-up")
+
+
+def test_without_restarts_ray_itself_ends_it(tmp_path: Path) -> None:
+    job, scratch = job_in(tmp_path, max_restarts=0)
+    assert not _is_given_up(job, scratch, meeting(0), WRONG)
+    assert not scratch.is_marked("given-up")
