@@ -102,7 +102,7 @@ class Leader:
             self._lead()
         except BaseException as error:  # all others would only notice silence
             text = f"the leading process cannot go on: {type(error).__name__}: {error}. {GOES_ON}"
-            failures = (environment_failure(text, time.time_ns()),)
+            failures = (environment_failure(text, now_ns()),)
             self._state = dataclasses.replace(self._state, over=True, running=False, failures=failures)
             self._pulse += 1
             news = {"pulse": self._pulse, "leader": "", "peers": {}, **plain(self._state)}
