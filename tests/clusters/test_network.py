@@ -49,7 +49,11 @@ class Training:
 
     def wait_for(self, world_size: int, steps: int, timeout_s: float = 90) -> None:
         """Wait until a world of that size has made so many steps."""
-        wait_for(lambda: self.world_size() == world_size and self.steps() >= steps, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self.world_size() != world_size or self.steps() < steps:
+            seen = f"worlds {[event['world_size'] for event in self.starts()]}, {self.steps()} steps in the last"
+            assert time.monotonic() < deadline, f"waited in vain for {steps} steps of {world_size}: {seen}"
+            time.sleep(0.05)
 
     def _events(self) -> list[dict[str, Any]]:
         return list(read_events(self.run_dir)) if self.run_dir.exists() else []
@@ -92,11 +96,10 @@ def test_two_hosts_train_as_one_process(training: Training, alone: dict[str, Any
 @pytest.mark.timeout(240)
 def test_a_host_joins_is_cut_for_a_moment_and_then_for_good(training: Training, alone: dict[str, Any]) -> None:
     words = training.command("--rdzv-conf", "last_call_timeout=1", nnodes="1:3")
-    training.pace(0.1)
+    training.pace(0.2)
     with connected_hosts(3) as (first, second, third):
         processes = [host.start(*words) for host in (first, second)]
         training.wait_for(world_size=2, steps=2)
-        training.pace(0.3)
         late = third.start(*words)
         training.wait_for(world_size=3, steps=2)
         before = len(training.starts())
@@ -127,10 +130,10 @@ def test_a_host_joins_is_cut_for_a_moment_and_then_for_good(training: Training, 
 
 @pytest.mark.timeout(180)
 def test_the_host_of_the_rendezvous_is_cut(training: Training, alone: dict[str, Any]) -> None:
-    training.pace(0.1)
+    training.pace(0.2)
+    words = training.command("--rdzv-conf", "last_call_timeout=60", nnodes="1:2")
     with connected_hosts(2) as (first, second):
-        leading = first.start(*training.command(nnodes="1:2"))
-        led = second.start(*training.command(nnodes="1:2"))
+        leading, led = first.start(*words), second.start(*words)
         training.wait_for(world_size=2, steps=2)
         first.cut()
         cut_s = time.monotonic()

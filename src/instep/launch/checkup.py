@@ -94,7 +94,7 @@ class _Meeting:
         others = {key: each for key, each in machines.items() if key != self._key}
         self._post(f"reach/{self._key}", unreached(machines[self._key], others))
         reach = [self._wait_for(f"reach/{key}", machines[key].name) for key in machines]
-        names = tuple(map(str, machines.values()))
+        names = tuple(sorted(map(str, machines.values())))
         if any(reach):
             return Checkup(machines=names, unreached=tuple(each for found in reach for each in found), links={})
         return Checkup(machines=names, links=self._measure(machines))
