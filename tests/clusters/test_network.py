@@ -49,7 +49,11 @@ class Training:
 
     def wait_for(self, world_size: int, steps: int, timeout_s: float = 90) -> None:
         """Wait until a world of that size has made so many steps."""
-        wait_for(lambda: self.world_size() == world_size and self.steps() >= steps, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self.world_size() != world_size or self.steps() < steps:
+            seen = f"worlds {[event['world_size'] for event in self.starts()]}, {self.steps()} steps in the last"
+            assert time.monotonic() < deadline, f"waited in vain for {steps} steps of {world_size}: {seen}"
+            time.sleep(0.05)
 
     def _events(self) -> list[dict[str, Any]]:
         return list(read_events(self.run_dir)) if self.run_dir.exists() else []
