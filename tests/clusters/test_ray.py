@@ -48,7 +48,7 @@ def test_a_killed_worker_is_replaced(ray_nodes: RayCluster, tmp_path: Path, righ
     done = end_of(process)
     found = result_of(done)
     assert (found["weights_sha256"], found["restarts"], found["world_size"]) == (right_bits, 1, 2)
-    assert "restart 1 of 3 after rank" in done.stderr
+    assert "restart 1 of 3 after " in done.stderr  # by what another rank noted, if Ray left it the time to
     starts = [event for event in read_events(run_dir, 1) if event["event"] == "start"]
     assert [event["attempt"] for event in starts] == [0, 1]
     assert {event["launcher"] for event in starts} == {"ray"}
