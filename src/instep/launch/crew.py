@@ -35,7 +35,7 @@ from instep.launch.rounds import Rules, environment_failure
 from instep.launch.scratch import Scratch
 from instep.world.interfaces import address_towards, is_loopback
 
-_BEAT_S, _ENDING_BEAT_S = 1.0, 0.3
+_BEAT_S, _SHORT_BEAT_S = 1.0, 0.3
 _FENCE = 0.8
 """The part of `lost_after` after which a machine that hears nothing ends its ranks."""
 _COME_BACK = 2.0
@@ -203,13 +203,14 @@ class Crew:
 
     def _follow(self) -> None:
         while not self._ending.is_set():
-            self._beat()
+            answered = self._beat()
             attempt = self._attempt
             ending = attempt is not None and self._end_if_due(attempt)
-            self._wake.wait(_ENDING_BEAT_S if ending else _BEAT_S)
+            self._wake.wait(_SHORT_BEAT_S if ending or not answered else _BEAT_S)
             self._wake.clear()
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
+        """Exchange a word for the news; tell whether there was an answer."""
         attempt = self._attempt
         ranks = self._scratch.watched_ranks(attempt.number) if attempt is not None else self._word.ranks
         with self._condition:
@@ -219,15 +220,16 @@ class Crew:
         except HostGone as gone:
             with self._condition:
                 self._gone = str(gone)
-            return
+            return False
         except Silent:
-            return
+            return False
         with self._condition:
             if news is not None and (self._news is None or news["pulse"] != self._news["pulse"]):
                 self._news, self._heard_s = news, time.monotonic()
             self._condition.notify_all()
         if self._news is None and self._leader is None and time.monotonic() - self._began_s > _CLAIM_S:
             self._leader = self._lead_if_first()
+        return True
 
     def _exchange(self, board: Board) -> dict[str, Any] | None:
         board.post(f"word/{self.key}", dataclasses.asdict(self._word))
@@ -251,9 +253,10 @@ class Crew:
                 if own:
                     self._say(f"{reason}. The ranks here are ended")
             self._end_ranks(attempt.number, reason, own)
-            stuck = time.monotonic() - attempt.ended_s > _STUCK_S
-        if stuck:  # in a rendezvous that will not come about, or waiting for machines that are gone
-            hang_up(self._board.plan.host, self._board.plan.port)
+            # In a rendezvous that will not come about, or waiting for machines that are gone. Still under the lock:
+            # the next round's connections must not be there yet.
+            if time.monotonic() - attempt.ended_s > _STUCK_S:
+                hang_up(self._board.plan.host, self._board.plan.port)
         return True
 
     def _why_end(self, number: int) -> tuple[str, bool]:
