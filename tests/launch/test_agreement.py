@@ -15,8 +15,8 @@ import pytest
 
 from instep.core.errors import EnvironmentFailed, FailureRecord, SpecError
 from instep.core.spec import LaunchSpec
-from instep.launch.board import Board, BoardPlan
-from instep.launch.company import Wishes, in_company
+from instep.launch.machines.board import Board, BoardPlan
+from instep.launch.machines.company import Wishes, in_company
 from instep.launch.scratch import Scratch
 from instep.train.nodes import look_around
 from ranks import free_port, run_ranks

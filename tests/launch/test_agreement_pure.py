@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from instep.core.errors import EnvironmentFailed, FailureRecord, SpecError
 from instep.events.schema import NodeRecord
-from instep.launch.agreement import Card, names_of, refusal, warnings
-from instep.launch.clocks import Offset, Round, clock_warnings, estimate_offset
-from instep.launch.facts import gpu_models, installed_packages, variables_of
 from instep.launch.failures import order_failures
+from instep.launch.machines.agreement import Card, names_of, refusal, warnings
+from instep.launch.machines.clocks import Offset, Round, clock_warnings, estimate_offset
+from instep.launch.machines.facts import gpu_models, installed_packages, variables_of
 
 VERSIONS = {"instep": "0.1.0", "torch": "2.13.0", "numpy": "2.4", "Python": "3.11.7", "CUDA": ""}
 

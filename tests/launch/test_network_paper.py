@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from instep.cli.doctor import plan_checkup
 from instep.cli.findings import judge_network
 from instep.core.errors import EnvironmentFailed, SpecError
-from instep.launch.board import Board, BoardPlan
-from instep.launch.checkup import Checkup
-from instep.launch.line import HostGone, Line, Silent, hang_up
-from instep.launch.links import distant_links, duration, pairings, rate, slow_links
-from instep.launch.peers import Address, Link, Listener, measure, reach, unreached
+from instep.launch.machines.board import Board, BoardPlan
+from instep.launch.machines.checkup import Checkup
+from instep.launch.machines.line import HostGone, Line, Silent, hang_up
+from instep.launch.machines.links import distant_links, duration, pairings, rate, slow_links
+from instep.launch.machines.peers import Address, Link, Listener, measure, reach, unreached
 from instep.world.connections import limit_silence
 from instep.world.interfaces import address_towards, interface_of, interfaces, is_loopback, socket_variables
 from ranks import free_port

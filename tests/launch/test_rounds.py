@@ -8,9 +8,9 @@ import pytest
 
 from instep.core.errors import EXIT_ENVIRONMENT, EXIT_USER, FailureRecord, SpecError
 from instep.core.spec import LaunchSpec
-from instep.launch.lead import Word, names_of
+from instep.launch.machines.lead import Word, names_of
+from instep.launch.machines.rounds import GRACE_S, RoundState, Rules, Sight, environment_failure, next_state
 from instep.launch.rendezvous import plan_rules
-from instep.launch.rounds import GRACE_S, RoundState, Rules, Sight, environment_failure, next_state
 
 RULES = Rules(min_nodes=1, max_nodes=3, max_restarts=3, last_call_s=5, endpoint="h1:29500")
 

@@ -21,8 +21,8 @@ from instep.cli.findings import Finding, TorchBuild
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
 from instep.core.spec import seconds_of
 from instep.core.version import __version__
-from instep.launch.checkup import Checkup, CheckupPlan, check_up
 from instep.launch.machine import free_ports, look_at_folder, look_at_machine, scratch_folder
+from instep.launch.machines.checkup import Checkup, CheckupPlan, check_up
 from instep.launch.probe import Backend, probe
 from instep.world.world import place_here
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from instep.core.topology import Place
-from instep.launch.checkup import Checkup
-from instep.launch.links import Pair, distant_links, duration, rate, slow_links
 from instep.launch.machine import SHARED_MEMORY, Folder, Machine
-from instep.launch.peers import Link
+from instep.launch.machines.checkup import Checkup
+from instep.launch.machines.links import Pair, distant_links, duration, rate, slow_links
+from instep.launch.machines.peers import Link
 from instep.launch.probe import PROCESSES, ProbeResult
 
 Level = Literal["green", "yellow", "red"]

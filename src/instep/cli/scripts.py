@@ -11,8 +11,8 @@ import torch
 
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
-from instep.launch.company import Wishes
 from instep.launch.local import LogPlan, launch
+from instep.launch.machines.company import Wishes
 from instep.launch.processes import check_process_count
 from instep.launch.script import run_script
 

@@ -31,18 +31,18 @@ from instep.core.clock import clock_shift_s, now_ns, shift_clock
 from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec
 from instep.core.stop import StopRequest
-from instep.launch.board import Board, BoardPlan
-from instep.launch.company import Company, Wishes, in_company
-from instep.launch.crew import Crew, Round
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
+from instep.launch.machines.board import Board, BoardPlan
+from instep.launch.machines.company import Company, Wishes, in_company
+from instep.launch.machines.crew import Crew, Round
+from instep.launch.machines.rounds import environment_failure
 from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
 from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous, plan_round, plan_rules
 from instep.launch.restart import plan_restart
-from instep.launch.rounds import environment_failure
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
 from instep.world.interfaces import interface_of, interfaces, is_loopback, socket_variables

@@ -9,7 +9,7 @@ from typing import Any
 
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
-from instep.launch.rounds import Rules
+from instep.launch.machines.rounds import Rules
 
 DEFAULT_PORT = 29400
 """Elastic's own, where an endpoint names none."""

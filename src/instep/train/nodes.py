@@ -14,9 +14,9 @@ from typing import Any
 
 from instep.core.spec import TrainSpec
 from instep.events.schema import NodeRecord
-from instep.launch.agreement import warnings
-from instep.launch.company import Wishes
-from instep.launch.facts import installed_packages, look_at_node
+from instep.launch.machines.agreement import warnings
+from instep.launch.machines.company import Wishes
+from instep.launch.machines.facts import installed_packages, look_at_node
 from instep.train.directory import describe_task
 from instep.train.task import Task
 from instep.world.world import World

@@ -25,13 +25,13 @@ from typing import Any
 from instep.core.clock import now_ns
 from instep.core.errors import EXIT_ENVIRONMENT, EnvironmentFailed, FailureRecord, RanksFailed
 from instep.guard.processes import kill
-from instep.launch.board import Board
-from instep.launch.lead import GOES_ON, Leader, Word
-from instep.launch.line import HostGone, Line, Silent, hang_up
 from instep.launch.logs import LogPlan
+from instep.launch.machines.board import Board
+from instep.launch.machines.lead import GOES_ON, Leader, Word
+from instep.launch.machines.line import HostGone, Line, Silent, hang_up
+from instep.launch.machines.peers import Address, Listener, unreached
+from instep.launch.machines.rounds import Rules, environment_failure
 from instep.launch.observe import Observer
-from instep.launch.peers import Address, Listener, unreached
-from instep.launch.rounds import Rules, environment_failure
 from instep.launch.scratch import Scratch
 from instep.world.interfaces import address_towards, is_loopback
 

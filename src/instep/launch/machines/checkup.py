@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from instep.core.errors import EnvironmentFailed
-from instep.launch.board import Board, BoardPlan
-from instep.launch.line import HostGone, Line, Silent
-from instep.launch.links import Pair, pairings
-from instep.launch.peers import Address, Link, Listener, measure, unreached
+from instep.launch.machines.board import Board, BoardPlan
+from instep.launch.machines.line import HostGone, Line, Silent
+from instep.launch.machines.links import Pair, pairings
+from instep.launch.machines.peers import Address, Link, Listener, measure, unreached
 from instep.world.interfaces import address_towards, is_loopback
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from instep.launch.peers import Link
+from instep.launch.machines.peers import Link
 
 USUAL_BITS_PER_S = 1e9
 """What machines that train together have at least."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from instep.core.errors import EnvironmentFailed
-from instep.launch.knock import knock
+from instep.launch.machines.knock import knock
 
 _TRY_S = 3.0
 """How long one try to reach the host takes: between two of them, Ctrl-C is heard."""

@@ -20,9 +20,9 @@ from typing import Any
 
 from instep.core.clock import now_ns
 from instep.core.errors import FailureRecord
-from instep.launch.board import Board
-from instep.launch.line import HostGone, Line, Silent
-from instep.launch.rounds import RoundState, Rules, Sight, environment_failure, next_state
+from instep.launch.machines.board import Board
+from instep.launch.machines.line import HostGone, Line, Silent
+from instep.launch.machines.rounds import RoundState, Rules, Sight, environment_failure, next_state
 
 LOOK_S = 0.5
 _PAUSE_S = 4.0

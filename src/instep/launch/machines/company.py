@@ -22,12 +22,12 @@ from instep.core.clock import now_ns
 from instep.core.errors import EnvironmentFailed, FailureRecord
 from instep.core.spec import LaunchSpec
 from instep.guard.pulse import read_pulse
-from instep.launch.agreement import Card, names_of, refusal, warnings
-from instep.launch.board import Board
-from instep.launch.clocks import Offset, clock_warnings
-from instep.launch.facts import installed_packages, look_at_node
+from instep.launch.machines.agreement import Card, names_of, refusal, warnings
+from instep.launch.machines.board import Board
+from instep.launch.machines.clocks import Offset, clock_warnings
+from instep.launch.machines.facts import installed_packages, look_at_node
+from instep.launch.machines.timekeeper import Timekeeper
 from instep.launch.scratch import Scratch
-from instep.launch.timekeeper import Timekeeper
 from instep.world.interfaces import address_towards
 
 _LATE_S = 2.0

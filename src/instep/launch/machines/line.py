@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from instep.launch.board import Board
+from instep.launch.machines.board import Board
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from instep.core.clock import now_ns
 from instep.core.errors import FailureRecord
-from instep.launch.board import Board
-from instep.launch.clocks import Offset, Round, estimate_offset
+from instep.launch.machines.board import Board
+from instep.launch.machines.clocks import Offset, Round, estimate_offset
 
 _POLL_S = 0.05
 _BEAT_S = 0.5
