@@ -12,7 +12,7 @@ from instep.core.spec import LaunchSpec
 from instep.launch import local
 from instep.launch.failures import complete_failures, describe, failure_of_exception, order_failures
 from instep.launch.processes import check_process_count
-from instep.launch.rendezvous import plan_rendezvous
+from instep.launch.rendezvous import MeetingPoint, meeting_point, split_endpoint
 from instep.launch.restart import plan_restart
 
 failures = st.builds(
@@ -131,20 +131,28 @@ def test_process_counts():
 
 
 def test_where_machines_meet():
-    alone = plan_rendezvous(LaunchSpec())
-    assert (alone.rdzv_endpoint, alone.local_addr) == ("127.0.0.1:0", "127.0.0.1")
-    assert alone.run_id != plan_rendezvous(LaunchSpec()).run_id
-    two = LaunchSpec(nnodes="2", rdzv_endpoint="host:1", rdzv_backend="static", node_rank=1, rdzv_conf="timeout=5")
-    assert plan_rendezvous(two).rdzv_configs == {"timeout": "5", "rank": 1}
+    assert meeting_point(LaunchSpec()) is None
+    two = LaunchSpec(nnodes="2", rdzv_endpoint="host:1", rdzv_backend="static", node_rank=1)
+    assert meeting_point(two) == MeetingPoint("host", 1, "instep", False)
+    elastic = LaunchSpec(nnodes="1:2", rdzv_endpoint="host", rdzv_id="mine")
+    assert meeting_point(elastic) == MeetingPoint("host", 29400, "mine", None)
     for wrong in (
         LaunchSpec(nnodes="2"),
         LaunchSpec(nnodes="1:2", rdzv_endpoint="host:1", rdzv_backend="static"),
         LaunchSpec(nnodes="2", rdzv_endpoint="host:1", rdzv_backend="static", node_rank=2),
         LaunchSpec(nnodes="2", rdzv_endpoint="host", rdzv_backend="static"),
         LaunchSpec(rdzv_conf="timeout"),
+        LaunchSpec(nnodes="2", rdzv_endpoint="host:1", rdzv_conf="store_type=file"),
     ):
         with pytest.raises(SpecError):
-            plan_rendezvous(wrong)
+            meeting_point(wrong)
+
+
+def test_endpoints():
+    assert split_endpoint("host:12") == ("host", 12)
+    assert split_endpoint("host") == ("host", 29400)
+    assert split_endpoint("[::1]:12") == ("::1", 12)
+    assert split_endpoint("fe80::1") == ("fe80::1", 29400)
 
 
 SIGNALS = [(signal.SIGTERM, EnvironmentFailed, "ended by SIGTERM"), (signal.SIGINT, KeyboardInterrupt, None)]

@@ -28,7 +28,7 @@ _JOB_MEETS_S = 5.0
 SPEC, RESULT = "spec.json", "result.json"
 _BEFORE = {"precision": "fp32"}
 """What fields of a recipe were before there was a choice."""
-_BEFORE_SPEC = {"events", "logs", ".lock", "submit.sh"}
+_BEFORE_SPEC = {"events", "logs", ".lock", ".world", "submit.sh"}
 """What a run leaves that was killed before it was settled, or that waits in a queue."""
 
 
@@ -39,6 +39,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._lock: IO[bytes] | None = None
+        self._world: IO[bytes] | None = None
 
     @classmethod
     def create(cls, name: str, root: Path = Path("runs")) -> RunDirectory:
@@ -144,6 +145,25 @@ class RunDirectory:
             raise CheckpointError(f"{self.path} was taken by another training just now. Give another --run-dir.")
         self._lock = file
 
+    def meet(self, world: str) -> None:
+        """Refuse a second world of the same job, whose machines did not meet those that train here already.
+
+        They find that out by the name that all who have met know.
+        """
+        self._world = file = (self.path / ".world").open("a+b")
+        deadline = time.monotonic() + _JOB_MEETS_S
+        if _locked(file, fcntl.LOCK_EX):  # the first one, for as long as somebody is here
+            file.truncate(0)
+            file.write(world.encode())
+            file.flush()
+        while not _locked(file, fcntl.LOCK_SH) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if (self.path / ".world").read_bytes().decode(errors="replace") != world:
+            raise CheckpointError(
+                f"{self.path} is being trained in by machines of the same job that this one has not met. Does "
+                "--rdzv-endpoint lead each of them to itself? Give an address that is the same machine for all of them."
+            )
+
     def owner(self) -> str:
         """Say who trains here, or did so last."""
         path = self.path / ".lock"
@@ -156,9 +176,9 @@ class RunDirectory:
 
     def unlock(self) -> None:
         """Let the next training in."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        for file in filter(None, (self._world, self._lock)):
+            file.close()
+        self._world = self._lock = None
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """Find the newest checkpoint that is whole; also say which newer ones are not."""

@@ -22,6 +22,7 @@ from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.launch.local import LogPlan, launch
 from instep.launch.processes import check_process_count
+from instep.launch.rendezvous import split_endpoint
 from instep.monitor.progress import duration, metrics_text
 from instep.monitor.terminal import TerminalDisplay
 from instep.train.directory import agree_on_directory, settle_directory
@@ -112,6 +113,7 @@ def _start(directory: RunDirectory, task: Task, spec: TrainSpec, source: TaskSou
         preemptable=True,
         progress=directory.newest_step,
         wishes=wishes_of(task, spec),
+        meet=directory.meet,
     )
 
 
@@ -127,7 +129,7 @@ def _with_host(spec: TrainSpec, place: Place) -> TrainSpec:
 
     Left to guess, torch takes whoever comes first of those that may be at that address.
     """
-    host = spec.rdzv_endpoint.rpartition(":")[0]
+    host, _ = split_endpoint(spec.rdzv_endpoint)
     if place.launcher != "slurm" or host != place.master_addr or "is_host" in spec.rdzv_conf:
         return spec
     return dataclasses.replace(spec, rdzv_conf=f"{spec.rdzv_conf},is_host={int(place.is_main)}".lstrip(","))

@@ -24,6 +24,7 @@ from instep.core.version import __version__
 from instep.launch.machine import free_ports, look_at_folder, look_at_machine, scratch_folder
 from instep.launch.machines.checkup import Checkup, CheckupPlan, check_up
 from instep.launch.probe import Backend, probe
+from instep.launch.rendezvous import split_endpoint
 from instep.world.world import place_here
 
 _PATIENCE_S = 2.0
@@ -37,8 +38,8 @@ def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: 
         if endpoint or nnodes < 1:
             raise SpecError(f"nnodes={nnodes}: the network is looked at between 2 machines or more. Give --nnodes 2.")
         return None
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit():
+    host, port = split_endpoint(endpoint)
+    if not host:
         raise SpecError(
             f"nnodes={nnodes} machines cannot meet at rdzv_endpoint={endpoint!r}. Give every one of them the same "
             "--rdzv-endpoint HOST:PORT, where HOST is one of them."
@@ -49,7 +50,7 @@ def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: 
     if not wait_s:
         raise SpecError(f"wait={wait!r} is not a time. Write for instance 30s or 5m.")
     return CheckupPlan(
-        num_machines=nnodes, host=host, port=int(port), node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
+        num_machines=nnodes, host=host, port=port, node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
     )
 
 

@@ -27,7 +27,6 @@ from instep.core.clock import now_ns, shift_clock
 from instep.core.errors import EXIT_ENVIRONMENT
 from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
-from instep.launch.meeting import meet_anew
 from instep.launch.scratch import Scratch
 from instep.launch.worker import FAILURE_GRACE_S, name_process, work
 
@@ -52,8 +51,7 @@ class Job:
     """How long a worker may take to end when it is asked to, and nobody has failed."""
     preemptable: bool
     """Whether a worker listens for SIGUSR1, and is to be spared of it until it does."""
-    attempt: int | None
-    """Which attempt this is; None: elastic counts."""
+    attempt: int
     max_restarts: int
     clock_shift_s: float = 0.0
 
@@ -67,8 +65,6 @@ def keep(job: Job) -> None:
     job.scratch.start_attempt(attempt)
     job.scratch.announce_logs(rank, redirect_output(job.logs, rank))
     lifeline = _grasp(job.scratch)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        meet_anew(attempt)
     inbox, outbox = os.pipe()
     os.set_blocking(inbox, False)
     for number in _HANDLED:
@@ -201,9 +197,8 @@ def _adopt_environment(job: Job) -> None:
     own = {
         name: value for name, value in os.environ.items() if name in _TORCHRUN_NAMES or name.startswith("TORCHELASTIC_")
     }
-    if job.attempt is not None:
-        own["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
-        own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
+    own["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
+    own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
     os.environ.clear()
     os.environ.update({**job.environ, **own})
 

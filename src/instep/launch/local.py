@@ -24,7 +24,6 @@ import cloudpickle
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from instep.core.clock import clock_shift_s, now_ns, shift_clock
@@ -32,6 +31,7 @@ from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed, Sp
 from instep.core.spec import LaunchSpec
 from instep.core.stop import StopRequest
 from instep.launch.failures import complete_failures
+from instep.launch.handshake import BACKEND, Handshake, alone, among
 from instep.launch.keeper import Job, keep
 from instep.launch.logs import LogPlan
 from instep.launch.machines.board import Board, BoardPlan
@@ -41,7 +41,7 @@ from instep.launch.machines.rounds import environment_failure
 from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.rendezvous import RendezvousPlan, meeting_point, plan_rendezvous, plan_round, plan_rules
+from instep.launch.rendezvous import meeting_point, plan_rules
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
@@ -50,6 +50,8 @@ from instep.world.interfaces import interface_of, interfaces, is_loopback, socke
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
 _POLL_S = 0.05
+_ROUND_MEETS_S = 60.0
+"""How long the machines of a round may take to start their ranks."""
 
 
 def launch(
@@ -64,6 +66,7 @@ def launch(
     preemptable: bool = False,
     progress: Callable[[], int] | None = None,
     wishes: Wishes | None = None,
+    meet: Callable[[str], object] | None = None,
 ) -> dict[int, Any]:
     """Run `entry(attempt, *args)` once on every rank of this machine and return the results by rank: plain values.
 
@@ -71,10 +74,10 @@ def launch(
     A worker asked to end (Ctrl-C, SIGTERM) is killed after `grace_s`. Where the entry is `preemptable`, SIGTERM and
     SIGUSR1 are passed on to all ranks as SIGUSR1, and waited for; the second one ends everything. `progress` tells how
     far a run has come, for good; restarts that bring it further are not counted. `wishes` are what all machines must
-    have been asked for.
+    have been asked for; `meet` is told the name that several machines have in common once they meet.
     """
     count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
-    rendezvous = plan_rendezvous(spec)
+    point = meeting_point(spec)
     _shift_clock()
     start_preload()
     logs.directory.mkdir(parents=True, exist_ok=True)
@@ -92,12 +95,13 @@ def launch(
             )
             if preemptable:
                 _pass_on_stops(scratch)
-            board = _open_board(spec, rendezvous, stderr)
-            if board is not None and rendezvous.rdzv_backend == "c10d":
-                rendezvous.rdzv_configs["is_host"] = False  # the board is there already, in this process or another
-            made = _Launch(rendezvous, count, job, spec, relay, stderr, progress or (lambda: 0), board)
-            if board is None:
+            made = _Launch(count, job, spec, relay, stderr, progress or (lambda: 0))
+            if point is None:
                 return made.run()
+            plan = BoardPlan(point.host, point.port, point.job, point.is_host, plan_rules(spec).join_timeout_s)
+            board = Board.open(plan, made._say, lambda: scratch.is_marked("asked"))
+            if meet is not None:
+                meet(board.identity)
             with in_company(board, spec, count, wishes or Wishes(), scratch, made._say) as company:
                 return made.run_with_others(board, company)
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
@@ -123,27 +127,20 @@ def _signal_behind(error: BaseException | None) -> SignalException | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    rendezvous: RendezvousPlan
     count: int
     job: Job
     spec: LaunchSpec
     relay: Relay
     stderr: TextIO
     progress: Callable[[], int]
-    board: Board | None
-    """What the launching processes of several machines share."""
-    num_machines: int | None = None
-    """How many work together in this round; None: elastic finds out."""
 
     def run(self) -> dict[int, Any]:
         """Try until it is done, or until another try is of no use."""
-        if self.spec.max_nodes > 1:  # without a board only elastic itself can restart several machines together
-            return self._attempt(dataclasses.replace(self.job, attempt=None))
         attempt, in_vain, reached = 0, 0, self.progress()
         previous: tuple[FailureRecord, ...] = ()
         while True:
             try:
-                return self._attempt(dataclasses.replace(self.job, attempt=attempt))
+                return self._attempt(dataclasses.replace(self.job, attempt=attempt), alone())
             except RanksFailed as failed:
                 if self.progress() > reached:
                     in_vain, reached, previous = 0, self.progress(), ()
@@ -169,7 +166,7 @@ class _Launch:
                 try:
                     with crew.working(number):
                         crew.check_reach(round_)
-                        results = self._in_round(round_)._attempt(self._job_in(round_))
+                        results = self._attempt(self._job_in(round_), self._handshake(round_, crew.key, board))
                 except RanksFailed as failed:
                     crew.tell_failures(company.tell_of(failed.failures, number))
                 except EnvironmentFailed as error:
@@ -181,9 +178,11 @@ class _Launch:
                     return results
         return {}
 
-    def _in_round(self, round_: Round) -> _Launch:
-        plan = plan_round(self.rendezvous, round_.number, round_.own.host)
-        return dataclasses.replace(self, rendezvous=plan, num_machines=1 + len(round_.others))
+    def _handshake(self, round_: Round, key: int, board: Board) -> Handshake:
+        """Number the machines of a round: as they were told to be, or in the order in which they came."""
+        keys = sorted((key, *round_.others))
+        own = self.spec.node_rank or 0 if self.spec.rdzv_backend == "static" else keys.index(key)
+        return among(board.store_for(_ROUND_MEETS_S), f"round-{round_.number}", own, len(keys), round_.own.host)
 
     def _job_in(self, round_: Round) -> Job:
         """Make the ranks of a round use the interface that the other machines reach."""
@@ -198,55 +197,48 @@ class _Launch:
         self.stderr.write(f"{text}\n")
         self.stderr.flush()
 
-    def _attempt(self, job: Job) -> dict[int, Any]:
+    def _attempt(self, job: Job, handshake: Handshake) -> dict[int, Any]:
         scratch = job.scratch
         try:
-            # A rendezvous of its own for every attempt: a restart cannot meet the addresses of the last one.
+            # A handshake of its own for every attempt: a restart cannot meet the addresses of the last one.
             with watched(self._watch_plan(), job.attempt):
-                ranks = elastic_launch(self._elastic_config(), keep)(job)
+                ranks = elastic_launch(self._elastic_config(handshake), keep)(job)
         except ChildFailedError as failed:
             shift_s = round(clock_shift_s())
             exits = {rank: (each.exitcode, each.timestamp + shift_s) for rank, each in failed.failures.items()}
             raise self._blame(scratch, job, exits) from None
-        except RendezvousTimeoutError as error:
+        except (RuntimeError, ValueError, OSError, EOFError) as error:
+            where = f" together with those of the other machines at {self.spec.rdzv_endpoint}"
             raise EnvironmentFailed(
-                f"The machines did not find each other in time at {self.spec.rdzv_endpoint!r} "
-                f"(nnodes={self.spec.nnodes}): {_line(error)}. Start the same command on each of them, "
-                "and see that they reach that address."
+                f"The ranks could not be started{where if self.spec.max_nodes > 1 else ''}: {_line(error)}."
             ) from error
-        except (RendezvousError, RuntimeError, ValueError, OSError, EOFError) as error:
-            raise EnvironmentFailed(
-                f"The ranks could not be started at {self.rendezvous.rdzv_endpoint!r}: {_line(error)}. "
-                "See that the address is this job's alone (another job may hold the port) and can be reached."
-            ) from error
-        attempt = scratch.last_attempt() if job.attempt is None else job.attempt
-        return {rank: scratch.load_result(attempt, rank) for rank in sorted(ranks)}
+        return {rank: scratch.load_result(job.attempt, rank) for rank in sorted(ranks)}
 
     def _watch_plan(self) -> WatchPlan:
         several = self.spec.max_nodes > 1
         return WatchPlan(self.job.scratch, self.job.logs, self.relay, self.spec.hang_after_s, several, self.stderr)
 
-    def _elastic_config(self) -> LaunchConfig:
-        values: dict[str, Any] = dataclasses.asdict(self.rendezvous)
+    def _elastic_config(self, handshake: Handshake) -> LaunchConfig:
         ours = {"SIGTERM"} if self.job.preemptable else set()
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             ours.add("SIGHUP")
-        values["signals_to_handle"] = ",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours)
         return LaunchConfig(
-            min_nodes=self.num_machines or self.spec.min_nodes,
-            max_nodes=self.num_machines or self.spec.max_nodes,
+            min_nodes=handshake.count,
+            max_nodes=handshake.count,
             nproc_per_node=self.count,
-            max_restarts=self.spec.max_restarts if self.spec.max_nodes > 1 and self.board is None else 0,
+            rdzv_backend=BACKEND,
+            rdzv_configs={"handshake": handshake},
+            run_id=self.spec.rdzv_id or BACKEND,
+            signals_to_handle=",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours),
+            max_restarts=0,
             monitor_interval=_POLL_S,
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=str(self.job.scratch.folder / "elastic")),
-            **values,
         )
 
     def _blame(self, scratch: Scratch, job: Job, exits: dict[int, tuple[int, int]]) -> RanksFailed:
-        attempt = scratch.last_attempt() if job.attempt is None else job.attempt
         logs = {rank: str(job.logs.error_file(rank)) for rank in exits}
-        failures = complete_failures(scratch.load_failures(attempt), exits, logs)
+        failures = complete_failures(scratch.load_failures(job.attempt), exits, logs)
         for failure in failures:
             self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
         return RanksFailed(failures)
@@ -259,20 +251,6 @@ def _shift_clock() -> None:
         shift_clock(float(text))
     except ValueError:
         raise SpecError(f"INSTEP_CLOCK_SHIFT_S={text!r} is not a number of seconds. Unset it.") from None
-
-
-def _open_board(spec: LaunchSpec, rendezvous: RendezvousPlan, stderr: TextIO) -> Board | None:
-    """Meet the launching processes of the other machines, if there are any."""
-    point = meeting_point(spec)
-    if point is None:
-        return None
-
-    def say(text: str) -> None:
-        stderr.write(f"{text}\n")
-        stderr.flush()
-
-    wait_s = plan_rules(spec).join_timeout_s
-    return Board.open(BoardPlan(point.host, point.port, rendezvous.run_id, point.is_host, wait_s), say)
 
 
 def _pass_on_stops(scratch: Scratch) -> None:
@@ -324,18 +302,15 @@ def _elastic_quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set what elastic reads from the environment, for as long as it does."""
-    before = {name: os.environ.get(name) for name in (*values, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
-    os.environ.update(values)
+def _variable_restored(name: str) -> Iterator[None]:
+    """Take back what elastic writes into the environment."""
+    before = os.environ.get(name)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 class _ProcessWide:
@@ -352,7 +327,7 @@ class _ProcessWide:
             if self._launches == 1:
                 self._changes.enter_context(_main_hidden())
                 self._changes.enter_context(_elastic_quiet())
-                self._changes.enter_context(_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+                self._changes.enter_context(_variable_restored("TORCHELASTIC_SIGNALS_TO_HANDLE"))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

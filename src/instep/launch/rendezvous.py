@@ -1,9 +1,8 @@
-"""How the processes of a launch find each other. Pure: from a LaunchSpec to values for elastic."""
+"""How the launching processes of a job find each other. Pure: from a LaunchSpec to where, and by which rules."""
 
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +11,7 @@ from instep.core.spec import LaunchSpec
 from instep.launch.machines.rounds import Rules
 
 DEFAULT_PORT = 29400
-"""Elastic's own, where an endpoint names none."""
-_ROUND_MEETS_S = 60
-
-
-@dataclass(frozen=True)
-class RendezvousPlan:
-    """Values for elastic, in its own spelling."""
-
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_configs: dict[str, Any]
-    run_id: str
-    local_addr: str | None
+"""torchrun's own, where an endpoint names none."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +20,32 @@ class MeetingPoint:
 
     host: str
     port: int
+    job: str
+    """The job's name, the same on every machine: they share nothing yet but their command line."""
     is_host: bool | None
     """Whether this machine is the host; None: to be found out."""
 
 
 def meeting_point(spec: LaunchSpec) -> MeetingPoint | None:
-    """Read the endpoint of a job on several machines; None: one machine, or one that meets in a file."""
+    """Read where the machines of a job meet; None: there is only one."""
     settings = _parse_settings(spec.rdzv_conf)
-    if spec.max_nodes == 1 or settings.get("store_type", "tcp") != "tcp":
+    _check(spec, settings)
+    if spec.max_nodes == 1:
         return None
-    host, _, port = spec.rdzv_endpoint.rpartition(":")
-    if not port.isdigit():
-        host, port = spec.rdzv_endpoint, str(DEFAULT_PORT)
+    host, port = split_endpoint(spec.rdzv_endpoint)
+    job = spec.rdzv_id or "instep"
     if spec.rdzv_backend == "static":
-        return MeetingPoint(host, int(port), not spec.node_rank)
+        return MeetingPoint(host, port, job, not spec.node_rank)
     word = settings.get("is_host", "").lower()
-    return MeetingPoint(host, int(port), word in ("1", "true", "t", "yes", "y") if word else None)
+    return MeetingPoint(host, port, job, word in ("1", "true", "t", "yes", "y") if word else None)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Read HOST:PORT, HOST or [ADDRESS]:PORT."""
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdigit() or (host.count(":") > 0 and not host.endswith("]")):
+        host, port = endpoint, str(DEFAULT_PORT)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def plan_rules(spec: LaunchSpec) -> Rules:
@@ -66,17 +63,6 @@ def plan_rules(spec: LaunchSpec) -> Rules:
     )
 
 
-def plan_round(plan: RendezvousPlan, number: int, address: str) -> RendezvousPlan:
-    """Give elastic's values for one round of machines that are all known to be there.
-
-    A rendezvous of its own for every round: it cannot meet the addresses, or the machines, of the last one.
-    """
-    settings = plan.rdzv_configs
-    if plan.rdzv_backend == "c10d":
-        settings = {**settings, "join_timeout": _ROUND_MEETS_S}
-    return dataclasses.replace(plan, run_id=f"{plan.run_id}-round-{number}", local_addr=address, rdzv_configs=settings)
-
-
 def _seconds(settings: dict[str, Any], name: str, default: Any) -> float:
     text = settings.get(name, default)
     try:
@@ -85,32 +71,26 @@ def _seconds(settings: dict[str, Any], name: str, default: Any) -> float:
         raise SpecError(f"rdzv_conf: {name}={text!r} is not a number of seconds.") from None
 
 
-def plan_rendezvous(spec: LaunchSpec) -> RendezvousPlan:
-    """Decide where the machines meet; one machine alone meets itself on a free port of its loopback."""
-    settings = _parse_settings(spec.rdzv_conf)
-    _check_node_rank(spec)
-    run_id = spec.rdzv_id or f"instep-{uuid.uuid4().hex[:12]}"
-    if spec.max_nodes == 1 and not spec.rdzv_endpoint:
-        return RendezvousPlan("c10d", "127.0.0.1:0", {**settings, "is_host": True}, run_id, "127.0.0.1")
-    if not spec.rdzv_endpoint:
-        raise SpecError(
-            f"nnodes={spec.nnodes} machines cannot find each other without a place to meet. "
-            "Give every one of them the same --rdzv-endpoint HOST:PORT."
-        )
-    if spec.max_nodes > 1 and not spec.rdzv_id:
-        run_id = "instep"  # the same on every machine: they share nothing yet but their command line
-    if spec.rdzv_backend == "static":
-        _check_static(spec)
-        settings["rank"] = spec.node_rank or 0
-    return RendezvousPlan(spec.rdzv_backend, spec.rdzv_endpoint, settings, run_id, spec.local_addr or None)
-
-
-def _check_node_rank(spec: LaunchSpec) -> None:
+def _check(spec: LaunchSpec, settings: dict[str, Any]) -> None:
     if spec.node_rank is not None and not 0 <= spec.node_rank < spec.max_nodes:
         raise SpecError(
             f"node_rank={spec.node_rank} is none of the {spec.max_nodes} machines. "
             f"Number them from 0 to {spec.max_nodes - 1}."
         )
+    if spec.max_nodes == 1:
+        return
+    if not spec.rdzv_endpoint:
+        raise SpecError(
+            f"nnodes={spec.nnodes} machines cannot find each other without a place to meet. "
+            "Give every one of them the same --rdzv-endpoint HOST:PORT."
+        )
+    if settings.get("store_type", "tcp") != "tcp":
+        raise SpecError(
+            f"rdzv_conf: store_type={settings['store_type']}, but machines meet at an address. "
+            "Give --rdzv-endpoint HOST:PORT alone."
+        )
+    if spec.rdzv_backend == "static":
+        _check_static(spec)
 
 
 def _check_static(spec: LaunchSpec) -> None:
@@ -119,7 +99,7 @@ def _check_static(spec: LaunchSpec) -> None:
             f"nnodes={spec.nnodes} is elastic, but rdzv_backend=static knows every machine beforehand. "
             "Use --rdzv-backend c10d, or a fixed --nnodes."
         )
-    if not spec.rdzv_endpoint.rpartition(":")[2].isdigit():
+    if not spec.rdzv_endpoint.rpartition(":")[2].isdigit():  # torchrun wants one, too
         raise SpecError(f"rdzv_endpoint={spec.rdzv_endpoint!r} has no port. Write it as HOST:PORT.")
 
 

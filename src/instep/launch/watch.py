@@ -51,8 +51,8 @@ class WatchPlan:
 
 
 @contextlib.contextmanager
-def watched(plan: WatchPlan, attempt: int | None) -> Iterator[None]:
-    """Watch an attempt's ranks for as long as the block lasts; attempt None: always the newest."""
+def watched(plan: WatchPlan, attempt: int) -> Iterator[None]:
+    """Watch an attempt's ranks for as long as the block lasts."""
     if sys.platform != "linux":  # elsewhere no kernel tells what is needed
         yield
         return
@@ -67,11 +67,10 @@ def watched(plan: WatchPlan, attempt: int | None) -> Iterator[None]:
 
 
 class _Watch:
-    def __init__(self, plan: WatchPlan, attempt: int | None) -> None:
+    def __init__(self, plan: WatchPlan, attempt: int) -> None:
         self.ending = threading.Event()
         self._plan = plan
-        self._attempt = attempt
-        self._observer = Observer(plan.scratch, 0)
+        self._observer = Observer(plan.scratch, attempt)
         self._beats: dict[int, Beat] = {}
         self._moved_s = time.monotonic()
         """When any rank last moved, or this watch began."""
@@ -99,11 +98,8 @@ class _Watch:
 
     def _follow(self) -> None:
         """Take in what the pulses say."""
-        attempt = self._plan.scratch.last_attempt() if self._attempt is None else self._attempt
-        if attempt != self._observer.attempt or not self._beats:
-            self._observer = Observer(self._plan.scratch, attempt)
-            self._beats, self._moved_s = {}, time.monotonic()
-            self._longest_s, self._made_a_step = 0.0, False
+        if not self._beats:  # nobody has begun
+            self._moved_s = time.monotonic()
         for rank, beat in self._observer.beats().items():
             known = self._beats.get(rank)
             if known is not None and known.time_s == beat.time_s:

@@ -1,7 +1,8 @@
 """Let connections to other machines end when nothing is heard over them: a pulled cable says nothing by itself.
 
 Without this, whoever sends over one learns of it after a quarter of an hour, and whoever waits to receive never does.
-A short cut heals: the kernel sends again what was lost.
+A short cut heals: the kernel sends again what was lost. This is for gloo's connections, whose ends read what comes;
+NCCL may send to a rank that will read much later, which looks the same.
 
 Room: this process's own sockets. Ranks: each for itself; issues no collectives.
 """
@@ -12,20 +13,33 @@ import contextlib
 import ipaddress
 import os
 import socket
+from dataclasses import dataclass
 
 SILENCE_S = 15.0
 """Longer than the launching processes take to notice a lost machine (`--lost-after`), who say more about it."""
 
 
-def limit_silence(seconds: float) -> int:
-    """Set how long nothing may be heard over each connection to another machine; give how many there are."""
-    if not os.path.isdir("/proc/self/fd"):  # not Linux
-        return 0
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
+def open_sockets() -> frozenset[str]:
+    """Give what tells this process's sockets from those that it will open later."""
+    found = set()
+    for name in _fds():
         with contextlib.suppress(OSError):  # closed meanwhile
-            count += _limit(os.dup(int(name)), seconds)
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return frozenset(found)
+
+
+def limit_silence(seconds: float, others: frozenset[str] = frozenset()) -> int:
+    """Set how long nothing may be heard over connections to other machines, but for `others`; give their number."""
+    count = 0
+    for name in _fds():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") not in others:
+                count += _limit(os.dup(int(name)), seconds)
     return count
+
+
+def _fds() -> list[str]:
+    return os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []  # elsewhere than on Linux
 
 
 def _limit(own_fd: int, seconds: float) -> bool:
@@ -55,3 +69,16 @@ def _leads_elsewhere(connection: socket.socket) -> bool:
         return False
     bare = ipaddress.ip_address(str(peer).partition("%")[0].removeprefix("::ffff:"))
     return peer != own and not bare.is_loopback
+
+
+@dataclass(frozen=True)
+class Silence:
+    """How long nothing may be heard over the group's connections to other machines."""
+
+    seconds: float
+    others: frozenset[str]
+    """Sockets that are not the group's."""
+
+    def limit(self) -> None:
+        """Let connections end that are silent for longer."""
+        limit_silence(self.seconds, self.others)

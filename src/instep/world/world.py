@@ -25,11 +25,11 @@ import torch.distributed as dist
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.topology import Place
 from instep.world import autoload
-from instep.world.connections import SILENCE_S, limit_silence
+from instep.world.connections import SILENCE_S, Silence, open_sockets
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
-from instep.world.interfaces import address_towards, interface_of, is_loopback, socket_variables
 from instep.world.lane.reduction import AddUp
+from instep.world.meeting import choose_interface, meeting, spans_machines
 from instep.world.slurm import gpus_of_node, judge_allocation
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
@@ -81,12 +81,12 @@ class World:
         place: Place,
         backend: str,
         group: dist.ProcessGroup | None = None,
-        silence_s: float | None = None,
+        silence: Silence | None = None,
     ) -> None:
         self.place = place
-        self._silence_s = silence_s
-        if silence_s is not None:  # the group's connections are there by now
-            limit_silence(silence_s)
+        self._silence = silence
+        if silence is not None:  # the group's connections are there by now
+            silence.limit()
         self._group = group
         """None: a world of one, or all processes."""
         self._lane = group if isinstance(group, SharedGroup) and not group.refusal else None
@@ -121,18 +121,19 @@ class World:
         if place.world_size == 1:
             return cls(place, "none")
         backend = backend_for(place, comm)
-        _choose_interface(place)
+        choose_interface(place)
         autoload.register()
+        before = open_sockets()
         try:
             dist.init_process_group(
                 backend,
-                init_method=_init_method(place),
+                **meeting(place, timeout),
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timeout,
                 device_id=torch.device(place.device) if backend == "nccl" else None,
             )
-        except (dist.DistError, RuntimeError, ValueError) as error:
+        except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise EnvironmentFailed(
                 f"rank {place.rank} could not meet the other {place.world_size - 1} ranks at "
                 f"{place.master_addr}:{place.master_port} ({backend}): {error}. "
@@ -144,12 +145,13 @@ class World:
             raise EnvironmentFailed(
                 f"comm=shared-memory was asked for, but {group.refusal}. With --comm auto gloo is used then."
             )
-        return cls(place, backend, group, silence_s if _spans_machines(place) else None)
+        spans = spans_machines(place) and backend != "nccl"
+        return cls(place, backend, group, Silence(silence_s, before) if spans else None)
 
     def within(self, group: dist.ProcessGroup) -> World:
         """Give the world of a group of these ranks."""
         place = replace(self.place, rank=group.rank(), world_size=group.size())
-        return World(place, self.backend, group, self._silence_s)
+        return World(place, self.backend, group, self._silence)
 
     def __deepcopy__(self, _memo: object) -> World:
         return self  # there is one, whoever copies a module that knows it
@@ -352,19 +354,3 @@ class World:
         """Wait until every rank is here. Called on all ranks."""
         if self.world_size > 1:
             dist.barrier(group=self._group)
-
-
-def _spans_machines(place: Place) -> bool:
-    return place.local_world_size < place.world_size
-
-
-def _choose_interface(place: Place) -> None:
-    """Have gloo and NCCL use the interface that reaches rank 0's machine, unless a person or the launcher chose one."""
-    own = address_towards(place.master_addr, place.master_port or 1) if _spans_machines(place) else ""
-    if own and not is_loopback(own):
-        os.environ.update(socket_variables(interface_of(own), os.environ))
-
-
-def _init_method(place: Place) -> str:
-    # elastic and torchrun host a store of their own that env:// knows how to use.
-    return "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"

@@ -1,7 +1,7 @@
 """A board that the launching processes of several machines write on and read from.
 
 It lives in a store at the rendezvous endpoint, hosted by the launching process whose machine the endpoint names, from
-before elastic meets there until that process ends; elastic uses the same store. Values are JSON, never pickled. One
+before elastic starts ranks until that process ends; elastic uses the same store. Values are JSON, never pickled. One
 connection does one thing at a time: whoever waits on the board in a thread of its own opens a `line` of its own.
 
 Room: the network, through torch's store. Ranks: none; these are the processes that launch them.
@@ -29,6 +29,7 @@ _TRY_S = 3.0
 _OWNER = "instep-board/job"
 """Whose board it is: not under a job's name, so that every job sees it."""
 _HOST = "instep-board/host"
+_IDENTITY = "instep-board/identity"
 _MOST_STRANGE = 3
 """So often whoever listens may answer as no board does: one that has only just begun may be slow."""
 
@@ -59,7 +60,9 @@ class Board:
         self._store = PrefixStore(f"instep-board/{plan.job}", store)
 
     @classmethod
-    def open(cls, plan: BoardPlan, say: Callable[[str], object]) -> Board:
+    def open(
+        cls, plan: BoardPlan, say: Callable[[str], object], is_stopped: Callable[[], bool] = lambda: False
+    ) -> Board:
         """Host the board or reach it; `say` is told, once, when its host takes longer."""
         deadline, said, strange = time.monotonic() + plan.join_timeout_s, False, 0
         while True:
@@ -78,6 +81,8 @@ class Board:
             strange += answer != "nobody"
             if strange == _MOST_STRANGE:
                 raise EnvironmentFailed(_taken(plan, "another program listens there, which does not answer as instep"))
+            if is_stopped():
+                raise EnvironmentFailed("asked to stop while waiting for other machines.")
             if time.monotonic() > deadline:
                 raise EnvironmentFailed(_unreached(plan))
             if not said:
@@ -123,6 +128,16 @@ class Board:
         board = Board(self.plan, _connect(self.plan, is_master=False, timeout_s=timeout_s), is_host=False)
         board.has_host = self.has_host
         return board
+
+    @property
+    def identity(self) -> str:
+        """What tells this board from every other one: two machines that each host one have not met."""
+        own = uuid.uuid4().hex
+        return str(self._server.compare_set(_IDENTITY, "", own).decode())
+
+    def store_for(self, timeout_s: float) -> PrefixStore:
+        """Give a part of the store to elastic, over a connection of its own."""
+        return PrefixStore(f"instep-elastic/{self.plan.job}", _connect(self.plan, is_master=False, timeout_s=timeout_s))
 
     def post(self, key: str, value: Any) -> None:
         """Write a value for all to read; a later one replaces it."""
