@@ -106,6 +106,20 @@ def test_another_machine_is_just_writing_the_spec(tmp_path: Path) -> None:
         RunDirectory.open(tmp_path, job="the job a at b")
 
 
+def test_machines_that_have_not_met_do_not_train_in_one_directory(tmp_path: Path) -> None:
+    first, second, stranger = (RunDirectory(tmp_path) for _ in range(3))
+    for directory in (first, second, stranger):
+        directory.lock("the job instep at localhost:29400")  # each means itself
+    first.meet("a")
+    second.meet("a")
+    with pytest.raises(CheckpointError, match="has not met"):
+        stranger.meet("b")
+    for directory in (first, second, stranger):
+        directory.unlock()
+    stranger.meet("b")
+    stranger.unlock()
+
+
 def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
     train(tmp_path / "run", save_every="4")

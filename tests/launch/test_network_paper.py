@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -16,8 +17,15 @@ from instep.launch.machines.checkup import Checkup
 from instep.launch.machines.line import HostGone, Line, Silent, hang_up
 from instep.launch.machines.links import distant_links, duration, pairings, rate, slow_links
 from instep.launch.machines.peers import Address, Link, Listener, measure, reach, unreached
-from instep.world.connections import limit_silence
-from instep.world.interfaces import address_towards, interface_of, interfaces, is_loopback, socket_variables
+from instep.world.connections import limit_silence, open_sockets
+from instep.world.interfaces import (
+    address_towards,
+    interface_of,
+    interfaces,
+    is_loopback,
+    own_address,
+    socket_variables,
+)
 from ranks import free_port
 
 FAST = Link(50e-6, 9.4e9)
@@ -135,3 +143,18 @@ def test_only_connections_to_other_machines_are_limited() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
         limit_silence(15)
         assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+
+
+def test_a_machine_may_be_named() -> None:
+    assert own_address("localhost") in ("127.0.0.1", "::1")
+    assert own_address("127.0.0.2") == "127.0.0.2"
+    assert own_address("") == ""
+    with pytest.raises(SpecError, match="no name that this machine knows"):
+        own_address("no such name")
+
+
+def test_sockets_that_are_not_the_groups_are_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)):
+        before = open_sockets()
+        with socket.create_server(("127.0.0.1", 0)) as later:
+            assert open_sockets() - before == {os.readlink(f"/proc/self/fd/{later.fileno()}")}

@@ -45,7 +45,7 @@ from instep.launch.rendezvous import meeting_point, plan_rules
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
-from instep.world.interfaces import interface_of, interfaces, is_loopback, socket_variables
+from instep.world.interfaces import interface_of, interfaces, is_loopback, own_address, socket_variables
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
@@ -156,7 +156,7 @@ class _Launch:
         job, rules = self.job, plan_rules(self.spec)
         with Crew(
             *(board, rules, job.scratch, job.logs),
-            address=self.spec.local_addr,
+            address=own_address(self.spec.local_addr),
             progress=self.progress,
             say=self._say,
         ) as crew:

@@ -17,6 +17,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from instep.core.errors import SpecError
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """What gloo, NCCL and tensorpipe read the name of their interface from."""
@@ -48,6 +50,17 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return address == "localhost"
+
+
+def own_address(name: str) -> str:
+    """Give the address that a name of this machine stands for; an address, or nothing, stays as it is."""
+    if not name:
+        return ""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise SpecError(f"local_addr={name!r} is no address, and no name that this machine knows: {error}.") from None
+    return str(found[0][4][0])
 
 
 def interfaces() -> dict[str, str]:
