@@ -84,7 +84,7 @@ def test_findings_of_the_network() -> None:
     ("options", "words"),
     [
         ((2, "", None, "", "1m"), "rdzv_endpoint=''"),
-        ((2, "h1", None, "", "1m"), "HOST:PORT"),
+        ((2, ":1", None, "", "1m"), "HOST:PORT"),
         ((2, "h1:1", 2, "", "1m"), "node_rank=2"),
         ((2, "h1:1", 0, "", "long"), "wait='long'"),
         ((1, "h1:1", None, "", "1m"), "nnodes=1"),
