@@ -119,12 +119,14 @@ def test_odd_words_come_through(tmp_path: Path) -> None:
 
 
 def test_an_array(tmp_path: Path) -> None:
-    spec = replace(PLAIN, sweep=Sweep(name="name", values=("a b", ODD, "3")))
+    spec = replace(PLAIN, sweep=Sweep.parse(f"name=a b,{ODD},3"))
     assert "--array=0-2" in directives(spec)
     words = words_of(spec, tmp_path, SLURM_ARRAY_TASK_ID="1")
     assert f"name={ODD}" in words
     assert words[words.index("--run-dir") + 1] == "/home/me/runs/digits-1/1"
-    option = replace(PLAIN, sweep=Sweep(name="batch_size", values=("8", "16"), is_option=True))
+    option = replace(
+        PLAIN, sweep=Sweep(name="batch_size", values=("8", "16"), words=("--batch-size=8", "--batch-size=16"))
+    )
     words = words_of(replace(option, options=("--batch-size", "4")), tmp_path, SLURM_ARRAY_TASK_ID="1")
     assert words.index("--batch-size=16") > words.index("--batch-size")  # what comes last counts
     own = replace(PLAIN, sbatch_options=("--array=3-5",))  # sbatch's own: each job still has a run directory of its own
@@ -171,14 +173,15 @@ def test_times(text: str, seconds: int) -> None:
 
 def test_the_queue_is_read() -> None:
     lines = [
-        "12|RUNNING|1:02|None|/home/me/a|b/submit.sh",
-        "13_4|PENDING|0:00|Priority|/r/submit.sh",
-        "14|RUNNING|0:01|None|bash",
+        "12|RUNNING|1:02|None|instep|/home/me/a|b/submit.sh",
+        "13_4|PENDING|0:00|Priority|instep|/r/submit.sh",
+        "14|RUNNING|0:01|None|instep|bash",
+        "15|RUNNING|0:01|None|(null)|/theirs/submit.sh",
     ]
     jobs = parse_queue("\n".join(lines) + "\n")
-    assert [job.id for job in jobs] == ["12", "13_4", "14"]
-    assert [job.run_dir for job in jobs] == [Path("/home/me/a|b"), Path("/r/4"), None]
-    assert [job.state for job in jobs] == ["RUNNING", "PENDING", "RUNNING"]
+    assert [job.id for job in jobs] == ["12", "13_4", "14", "15"]
+    assert [job.run_dir for job in jobs] == [Path("/home/me/a|b"), Path("/r/4"), None, None]
+    assert [job.state for job in jobs] == ["RUNNING", "PENDING", "RUNNING", "RUNNING"]
 
 
 def test_a_signal_does_not_end_the_wait(tmp_path: Path) -> None:

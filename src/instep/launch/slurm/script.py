@@ -2,10 +2,10 @@
 
 [Note: The life of a batch script] SLURM runs the script on the first node of the allocation. It starts one launcher a
 node as a step, and waits. USR1 (the time is nearly up) it passes on to the step: the ranks save and leave, and the
-script puts the job back into the queue. SIGTERM (preemption, scancel) SLURM sends to the ranks itself; the script has to
-stay, because its end would be the end of the step. Where a partition gives a grace time before it preempts, SLURM leaves
-the job running until then, and tells the ranks but not always the script: ranks that leave with 0 and without a result
-have been asked to. The queue tells such a job, which is put back, from one that was cancelled, which is not.
+script puts the job back into the queue. SIGTERM (preemption, scancel) SLURM sends to the ranks itself; the script has
+to stay, because its end would be the end of the step. Where a partition gives a grace time before it preempts, SLURM
+leaves the job running until then, and tells the ranks but not always the script: ranks that leave with 0 and without a
+result have been asked to. The queue tells such a job, which is put back, from one that was cancelled, which is not.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ def _place(spec: SubmitSpec) -> str:
         'run_dir+="${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}" # the jobs of an array have one each',
     ]
     if spec.sweep:
-        values = " ".join(map(shlex.quote, spec.sweep.values))
-        lines += ["", f"# The jobs of this array differ in {spec.sweep.name}.", f"values=({values})"]
-        lines += ['value="${values[$SLURM_ARRAY_TASK_ID]}"']
+        words = " ".join(map(shlex.quote, spec.sweep.words))
+        lines += ["", f"# The jobs of this array differ in {spec.sweep.name}.", f"words=({words})"]
     if spec.nodes > 1:
         lines += ["", "# The launchers of all nodes meet at the first one, where this script runs.", port]
     return "\n".join(lines)
@@ -105,7 +104,7 @@ def _command(spec: SubmitSpec) -> str:
     if spec.options:
         lines.append(f"    {' '.join(map(shlex.quote, spec.options))}")
     if spec.sweep:  # after the options and values: what comes last counts
-        lines.append(f'    "{spec.sweep.word("$value")}"')
+        lines.append('    "${words[$SLURM_ARRAY_TASK_ID]}"')
     lines += [
         f'    -n {spec.processes} --run-dir "$run_dir"',
         f"    --nnodes {spec.nnodes} --rdzv-backend c10d --rdzv-endpoint {meeting}",
@@ -130,7 +129,8 @@ step=$!
 wait "$step"; status=$?
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a signal ended the wait, not the step
 [[ $status -le 128 ]] || {{ wait "$step"; status=$?; }}
-[[ $status -ge 0 ]] || status=0 # bash loses it where a signal and the step's end come together; then the files decide"""
+# Where a signal and the step's end come together, bash loses its exit code; then the files decide.
+[[ $status -ge 0 ]] || status=0"""
 
 
 _LEFT_EARLY = """\
