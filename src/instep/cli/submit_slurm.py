@@ -67,7 +67,7 @@ CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, 
 OPTIONS = (
     _option("nodes", int, 1, "nodes of the cluster", "--nodes"),
     _option("gpus_per_node", int | None, None, "GPUs on each; -n is as many unless given", "--gpus-per-node"),
-    _option("cpus_per_node", int | None, None, "cores on each (one a process and data worker)", "--cpus-per-node"),
+    _option("cpus_per_node", int | None, None, "cores on each (one a thread and data worker)", "--cpus-per-node"),
     _option("time", str | None, None, "how long at most: 90 (minutes), 2:00:00, 1-12:00:00", "--time"),
     _option("partition", str | None, None, "SLURM's partition", "--partition"),
     _option("set_env", list[str], (), "a variable for the job; may be repeated", "--set-env", metavar="NAME=VALUE"),
