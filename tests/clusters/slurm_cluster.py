@@ -65,6 +65,7 @@ SlurmdTimeout=60
 MessageTimeout=30
 NodeName=node[1-4] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{node_ports}] CPUs=4 RealMemory=4000 State=UNKNOWN
 PartitionName=low Nodes=node[1-4] Default=YES MaxTime=01:00:00 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
+PartitionName=patient Nodes=node[1-4] MaxTime=01:00:00 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=25
 PartitionName=high Nodes=node[1-4] Default=NO MaxTime=01:00:00 State=UP PriorityTier=10 PreemptMode=OFF
 """
 

@@ -68,6 +68,26 @@ def test_preempted_by_a_higher_partition(slurm: SlurmCluster, tmp_path: Path, al
     assert slurm.job(job)["Restarts"] == "1"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_preempted_with_time_to_leave(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
+    """The ranks save and leave in their grace time, before SLURM would put the job back."""
+    words = [*STEPS, "pause_s=0.2", "--partition", "patient", "--save-every", "never"]
+    job = submit(slurm, tmp_path / "run", *words)
+    once = submit(slurm, tmp_path / "once", *words, "--no-requeue")
+    for name in ("run", "once"):
+        reach(tmp_path / name, 3)
+    other = slurm.sbatch("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 2")
+    assert slurm.wait(other, timeout_s=60) == "COMPLETED"
+    assert slurm.wait(once) == "FAILED"
+    assert slurm.job(once)["ExitCode"] == "3:0"
+    assert "the training is not complete. Submit this script again" in slurm.output(once)
+    assert slurm.job(job)["Restarts"] == "1"
+    slurm.wait(job, "COMPLETED", timeout_s=120, hurry=True)
+    assert result(tmp_path / "run")["weights_sha256"] == alone
+    assert "make room: requeued, to go on from" in slurm.output(job)
+
+
 def lose_a_node(slurm: SlurmCluster, tmp_path: Path, policy: str) -> str:
     words = ["pause_s=0.1", "--nodes", "2", "--save-every", "2", "--on-node-failure", policy, *QUICK]
     job = submit(slurm, tmp_path / "run", *STEPS, *words)
@@ -112,6 +132,21 @@ def test_an_array_of_four(slurm: SlurmCluster, tmp_path: Path) -> None:
     listed = json.loads(instep(slurm, "jobs", "--all", "--json").stdout)["jobs"]
     ended = {row["run_dir"]: (row["state"], row["step"]) for row in listed if row["job_id"].startswith(f"{job}_")}
     assert ended == {str(tmp_path / "runs" / str(index)): ("completed", 3) for index in range(4)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_task_of_an_array_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path / "runs", *STEPS, "pause_s=0.4", "--array", "seed=5,6", "--quiet")
+    for index in "01":
+        reach(tmp_path / "runs" / index, 3)
+    assert slurm.job(f"{job}_1")["JobId"] == job  # the last one has the number of them all
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_1")
+    slurm.wait(f"{job}_1", "PENDING", timeout_s=60)
+    assert slurm.state(f"{job}_0") == "RUNNING"
+    for index in "10":
+        slurm.wait(f"{job}_{index}", "COMPLETED", timeout_s=120, hurry=True)
+    assert [slurm.job(f"{job}_{index}")["Restarts"] for index in "01"] == ["0", "1"]
 
 
 @pytest.mark.timeout(300)

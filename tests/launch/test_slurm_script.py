@@ -37,18 +37,25 @@ def directives(spec: SubmitSpec) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
 
 
+def stub(folder: Path, name: str, *lines: str) -> None:
+    """Put a program of SLURM's into a folder."""
+    (folder / name).write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    (folder / name).chmod(0o755)
+
+
+def run_script(spec: SubmitSpec, folder: Path, state: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in bash, in a folder with an srun, and with a queue that says `state`."""
+    stub(folder, "squeue", f"echo {state}")
+    stub(folder, "scontrol", 'echo "$@" >> requeued')
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "40007", "SLURMD_NODENAME": "node7", **variables}
+    (folder / "job.sh").write_text(batch_script(spec))
+    return subprocess.run(["bash", "job.sh"], env=env, capture_output=True, text=True, cwd=folder)
+
+
 def words_of(spec: SubmitSpec, tmp_path: Path, **variables: str) -> list[str]:
     """Run the script in bash with an srun that only writes down its words."""
-    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$WORDS"\n')
-    (tmp_path / "srun").chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "WORDS": str(tmp_path / "words"),
-        "SLURM_JOB_ID": "40007",
-        "SLURMD_NODENAME": "node7",
-        **variables,
-    }
-    done = subprocess.run(["bash"], input=batch_script(spec), env=env, capture_output=True, text=True, cwd=tmp_path)
+    stub(tmp_path, "srun", 'printf "%s\\0" "$@" > words')
+    done = run_script(spec, tmp_path, "COMPLETING/None", **variables)
     assert (done.returncode, done.stderr) == (0, "")
     return (tmp_path / "words").read_text().split("\0")[:-1]
 
@@ -57,6 +64,7 @@ def test_what_slurm_is_asked_for() -> None:
     found = directives(PLAIN)
     for line in (
         "--job-name=digits",
+        "--comment=instep",
         "--chdir=/home/me",
         "--output=/home/me/runs/digits-1/logs/slurm-%j.out",
         "--open-mode=append",
@@ -74,7 +82,7 @@ def test_what_slurm_is_asked_for() -> None:
     assert "scontrol requeue" not in batch_script(replace(PLAIN, requeue=False))
     assert "--no-kill" in directives(replace(PLAIN, on_node_failure="continue"))
     assert (
-        directives(replace(PLAIN, sbatch_options=("--mem", "10G", "--comment=a b")))[-1] == '--mem 10G --comment="a b"'
+        directives(replace(PLAIN, sbatch_options=("--mem", "10G", "--account=a b")))[-1] == '--mem 10G --account="a b"'
     )
 
 
@@ -104,19 +112,21 @@ def test_odd_words_come_through(tmp_path: Path) -> None:
     assert words[words.index("--mesh") + 1] == ODD
     assert words[words.index("--run-dir") + 1] == str(run_dir)
     assert (tmp_path / "from_prelude").read_text() == ODD + "\n"
-    assert '--comment="it\'s \\"x\\" # \\\\"' in directives(
-        replace(PLAIN, sbatch_options=('--comment=it\'s "x" # \\',))
+    assert '--account="it\'s \\"x\\" # \\\\"' in directives(
+        replace(PLAIN, sbatch_options=('--account=it\'s "x" # \\',))
     )
     assert "--output=/a%%b/logs/slurm-%j.out" in directives(replace(PLAIN, run_dir=Path("/a%b")))
 
 
 def test_an_array(tmp_path: Path) -> None:
-    spec = replace(PLAIN, sweep=Sweep(name="name", values=("a b", ODD, "3")))
+    spec = replace(PLAIN, sweep=Sweep.parse(f"name=a b,{ODD},3"))
     assert "--array=0-2" in directives(spec)
     words = words_of(spec, tmp_path, SLURM_ARRAY_TASK_ID="1")
     assert f"name={ODD}" in words
     assert words[words.index("--run-dir") + 1] == "/home/me/runs/digits-1/1"
-    option = replace(PLAIN, sweep=Sweep(name="batch_size", values=("8", "16"), is_option=True))
+    option = replace(
+        PLAIN, sweep=Sweep(name="batch_size", values=("8", "16"), words=("--batch-size=8", "--batch-size=16"))
+    )
     words = words_of(replace(option, options=("--batch-size", "4")), tmp_path, SLURM_ARRAY_TASK_ID="1")
     assert words.index("--batch-size=16") > words.index("--batch-size")  # what comes last counts
     own = replace(PLAIN, sbatch_options=("--array=3-5",))  # sbatch's own: each job still has a run directory of its own
@@ -129,7 +139,7 @@ def test_an_array(tmp_path: Path) -> None:
     ("change", "part"),
     [
         ({"values": ("a=b\nrm -rf x",)}, "line break"),
-        ({"sbatch_options": ("--comment=a\n#SBATCH --x",)}, "line break"),
+        ({"sbatch_options": ("--account=a\n#SBATCH --x",)}, "line break"),
         ({"run_dir": Path("/a\rb")}, "line break"),
         ({"prelude": ("a\nb",)}, "line break"),
         ({"env": ("A-B=1",)}, "Write NAME=VALUE"),
@@ -163,29 +173,81 @@ def test_times(text: str, seconds: int) -> None:
 
 def test_the_queue_is_read() -> None:
     lines = [
-        "12|RUNNING|1:02|None|/home/me/a|b/submit.sh",
-        "13_4|PENDING|0:00|Priority|/r/submit.sh",
-        "14|RUNNING|0:01|None|bash",
+        "12|RUNNING|1:02|None|instep|/home/me/a|b/submit.sh",
+        "13_4|PENDING|0:00|Priority|instep|/r/submit.sh",
+        "14|RUNNING|0:01|None|instep|bash",
+        "15|RUNNING|0:01|None|(null)|/theirs/submit.sh",
     ]
     jobs = parse_queue("\n".join(lines) + "\n")
-    assert [job.id for job in jobs] == ["12", "13_4", "14"]
-    assert [job.run_dir for job in jobs] == [Path("/home/me/a|b"), Path("/r/4"), None]
-    assert [job.state for job in jobs] == ["RUNNING", "PENDING", "RUNNING"]
+    assert [job.id for job in jobs] == ["12", "13_4", "14", "15"]
+    assert [job.run_dir for job in jobs] == [Path("/home/me/a|b"), Path("/r/4"), None, None]
+    assert [job.state for job in jobs] == ["RUNNING", "PENDING", "RUNNING", "RUNNING"]
 
 
 def test_a_signal_does_not_end_the_wait(tmp_path: Path) -> None:
     """USR1 reaches the step, whose exit code is the script's; without progress the job is not requeued."""
-    (tmp_path / "srun").write_text(
-        "#!/bin/bash\ntrap 'echo told > told' USR1\n: > up\nsleep 1 & wait; sleep 0.5\nexit 7\n"
-    )
-    (tmp_path / "srun").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "a"}
+    stub(tmp_path, "srun", "trap 'echo told > told' USR1", ": > up", "sleep 1 & wait; sleep 0.5", "exit 7")
     prelude = ("(until [[ -e up ]]; do sleep 0.02; done; kill -USR1 $$) &",)
     for spec, code in ((replace(PLAIN, prelude=prelude), 3), (replace(PLAIN, prelude=prelude, requeue=False), 7)):
         (tmp_path / "up").unlink(missing_ok=True)
         (tmp_path / "told").unlink(missing_ok=True)
-        script = tmp_path / "job.sh"
-        script.write_text(batch_script(spec))
-        done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, cwd=tmp_path)
+        done = run_script(spec, tmp_path, "RUNNING/None")
         assert (tmp_path / "told").exists()
         assert done.returncode == code, done.stdout + done.stderr
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "requeue", "code", "requeued"),
+    [
+        ("RUNNING/None", True, 0, True),
+        ("COMPLETING/TimeLimit", True, 0, True),
+        ("COMPLETING/None", True, 0, False),  # cancelled, or put back by SLURM
+        ("RUNNING/None", False, 3, False),
+        ("COMPLETING/None", False, 0, False),
+    ],
+)
+def test_ranks_that_left_before_the_end(tmp_path: Path, state: str, requeue: bool, code: int, requeued: bool) -> None:
+    stub(tmp_path, "srun", "exit 0")
+    done = run_script(replace(PLAIN, requeue=requeue, run_dir=tmp_path / "run"), tmp_path, state)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (tmp_path / "requeued").exists() == requeued
+    assert ("Submit this script again" in done.stderr) == (code == 3)
+
+
+def test_only_its_own_task_of_an_array_is_requeued(tmp_path: Path) -> None:
+    stub(tmp_path, "srun", "exit 0")
+    spec = replace(PLAIN, run_dir=tmp_path / "run", sbatch_options=("--array=3-5",))
+    run_script(spec, tmp_path, "RUNNING/None", SLURM_ARRAY_JOB_ID="40007", SLURM_ARRAY_TASK_ID="5")
+    assert (tmp_path / "requeued").read_text() == "requeue 40007_5\n"
+
+
+def test_a_queue_that_does_not_answer(tmp_path: Path) -> None:
+    stub(tmp_path, "srun", "exit 0")
+    done = run_script(replace(PLAIN, run_dir=tmp_path / "run"), tmp_path, "; exit 1")
+    assert done.returncode == 3
+    assert "the queue cannot be asked" in done.stderr
+
+
+def test_a_result_old_and_new(tmp_path: Path) -> None:
+    """An old result says nothing of ranks that were asked to leave; one of this job does, whatever became of srun."""
+    spec = replace(PLAIN, run_dir=tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    stub(tmp_path, "srun", "exit 0")  # the run was complete before
+    assert run_script(spec, tmp_path, "RUNNING/None").returncode == 0
+    assert not (tmp_path / "requeued").exists()
+    stub(tmp_path, "srun", "kill -TERM $PPID; exit 0")
+    run_script(spec, tmp_path, "RUNNING/None")
+    assert (tmp_path / "requeued").exists()
+    (tmp_path / "requeued").unlink()
+    stub(tmp_path, "srun", "echo {} > new; mv new result.json; exit 1")
+    assert run_script(spec, tmp_path, "RUNNING/None").returncode == 0
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_prelude_that_fails(tmp_path: Path) -> None:
+    stub(tmp_path, "srun", ": > trained")
+    done = run_script(replace(PLAIN, prelude=("true", "ls 'no such' # file", "true")), tmp_path, "RUNNING/None")
+    assert done.returncode == 2
+    assert "--prelude: 'ls 'no such' # file' ended with exit code 2" in done.stderr
+    assert not (tmp_path / "trained").exists()

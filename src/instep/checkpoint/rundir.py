@@ -28,6 +28,8 @@ _JOB_MEETS_S = 5.0
 SPEC, RESULT = "spec.json", "result.json"
 _BEFORE = {"precision": "fp32"}
 """What fields of a recipe were before there was a choice."""
+_UNDECIDED = ("precision", "auto")
+"""What only a machine that trains can decide: elsewhere it contradicts nothing."""
 _BEFORE_SPEC = {"events", "logs", ".lock", ".world", "submit.sh"}
 """What a run leaves that was killed before it was settled, or that waits in a queue."""
 
@@ -40,6 +42,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._lock: IO[bytes] | None = None
         self._world: IO[bytes] | None = None
+        self._aside: Path | None = None
 
     @classmethod
     def create(cls, name: str, root: Path = Path("runs")) -> RunDirectory:
@@ -61,6 +64,7 @@ class RunDirectory:
         """Take a directory that the user names: a new one, or that of a run to continue; `job` as for `lock`."""
         if path.exists() and not path.is_dir():
             raise CheckpointError(f"{path} is a file, and a run needs a directory. Give another --run-dir.")
+        aside = None
         if path.exists() and _found(path) - _BEFORE_SPEC:
             if not (path / SPEC).exists():
                 raise CheckpointError(
@@ -69,13 +73,22 @@ class RunDirectory:
             old = cls(path)
             if fresh and not (job and old.owner() == job and old.is_locked()):  # else another machine has done it
                 old.lock()  # not under the feet of a training that goes on in it
-                _move_aside(path)
+                aside = _move_aside(path)
                 old.unlock()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from error
-        return cls(path)
+        directory = cls(path)
+        directory._aside = aside
+        return directory
+
+    def give_up(self) -> None:
+        """Put back the run that was moved aside for this one, which was never begun."""
+        if self._aside is not None:
+            shutil.rmtree(self.path)
+            self._aside.rename(self.path)
+            self._aside = None
 
     def settle(self, description: Mapping[str, Any], may_extend: bool) -> None:
         """Check that what was asked for is the run that lives here, and write it down if none does.
@@ -84,18 +97,23 @@ class RunDirectory:
         nothing to worry about.
         """
         path = self.path / SPEC
-        if path.exists() and (self.names() or self.result() is not None):  # without either there is nothing to continue
-            earlier = self.description()
-            differences = _differences(earlier, description, may_extend)
-            if differences:
-                raise CheckpointError(
-                    f"{self.path} holds a run of another recipe, which this one cannot continue:\n"
-                    + "\n".join(f"  {line}" for line in differences)
-                    + "\nUse the same values, another --run-dir, or --fresh to start over (the old run is moved aside)."
-                )
-            if earlier["length"] != description["length"]:
-                (self.path / RESULT).unlink(missing_ok=True)
+        earlier = self.check(description, may_extend)
+        if earlier is not None and earlier["length"] != description["length"]:
+            (self.path / RESULT).unlink(missing_ok=True)
         replace_synced(path, json.dumps({"version": 1, **description}, indent=1).encode())
+
+    def check(self, description: Mapping[str, Any], may_extend: bool) -> dict[str, Any] | None:
+        """Refuse what cannot continue the run that lives here; give that run's description, or None."""
+        if not (self.path / SPEC).exists() or not (self.names() or self.result() is not None):
+            return None  # without a checkpoint or a result there is nothing to continue
+        earlier = self.description()
+        if differences := _differences(earlier, description, may_extend):
+            raise CheckpointError(
+                f"{self.path} holds a run of another recipe, which this one cannot continue:\n"
+                + "\n".join(f"  {line}" for line in differences)
+                + "\nUse the same values, another --run-dir, or --fresh to start over (the old run is moved aside)."
+            )
+        return earlier
 
     def description(self) -> dict[str, Any]:
         """Read what `settle` wrote."""
@@ -268,11 +286,12 @@ def _locked(file: IO[bytes], how: int) -> bool:
     return True
 
 
-def _move_aside(path: Path) -> None:
+def _move_aside(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     path.rename(aside)
+    return aside
 
 
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], may_extend: bool) -> list[str]:
@@ -286,7 +305,7 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], may_extend:
         lines += [
             f"{title}{name}: {before.get(name)!r} there, {after.get(name)!r} now"
             for name in sorted({*before, *after})
-            if before.get(name) != after.get(name)
+            if before.get(name) != after.get(name) and (name, after.get(name)) != _UNDECIDED
         ]
     for name in ("epochs", "steps"):
         before, after = earlier["length"].get(name), now["length"].get(name)

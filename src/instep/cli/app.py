@@ -260,12 +260,13 @@ app.add_typer(submit, name="submit")
     TrainSpec,
     *(submit_slurm.CONTEXT, TASK, VALUES, *submit_slurm.OPTIONS),
     only=lambda f: f.name not in submit_slurm.NOT_OURS,
+    instead=submit_slurm.INSTEAD,
 )
 @guarded
 def submit_to_slurm(context: typer.Context, task: str, values: list[str] | None, **options: Any) -> None:
     """Submit a training to SLURM."""
     asked = {p.name: options.pop(p.name) for p in submit_slurm.OPTIONS}
-    spec = make_spec(TrainSpec, options)
+    spec = make_spec(TrainSpec, submit_slurm.with_processes(options, asked["gpus_per_node"]))
     made, _ = _find_task(task, values)
     leave(submit_slurm.submit_task(made, task, values or [], spec, asked, submit_slurm.after_dashes(context)))
 

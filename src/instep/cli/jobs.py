@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from instep.cli.follow_slurm import say
 from instep.core.errors import EXIT_DONE
 from instep.events.read import last_step
 from instep.launch.slurm import client
@@ -56,19 +56,19 @@ def cancel_jobs(jobs: list[str], as_json: bool) -> int:
     named = ", ".join(jobs)
     there = client.still_there(jobs)
     if there:
-        client.cancel(jobs)
+        client.patiently(lambda: client.cancel(jobs), say)
     begun = said = time.monotonic()
-    while left := client.left_of(there):
+    while left := client.patiently(lambda: client.left_of(there), say):
         if time.monotonic() - said >= _SAY_EVERY_S:
             said = time.monotonic()
             states = ", ".join(f"{job.id} {job.state.lower()}" for job in left)
-            print(f"waiting for {states} ({said - begun:.0f} s)", file=sys.stderr, flush=True)
+            say(f"waiting for {states} ({said - begun:.0f} s)")
         time.sleep(_POLL_S)
     plural = len(jobs) > 1
     told = f"job{'s' * plural} {named} {'are' if plural else 'is'} " + ("cancelled" if there else "over already")
-    print(told, file=sys.stderr)
+    say(told)
     for run_dir in sorted({job.run_dir for job in there if job.run_dir is not None}):
-        print(f"{run_dir} can be continued: submit it again.", file=sys.stderr)
+        say(f"{run_dir} can be continued: submit it again.")
     if as_json:
         print(json.dumps({"cancelled": sorted({job.id for job in there})}))
     return EXIT_DONE

@@ -18,9 +18,15 @@ S = typing.TypeVar("S", bound=LaunchSpec)
 
 
 def with_options(
-    spec: type[LaunchSpec], *before: inspect.Parameter, only: Callable[[dataclasses.Field[Any]], bool] = lambda _: True
+    spec: type[LaunchSpec],
+    *before: inspect.Parameter,
+    only: Callable[[dataclasses.Field[Any]], bool] = lambda _: True,
+    instead: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({}),
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Give a command the parameters in `before`, then one option for each field of a spec, or for `only` some."""
+    """Give a command the parameters in `before`, then one option for each field of a spec, or for `only` some.
+
+    `instead` has the help text or the default of fields that mean something else to this command.
+    """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(spec)
@@ -29,7 +35,7 @@ def with_options(
         fields = sorted(
             filter(only, dataclasses.fields(spec)), key=lambda f: f.name != "processes" and f.name not in own
         )
-        parameters = [*before, *(_parameter(f, hints[f.name]) for f in fields)]
+        parameters = [*before, *(_parameter(f, hints[f.name], instead.get(f.name, {})) for f in fields)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -49,16 +55,16 @@ def make_spec(kind: type[S], values: Mapping[str, Any]) -> S:
         raise SpecError(f"{error}. The options are {known}.") from None
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    words = field.metadata
+def _parameter(field: dataclasses.Field[Any], hint: Any, instead: Mapping[str, Any]) -> inspect.Parameter:
+    words = {"default": field.default, **field.metadata, **instead}
+    default = words["default"]
     option = typer.Option(
-        *words["flags"], help=words["help"], metavar=words["metavar"], show_default=field.default is not None
+        *words["flags"], help=words["help"], metavar=words["metavar"], show_default=default is not None
     )
+    if _is_mixed(hint):
+        default, hint = (None, str | None) if default is None else (str(default), str)
     return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=str(field.default) if _is_mixed(hint) else field.default,
-        annotation=Annotated[str if _is_mixed(hint) else hint, option],
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option]
     )
 
 

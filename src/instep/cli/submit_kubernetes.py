@@ -15,7 +15,7 @@ import typer
 
 from instep.cli.options import make_spec
 from instep.core.errors import SpecError
-from instep.core.spec import TrainSpec
+from instep.core.spec import PLACE_FIELDS, TrainSpec
 from instep.launch.kubernetes.asked import (
     TASK_FOLDER,
     Kind,
@@ -34,8 +34,8 @@ TASK.py is the path inside the image (/workspace/digits.py). With --task-from-he
 the job: for a first try, where the image has instep and what the file imports.
 """
 _OURS = {
-    *("nnodes", "node_rank", "local_addr", "hosts", "ssh", "allow_differences"),
-    *("run_dir", "fresh", "json", "quiet", "preempted_exit"),
+    *PLACE_FIELDS,
+    *("rdzv_conf", "run_dir", "fresh", "json", "quiet", "preempted_exit"),
 }
 """What the manifests decide, or what is asked for in another way here."""
 
@@ -89,7 +89,7 @@ PARAMETERS = (
 
 def takes(field: dataclasses.Field[Any]) -> bool:
     """Tell whether an option of `train` is one of this command too."""
-    return field.name not in _OURS and not field.name.startswith("rdzv_")
+    return field.name not in _OURS
 
 
 def submit(task: str, values: Sequence[str], options: Mapping[str, Any]) -> None:

@@ -18,6 +18,11 @@ from instep.core.errors import SpecError
 from instep.core.mesh import Mesh
 from instep.core.microbatches import check_microbatches
 
+PLACE_FIELDS = (
+    *("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "local_addr"),
+    *("hosts", "ssh", "allow_differences", "on", "address"),
+)
+"""Fields that say where a training is and how its machines meet: a cluster's job decides them."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 DEFAULT_SHARDS = 16
 _SHORTEST_LOST_S = 5.0

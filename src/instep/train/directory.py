@@ -67,6 +67,11 @@ def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
     return directory
 
 
+def check_directory(path: Path, task: Task, spec: TrainSpec) -> None:
+    """Refuse a directory whose run this one cannot continue; touch nothing."""
+    RunDirectory(path).check(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+
+
 def agree_on_directory(world: World, decide: Callable[[], RunDirectory]) -> RunDirectory:
     """Decide on rank 0 and tell the others, also when it cannot be. Called on all ranks."""
     told: dict[str, str] = {}

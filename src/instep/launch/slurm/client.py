@@ -5,18 +5,27 @@ Room: starts sbatch, squeue, scontrol and scancel; imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from instep.core.errors import EnvironmentFailed, SpecError
-from instep.launch.slurm.script import SCRIPT
+from instep.core.errors import EnvironmentFailed, InstepError, SpecError
+from instep.launch.slurm.script import MARK, SCRIPT
 
+T = TypeVar("T")
 _ANSWER_S = 90.0
-_NOT_THE_PERSON = ("contact", "configuration", "timed out", "refused", "authentication", "munge", "cannot stat file")
+_PATIENCE_S, _PAUSE_S = 60.0, 2.0
+_UNKNOWN_JOB = "invalid job id"
+_NOT_THE_PERSON = (
+    *("contact", "configuration", "timed out", "refused", "authentication", "munge", "cannot stat file"),
+    *("transmitted", "communication", "connect"),
+)
 """Words by which SLURM says that it is not itself well."""
 
 _ENDED = (
@@ -30,6 +39,10 @@ _ENDED = (
     "PREEMPTED",
     "TIMEOUT",
 )
+
+
+class UnknownJob(SpecError):
+    """SLURM does not know a job, or not any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +77,7 @@ def find_job(job: str) -> JobRecord | None:
     """Look a job up, also one that has just ended; None: SLURM does not know it any more."""
     try:
         found = _queue(f"--jobs={job}", "--states=all")
-    except SpecError:
+    except UnknownJob:
         return None
     return found[0] if found else None
 
@@ -73,7 +86,7 @@ def exit_code_of(job: str) -> int | None:
     """Give the exit code of a job that has ended, while SLURM remembers it."""
     try:
         match = re.search(r"\bExitCode=(\d+):(\d+)", _ask("scontrol", "--oneliner", "show", "job", job))
-    except SpecError:
+    except UnknownJob:
         return None
     return int(match[1]) or (128 + int(match[2]) if int(match[2]) else 0) if match else None
 
@@ -89,16 +102,31 @@ def left_of(jobs: Sequence[JobRecord]) -> list[JobRecord]:
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Ask SLURM to end jobs."""
-    _ask("scancel", *jobs)
+    """Ask SLURM to end jobs that it knows."""
+    with contextlib.suppress(UnknownJob):  # it has ended in the meantime
+        _ask("scancel", *jobs)
+
+
+def patiently(ask: Callable[[], T], say: Callable[[str], None]) -> T:
+    """Ask again for a minute where SLURM is not well: that says nothing of a job."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except EnvironmentFailed as error:
+            if time.monotonic() >= deadline:
+                raise
+            say(f"asking again in {_PAUSE_S:.0f} s: {error}")
+        time.sleep(_PAUSE_S)
 
 
 def parse_queue(text: str) -> list[JobRecord]:
     """Read squeue's lines, in the form that `_queue` asks for."""
     found = []
     for line in filter(None, text.splitlines()):
-        number, state, elapsed, reason, command = line.split("|", 4)
-        run_dir = Path(command).parent if Path(command).name == SCRIPT and Path(command).is_absolute() else None
+        number, state, elapsed, reason, comment, command = line.split("|", 5)
+        is_ours = comment == MARK and Path(command).name == SCRIPT and Path(command).is_absolute()
+        run_dir = Path(command).parent if is_ours else None
         if run_dir is not None and "_" in number and number.partition("_")[2].isdigit():
             run_dir /= number.partition("_")[2]
         found.append(JobRecord(id=number, state=state, elapsed=elapsed, reason=reason, run_dir=run_dir))
@@ -106,7 +134,7 @@ def parse_queue(text: str) -> list[JobRecord]:
 
 
 def _queue(*words: str) -> list[JobRecord]:
-    return parse_queue(_ask("squeue", "--noheader", "--array", "--format=%i|%T|%M|%r|%o", *words))
+    return parse_queue(_ask("squeue", "--noheader", "--array", "--format=%i|%T|%M|%r|%k|%o", *words))
 
 
 def _ask(program: str, *words: str) -> str:
@@ -122,5 +150,13 @@ def _ask(program: str, *words: str) -> str:
     if done.returncode == 0:
         return done.stdout
     told = done.stderr.strip() or f"exit code {done.returncode}"
-    kind = EnvironmentFailed if any(word in told.lower() for word in _NOT_THE_PERSON) else SpecError
-    raise kind(f"{program} refused. SLURM says:\n{told}")
+    raise _kind(program, told.lower())(f"{program} refused. SLURM says:\n{told}")
+
+
+def _kind(program: str, told: str) -> type[InstepError]:
+    """Tell who can do something about a refusal."""
+    if _UNKNOWN_JOB in told:
+        return UnknownJob
+    # Whoever only looks asks nothing that could be wrong, but for the job's number.
+    only_looks = program in ("squeue", "scontrol")
+    return EnvironmentFailed if only_looks or any(word in told for word in _NOT_THE_PERSON) else SpecError

@@ -10,6 +10,29 @@ from typing import Literal
 from instep.core.errors import SpecError
 
 NodeFailure = Literal["requeue", "continue"]
+_INSTEAD = {
+    **dict.fromkeys(("--nodes", "-N"), "instep's --nodes says how many"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "SLURM starts one launcher a node, and -n says how many"),
+    **dict.fromkeys(("--ntasks-per-gpu", "--ntasks-per-core", "--ntasks-per-socket"), "-n says how many processes"),
+    **dict.fromkeys(("--cpus-per-task", "-c"), "instep's --cpus-per-node says how many"),
+    "--gpus-per-node": "instep's --gpus-per-node says how many",
+    "--signal": "instep's --signal-before says when",
+    **dict.fromkeys(("--output", "-o", "--error", "-e"), "the job's output is in logs/ of --run-dir"),
+    **dict.fromkeys(("--chdir", "-D"), "the job runs where it is submitted: change to that directory before"),
+    **dict.fromkeys(("--requeue", "--no-requeue"), "instep's --requeue or --no-requeue says so"),
+    **dict.fromkeys(("--no-kill", "-k"), "instep's --on-node-failure says so"),
+    "--comment": "instep jobs knows its jobs by theirs",
+}
+"""Options of sbatch that another option, or the script itself, decides."""
+_EITHER = {
+    "--array": "sweep",
+    "-a": "sweep",
+    "--time": "time",
+    "-t": "time",
+    "--partition": "partition",
+    "-p": "partition",
+}
+"""Options of sbatch that are given once, here or there."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<dhours>\d+)(?::(?P<dminutes>\d+))?(?::(?P<dseconds>\d+))?|(?P<plain>[\d:]+))")
 
@@ -20,8 +43,8 @@ class Sweep:
 
     name: str
     values: tuple[str, ...]
-    is_option: bool = False
-    """Whether it is an option of `train` (`--seed`), not a field of the Task."""
+    words: tuple[str, ...]
+    """What each job has on its command line: `lr=1e-3`, or an option of `train` (`--seed=3`, `--no-compile`)."""
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
@@ -33,11 +56,7 @@ class Sweep:
                 f"array={text!r} does not say what differs between the jobs. Write NAME=VALUE,VALUE,…, for instance "
                 "lr=1e-3,3e-3. SLURM's own --array goes after --."
             )
-        return cls(name=name, values=found)
-
-    def word(self, value: str) -> str:
-        """Write one of the values as a word of the command line."""
-        return f"--{self.name.replace('_', '-')}={value}" if self.is_option else f"{self.name}={value}"
+        return cls(name=name, values=found, words=tuple(f"{name}={value}" for value in found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +100,23 @@ class SubmitSpec:
         for text in self.env:
             if not _ENV_NAME.fullmatch(text.partition("=")[0]) or "=" not in text:
                 raise SpecError(f"set_env={text!r} sets no variable. Write NAME=VALUE.")
+        self._check_sbatch_options()
         self._check_characters()
         self._check_time()
 
+    def _check_sbatch_options(self) -> None:
+        """Refuse what would win over the script, and starve or break the run."""
+        for word in self.sbatch_options:
+            name = option_name(word)
+            if name in _INSTEAD:
+                raise SpecError(f"{word} after -- cannot be: {_INSTEAD[name]}. Leave it out there.")
+            if name in _EITHER and getattr(self, _EITHER[name]) is not None:
+                ours = "--array" if _EITHER[name] == "sweep" else f"--{_EITHER[name]}"
+                raise SpecError(f"{word} after -- and instep's {ours} say two things about one. Give one of them.")
+
     def _check_characters(self) -> None:
         words = (*self.values, *self.options, *self.env, *self.prelude, *self.sbatch_options)
-        sweep = self.sweep.values if self.sweep else ()
+        sweep = self.sweep.words if self.sweep else ()
         plain = (self.name, self.task, self.time, self.partition, str(self.cwd), str(self.run_dir))
         for word in (*words, *sweep, *filter(None, plain)):
             if any(ord(character) < 32 or ord(character) == 127 for character in word):
@@ -104,12 +134,22 @@ class SubmitSpec:
     @property
     def is_array(self) -> bool:
         """Whether several jobs come of it, by our own --array or by sbatch's."""
-        return self.sweep is not None or any(word.startswith(("--array", "-a")) for word in self.sbatch_options)
+        return self.sweep is not None or any(option_name(word) in ("--array", "-a") for word in self.sbatch_options)
 
     @property
     def nnodes(self) -> str:
         """On how many nodes the ranks train, in elastic's words."""
         return f"1:{self.nodes}" if self.on_node_failure == "continue" and self.nodes > 1 else str(self.nodes)
+
+
+def option_name(word: str) -> str:
+    """Tell which option of sbatch a word is, of those known here; sbatch takes the beginning of a long one too."""
+    if not word.startswith("--"):
+        return word[:2]
+    name = word.partition("=")[0]
+    known = sorted(name for name in (*_INSTEAD, *_EITHER) if name.startswith("--"))
+    begun = [each for each in known if each.startswith(name) and len(name) > len("--xx")]
+    return name if name in known or name == "--gpus" or not begun else begun[0]
 
 
 def time_limit_s(text: str) -> int | None:
