@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from instep.cli import submit_kubernetes, submit_slurm
+from instep.cli.early import keep_early_stops
 from instep.cli.options import make_spec, with_options
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
@@ -356,7 +357,11 @@ def main(task: type, argv: list[str] | None = None) -> None:
         result = conduct(make_task(task, values or []), spec, file)
         leave(spec.preempted_exit if result.status == "preempted" else EXIT_DONE)
 
-    one(args=argv)
+    stop_keeping = keep_early_stops()
+    try:
+        one(args=argv)
+    finally:
+        stop_keeping()
 
 
 def _task_help(task: type) -> str:
