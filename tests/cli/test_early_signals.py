@@ -117,6 +117,32 @@ def test_what_ends_at_once(tmp_path: Path, command: str, number: signal.Signals,
     assert steps_in(tmp_path) == []
 
 
+ALONE = """
+import os, pathlib, sys, time
+sys.path.insert(0, {folder!r})
+from slow_task import Slow
+import instep
+waits, failed = pathlib.Path({waits!r}), pathlib.Path({failed!r})
+if os.environ["RANK"] == "1":
+    while not waits.exists():
+        time.sleep(0.05)
+    time.sleep(3)
+    failed.touch()
+    raise SystemExit(1)
+waits.touch()
+instep.main(Slow)
+"""
+
+
+def test_a_rank_of_torchrun_does_not_wait_for_one_that_has_failed(tmp_path: Path) -> None:
+    waits, failed, script = tmp_path / "waits", tmp_path / "failed", tmp_path / "alone.py"
+    script.write_text(ALONE.format(folder=str(Path(TASK).parent), waits=str(waits), failed=str(failed)))
+    with started("torchrun", "--nproc-per-node", "2", "--master-port", "29687", str(script)) as job:
+        _, err = job.communicate(timeout=55)
+        assert job.returncode == 1, err
+        assert time.time() - failed.stat().st_mtime < 15  # torchrun kills after 30
+
+
 class TestTakingOver:
     def test_a_wish_is_kept_and_handed_on_once_somebody_listens(self) -> None:
         ended: list[int] = []

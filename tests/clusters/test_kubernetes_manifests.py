@@ -202,6 +202,14 @@ class TestRefused:
         command = pod_of(found)["containers"][0]["command"]
         assert command[:3] == ["instep", "train", "/run/instep/task/task.py:Digits"]
 
+    @pytest.mark.parametrize(
+        "option", ["--nnodes", "--rdzv-endpoint", "--hosts", "--on", "--preempted-exit", "--fresh", "--quiet"]
+    )
+    def test_options_that_the_manifests_decide(self, capsys: Any, option: str) -> None:
+        code, _, err = submit(capsys, *BASE, option, "1", "--dry-run")
+        assert code == 2
+        assert f"No such option: {option}" in err
+
     def test_a_file_that_is_not_python(self, capsys: Any, tmp_path: Path) -> None:
         path = tmp_path / "odd.py"
         path.write_text("def\n")

@@ -35,7 +35,7 @@ TASK.py is the path inside the image (/workspace/digits.py). With --task-from-he
 the job: for a first try, where the image has instep and what the file imports.
 """
 _OURS = {
-    *("nnodes", "node_rank", "local_addr", "hosts", "ssh", "allow_differences"),
+    *("nnodes", "node_rank", "local_addr", "hosts", "ssh", "allow_differences", "on", "address"),
     *("run_dir", "fresh", "json", "quiet", "preempted_exit"),
 }
 """What the manifests decide, or what is asked for in another way here."""
