@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import re
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -232,3 +234,19 @@ def test_help_lists_every_option(command: Command) -> None:
     assert code == 0
     for field in dataclasses.fields(TrainSpec):
         assert f"--{field.name.replace('_', '-')}" in out
+
+
+def test_help_shows_options_by_group(command: Command) -> None:
+    import dataclasses
+
+    from instep.core.spec import GROUPS, TrainSpec
+
+    _, out, _ = command("train", "--help")
+    places = [out.index(f"\n{name}:\n") for name in GROUPS]
+    assert places == sorted(places)
+    sections = dict(zip(GROUPS, (out[a:b] for a, b in pairwise([*places, len(out)])), strict=True))
+    for field in dataclasses.fields(TrainSpec):
+        flag = f"--{field.name.replace('_', '-')}"
+        shown = [name for name, text in sections.items() if re.search(rf"^  (-n, )?{flag}\b(?!-)", text, re.M)]
+        assert shown == [field.metadata["group"]], flag
+    assert "--help" in sections[GROUPS[-1]]

@@ -26,7 +26,7 @@ from instep.launch.hosts.plan import (
     check_addresses,
     compare,
     exit_code_of,
-    first_failure,
+    outcome,
     parse_hosts,
     remote_command,
 )
@@ -95,12 +95,11 @@ class TestTraining:
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".instep")] == []
 
     @pytest.mark.timeout(120)
-    @pytest.mark.parametrize(
-        "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-    )
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     def test_nothing_is_left_behind(self, tmp_path: Path, hosts: Hosts, number: int) -> None:
         run_dir = tmp_path / "run"
         options = ("--steps", "2000", "--batch-size", "12", "--drop-last", "pause_s=0.05", "--json")
+        options += ("--preempted-exit", "143")
         words = ("instep", "train", SLOW, *options, "--hosts", "hosta,hostb", "--ssh", hosts.ssh)
         with started(*words, "--run-dir", str(run_dir)) as local:
             wait_for(lambda: len(steps_in(run_dir)) >= 3, timeout_s=60)
@@ -112,7 +111,8 @@ class TestTraining:
                 local.wait()
             else:
                 out, err = local.communicate(timeout=60)
-                assert local.returncode == (130 if number == signal.SIGINT else 0), err
+                assert local.returncode == (130 if number == signal.SIGINT else 143), err
+                assert "failed first" not in err
                 assert number == signal.SIGINT or json.loads(out)["status"] == "preempted"
             wait_for(lambda: not remote_processes(hosts) and not any(map(is_alive, workers)), timeout_s=30)
         if number != signal.SIGINT:  # SIGKILL too: the agents have noticed, and had time to save
@@ -156,6 +156,16 @@ class TestBefore:
     def test_a_folder_that_is_not_there(self, tmp_path: Path, hosts: Hosts) -> None:
         hosts.force('exec sh -c "$(printf %s "$SSH_ORIGINAL_COMMAND" | sed \'s#^cd #cd /nowhere#\')"\n')
         self.refused(self.train(hosts, tmp_path, "hosta,hostb"), 3, "hostb: instep cannot be run there", "/nowhere")
+
+    def test_asked_to_stop_before_anything_is_started(self, tmp_path: Path, hosts: Hosts) -> None:
+        options = ("--hosts", "hosta,hostb", "--ssh", hosts.ssh, "--run-dir", str(tmp_path / "run"))
+        with started("instep", "train", SLOW, *options, "--preempted-exit", "143") as local:
+            assert local.stderr is not None
+            assert local.stderr.readline().startswith("looking at hosta, hostb")
+            local.send_signal(signal.SIGUSR1)
+            _, err = local.communicate(timeout=40)
+        assert (local.returncode, err) == (143, "asked to stop before anything was started.\n")
+        assert not (tmp_path / "run").exists()
 
     def test_no_such_program(self, tmp_path: Path, hosts: Hosts) -> None:
         done = run("instep", "train", DIGITS, "--hosts", "a,b", "--ssh", "no-such-ssh")
@@ -282,9 +292,18 @@ class TestPlans:
         assert text == "cd '/a b; rm -rf $HOME' && exec env 'PYTHONPATH=/x:$(y)' /usr/bin/python3 -P -m m"
 
     def test_which_failure_counts(self) -> None:
-        assert first_failure([("a", 0), ("b", 0)]) is None
-        assert first_failure([("a", 3), ("b", 1)]) == ("b", 1)
-        assert first_failure([("a", 3), ("b", 130)]) == ("a", 3)
+        assert outcome([("a", 0), ("b", 0)], {0}, 2) == (0, "")
+        assert outcome([("a", 3), ("b", 1)], {0}, 2) == (1, "b")
+        assert outcome([("a", 3), ("b", 130)], {0}, 2) == (3, "a")
+        assert outcome([("a", 3), ("b", 0)], {0}, 1) == (0, "")  # --nnodes 1:2
+
+    def test_preempted_is_no_failure(self) -> None:
+        assert outcome([("a", 143), ("b", 143)], {0, 143}, 2) == (143, "")
+        assert outcome([("a", 3), ("b", 143)], {0, 143}, 1) == (143, "")
+        assert outcome([("a", 143), ("b", 1)], {0, 143}, 2) == (1, "b")
+        assert outcome([("a", 143), ("b", 143)], {0}, 2) == (143, "a")
+
+    def test_which_exit_codes_count(self) -> None:
         assert (exit_code_of(255), exit_code_of(-9), exit_code_of(143)) == (3, 3, 143)
 
     def test_users(self) -> None:

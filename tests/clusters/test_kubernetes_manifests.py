@@ -175,12 +175,40 @@ class TestRefused:
         for part in parts:
             assert part in err, f"{part!r} is not in {err!r}"
 
-    def test_a_file_that_is_too_large(self, capsys: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("text", "size"), [("#" * 245_757 + "\n", "245,761"), ('#"<' * 40_000, "360,002")], ids=["long", "as JSON"]
+    )
+    def test_a_file_that_is_too_large(self, capsys: Any, tmp_path: Path, text: str, size: str) -> None:
         path = tmp_path / "large.py"
-        path.write_text("#" * (1 << 20) + "\n")
+        path.write_text(text)
         code, _, err = submit(capsys, str(path), *BASE[1:], "--task-from-here", "--dry-run", "--kind", "job")
         assert code == 2
-        assert "has 1,048,577 bytes, and a ConfigMap holds 1,048,576" in err
+        assert f"takes {size} bytes as JSON, and kubectl apply can bring 245,760" in err
+
+    def test_a_file_that_just_fits(self, capsys: Any, tmp_path: Path) -> None:
+        """The annotation in which `kubectl apply` keeps a copy has room for 262,144 bytes."""
+        path = tmp_path / "large.py"
+        path.write_text("#" * 245_756 + "\n")
+        found = manifests(capsys, str(path), *BASE[1:], "--task-from-here", "--kind", "job")
+        assert 245_760 < len(json.dumps(found["ConfigMap"], ensure_ascii=False).encode()) < 262_144
+
+    @pytest.mark.parametrize("name", ["my task.py", "aufgabe_ä.py", "..py"])
+    def test_a_name_that_is_no_key_of_a_config_map(self, capsys: Any, tmp_path: Path, name: str) -> None:
+        path = tmp_path / name
+        path.write_bytes(Path(DIGITS).read_bytes())
+        found = manifests(capsys, f"{path}:Digits", *BASE[1:], "--task-from-here", "--kind", "job")
+        check(found["ConfigMap"])
+        assert found["ConfigMap"]["data"] == {"task.py": Path(DIGITS).read_text()}
+        command = pod_of(found)["containers"][0]["command"]
+        assert command[:3] == ["instep", "train", "/run/instep/task/task.py:Digits"]
+
+    @pytest.mark.parametrize(
+        "option", ["--nnodes", "--rdzv-endpoint", "--hosts", "--on", "--preempted-exit", "--fresh", "--quiet"]
+    )
+    def test_options_that_the_manifests_decide(self, capsys: Any, option: str) -> None:
+        code, _, err = submit(capsys, *BASE, option, "1", "--dry-run")
+        assert code == 2
+        assert f"No such option: {option}" in err
 
     def test_a_file_that_is_not_python(self, capsys: Any, tmp_path: Path) -> None:
         path = tmp_path / "odd.py"

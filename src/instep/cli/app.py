@@ -15,7 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from instep.cli import submit_kubernetes, submit_slurm
-from instep.cli.options import make_spec, with_options
+from instep.cli.early import keep_early_stops
+from instep.cli.options import Grouped, make_spec, with_options
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.version import __version__
@@ -148,7 +149,7 @@ def _root(
         raise typer.Exit
 
 
-@app.command(help="Train the Task that a file defines.")
+@app.command(cls=Grouped, help="Train the Task that a file defines.")
 @with_options(TrainSpec, TASK, VALUES)
 @guarded
 def train(task: str, values: list[str] | None, **options: Any) -> None:
@@ -175,6 +176,7 @@ def _find_task(task: str, values: list[str] | None) -> tuple[Any, Path]:
 
 
 @app.command(
+    cls=Grouped,
     help="Launch any script, as torchrun would, and explain failures.",
     context_settings={"allow_interspersed_args": False},
 )
@@ -192,7 +194,10 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     run_scripts(script, arguments or [], module, Path(log_dir) if log_dir else None, spec)
 
 
-@app.command(help="Train a few steps at each number of processes, with a kill and a resume: is the answer the same?")
+@app.command(
+    cls=Grouped,
+    help="Train a few steps at each number of processes, with a kill and a resume: is the answer the same?",
+)
 @with_options(
     TrainSpec,
     *(TASK, VALUES, WORLDS, STEPS, CHAOS, FAULTS),
@@ -251,9 +256,13 @@ submit = typer.Typer(
 app.add_typer(submit, name="submit")
 
 
+class _SubmitToSlurm(Grouped, submit_slurm.WithSbatchOptions):
+    pass
+
+
 @submit.command(
     "slurm",
-    cls=submit_slurm.WithSbatchOptions,
+    cls=_SubmitToSlurm,
     help="Write a batch script into the run directory and submit it. What stands after -- is for sbatch.",
 )
 @with_options(
@@ -271,7 +280,7 @@ def submit_to_slurm(context: typer.Context, task: str, values: list[str] | None,
     leave(submit_slurm.submit_task(made, task, values or [], spec, asked, submit_slurm.after_dashes(context)))
 
 
-@submit.command("kubernetes", help=submit_kubernetes.HELP)
+@submit.command("kubernetes", cls=Grouped, help=submit_kubernetes.HELP)
 @with_options(TrainSpec, TASK, VALUES, *submit_kubernetes.PARAMETERS, only=submit_kubernetes.takes)
 @guarded
 def submit_to_kubernetes(task: str, values: list[str] | None, **options: Any) -> None:
@@ -345,7 +354,7 @@ def main(task: type, argv: list[str] | None = None) -> None:
     """Be the command line of one Task: `instep.main`."""
     one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-    @one.command(help=_task_help(task))
+    @one.command(cls=Grouped, help=_task_help(task))
     @with_options(TrainSpec, VALUES)
     @guarded
     def train_one(values: list[str] | None, **options: Any) -> None:
@@ -357,7 +366,11 @@ def main(task: type, argv: list[str] | None = None) -> None:
         result = conduct(make_task(task, values or []), spec, file)
         leave(spec.preempted_exit if result.status == "preempted" else EXIT_DONE)
 
-    one(args=argv)
+    stop_keeping = keep_early_stops()
+    try:
+        one(args=argv)
+    finally:
+        stop_keeping()
 
 
 def _task_help(task: type) -> str:

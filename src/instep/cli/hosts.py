@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from instep.core.errors import EXIT_DONE, EnvironmentFailed, SpecError
+from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EnvironmentFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
+from instep.core.stop import StopRequest
 from instep.launch.hosts.look import look_at_hosts
 from instep.launch.hosts.plan import (
     S,
@@ -21,7 +22,7 @@ from instep.launch.hosts.plan import (
     agent_specs,
     check_addresses,
     compare,
-    first_failure,
+    outcome,
     parse_hosts,
     parse_ssh,
 )
@@ -41,7 +42,7 @@ def train_on_hosts(task: str, values: Sequence[str], spec: TrainSpec) -> int:
     result: list[str] = []
     write = _collecting(result) if spec.json else _show
     code = _on_hosts(spec, file, folder, lambda own: ["train", task, *values, *own.words()], write, spec.quiet)
-    if code == EXIT_DONE and spec.json:
+    if result:
         print(result[-1], flush=True)
     return code
 
@@ -69,12 +70,19 @@ def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], 
     start = [sys.executable, "-P", "-m", "instep.cli.entry"]
     commands = {host: [*start, *words(own)] for host, own in specs.items()}
     least = next(iter(specs.values())).min_nodes
-    ends = Fleet(ssh, commands, least, write).run()
-    failure = first_failure(ends)
-    if failure is None or (spec.max_nodes > spec.min_nodes and sum(code == 0 for _, code in ends) >= least):
-        return EXIT_DONE
-    _say(f"{failure[0]} failed first, with exit code {failure[1]}.")
-    return failure[1]
+    preempted = spec.preempted_exit if isinstance(spec, TrainSpec) else EXIT_DONE
+    if StopRequest().asked:
+        _say("asked to stop before anything was started.")
+        return preempted
+    good = frozenset({EXIT_DONE, preempted})
+    fleet = Fleet(ssh, commands, least, good, write)
+    ends = fleet.run()
+    code, failed = outcome(ends, good, least if spec.max_nodes > spec.min_nodes else len(ends))
+    if failed and fleet.interrupted:
+        return EXIT_INTERRUPTED
+    if failed:
+        _say(f"{failed} failed first, with exit code {code}.")
+    return code
 
 
 def judge(here: Survey, found: dict[str, Survey], file: str, allowed: bool) -> None:

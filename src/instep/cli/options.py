@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from instep.core.errors import SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.spec import GROUPS, OUTPUT, LaunchSpec
 
 S = typing.TypeVar("S", bound=LaunchSpec)
 
@@ -30,17 +31,35 @@ def with_options(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(spec)
-        # A spec's own options are what people look for; how machines find each other comes last.
-        own = vars(spec).get("__annotations__", {})
-        fields = sorted(
-            filter(only, dataclasses.fields(spec)), key=lambda f: f.name != "processes" and f.name not in own
-        )
+        fields = filter(only, dataclasses.fields(spec))
         parameters = [*before, *(_parameter(f, hints[f.name], instead.get(f.name, {})) for f in fields)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
 
     return decorate
+
+
+class Grouped(TyperCommand):
+    """A command whose help shows options by group: its own first, then those of a spec."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a heading for each group that has options here."""
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *GROUPS)}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections[_heading(parameter)].append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+def _heading(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return "Arguments"
+    return OUTPUT if parameter.name == "help" else getattr(parameter, "rich_help_panel", None) or "Options"
 
 
 def make_spec(kind: type[S], values: Mapping[str, Any]) -> S:
@@ -59,7 +78,11 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, instead: Mapping[str, A
     words = {"default": field.default, **field.metadata, **instead}
     default = words["default"]
     option = typer.Option(
-        *words["flags"], help=words["help"], metavar=words["metavar"], show_default=default is not None
+        *words["flags"],
+        help=words["help"],
+        metavar=words["metavar"],
+        show_default=default is not None,
+        rich_help_panel=words["group"],
     )
     if _is_mixed(hint):
         default, hint = (None, str | None) if default is None else (str(default), str)

@@ -24,6 +24,7 @@ from instep.launch.kubernetes.asked import (
     as_name,
     check_task_text,
     parse_env,
+    task_key,
 )
 from instep.launch.kubernetes.kubectl import apply, choose_kind
 from instep.launch.kubernetes.manifests import main_resource, manifest_text
@@ -77,7 +78,7 @@ PARAMETERS = (
         "task_from_here",
         bool,
         False,
-        "TASK.py is a file here, of at most 1 MiB; it travels in a ConfigMap",
+        "TASK.py is a file here, of at most 240 KiB; it travels in a ConfigMap",
         "--task-from-here",
     ),
     _option("write", str | None, None, "where the manifests go (runs/NAME/kubernetes.yaml)", metavar="FILE"),
@@ -174,7 +175,7 @@ def _place_task(file: str, from_here: bool) -> str:
                 f"/workspace/{PurePosixPath(file).name}, or add --task-from-here to send the file here along."
             )
         return file
-    return f"{TASK_FOLDER}/{Path(file).name}"
+    return f"{TASK_FOLDER}/{task_key(file)}"
 
 
 def _read(file: str) -> bytes:

@@ -29,13 +29,24 @@ _SHORTEST_LOST_S = 5.0
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def option(default: Any, help: str, *flags: str, recipe: bool = False, metavar: str | None = None) -> Any:
+TRAINING = "Training"
+PROCESSES = "Processes and strategy"
+NUMBERS = "Numbers"
+SAVING = "Run directory and checkpoints"
+FAILURES = "Failures"
+MACHINES = "Several machines"
+OUTPUT = "Output and help"
+GROUPS = (TRAINING, PROCESSES, NUMBERS, SAVING, FAILURES, MACHINES, OUTPUT)
+"""The headings under which help shows options, in that order."""
+
+
+def option(default: Any, help: str, *flags: str, group: str, recipe: bool = False, metavar: str | None = None) -> Any:
     """Declare a spec field that is also a command-line option.
 
     `recipe` marks what the trajectory depends on: a run cannot be continued with another value.
     """
     return dataclasses.field(
-        default=default, metadata={"help": help, "flags": flags, "recipe": recipe, "metavar": metavar}
+        default=default, metadata={"help": help, "flags": flags, "group": group, "recipe": recipe, "metavar": metavar}
     )
 
 
@@ -49,30 +60,44 @@ class LaunchSpec:
         "-n",
         "--processes",
         "--nproc-per-node",
+        group=PROCESSES,
     )
-    nnodes: str = option("1", "machines, or MIN:MAX for an elastic number", "--nnodes")
+    nnodes: str = option("1", "machines, or MIN:MAX for an elastic number", "--nnodes", group=MACHINES)
     node_rank: int | None = option(
-        None, "this machine's number, for --rdzv-backend static (0, unless given)", "--node-rank"
+        None, "this machine's number, for --rdzv-backend static (0, unless given)", "--node-rank", group=MACHINES
     )
-    rdzv_backend: str = option("c10d", "how the machines find each other: c10d or static", "--rdzv-backend")
-    rdzv_endpoint: str = option("", "HOST:PORT of the rendezvous; empty: a free port here", "--rdzv-endpoint")
-    rdzv_id: str = option("", "name of this job at the rendezvous; empty: a new one", "--rdzv-id")
-    rdzv_conf: str = option("", "more rendezvous settings: KEY=VALUE,KEY=VALUE", "--rdzv-conf")
-    local_addr: str = option("", "this machine's address, as the others reach it", "--local-addr")
-    max_restarts: int = option(0, "restarts allowed after a failure", "--max-restarts")
+    rdzv_backend: str = option(
+        "c10d", "how the machines find each other: c10d or static", "--rdzv-backend", group=MACHINES
+    )
+    rdzv_endpoint: str = option(
+        "", "HOST:PORT of the rendezvous; empty: a free port here", "--rdzv-endpoint", group=MACHINES
+    )
+    rdzv_id: str = option("", "name of this job at the rendezvous; empty: a new one", "--rdzv-id", group=MACHINES)
+    rdzv_conf: str = option("", "more rendezvous settings: KEY=VALUE,KEY=VALUE", "--rdzv-conf", group=MACHINES)
+    local_addr: str = option("", "this machine's address, as the others reach it", "--local-addr", group=MACHINES)
+    max_restarts: int = option(0, "restarts allowed after a failure", "--max-restarts", group=FAILURES)
     hang_after: str = option(
         "auto",
         "how long no rank may move before the job is ended as hung: 90s, 10m, never; auto: by the steps so far",
         "--hang-after",
+        group=FAILURES,
     )
     lost_after: str = option(
-        "10s", "how long nothing may be heard of a machine before the others go on without it", "--lost-after"
+        "10s",
+        "how long nothing may be heard of a machine before the others go on without it",
+        "--lost-after",
+        group=MACHINES,
     )
 
-    hosts: str = option("", "start an agent on each of these machines over ssh", "--hosts", metavar="A,B")
-    ssh: str = option("ssh", "with --hosts: the ssh command, with its options", "--ssh")
+    hosts: str = option(
+        "", "start an agent on each of these machines over ssh", "--hosts", metavar="A,B", group=MACHINES
+    )
+    ssh: str = option("ssh", "with --hosts: the ssh command, with its options", "--ssh", group=MACHINES)
     allow_differences: bool = option(
-        False, "with --hosts: start although code or versions differ between the machines", "--allow-differences"
+        False,
+        "with --hosts: start although code or versions differ between the machines",
+        "--allow-differences",
+        group=MACHINES,
     )
 
     def __post_init__(self) -> None:
@@ -143,151 +168,218 @@ class TrainSpec(LaunchSpec):
     """How to train: everything that is not the Task itself."""
 
     on: Literal["here", "ray"] = option(
-        "here", "where processes are started: here, or by Ray, anywhere in its cluster (docs/clusters.md)", "--on"
+        "here",
+        "where processes are started: here, or by Ray, anywhere in its cluster (docs/clusters.md)",
+        "--on",
+        group=MACHINES,
     )
     address: str = option(
         "",
         "with --on ray: HOST:PORT of a running cluster, or auto to find it; empty: a Ray of this run's own",
         "--address",
+        group=MACHINES,
     )
     max_restarts: int = option(
-        3, "restarts allowed after a failure, counted anew whenever the run has come further", "--max-restarts"
+        3,
+        "restarts allowed after a failure, counted anew whenever the run has come further",
+        "--max-restarts",
+        group=FAILURES,
     )
-    epochs: int | None = option(None, "passes over the training data (3, unless --steps is given)", "--epochs")
-    steps: int | None = option(None, "optimizer steps, instead of --epochs", "--steps")
+    epochs: int | None = option(
+        None, "passes over the training data (3, unless --steps is given)", "--epochs", group=TRAINING
+    )
+    steps: int | None = option(None, "optimizer steps, instead of --epochs", "--steps", group=TRAINING)
     batch_size: int = option(
-        64, "samples in one optimizer step, over all processes and accumulation", "--batch-size", recipe=True
+        64,
+        "samples in one optimizer step, over all processes and accumulation",
+        "--batch-size",
+        recipe=True,
+        group=TRAINING,
     )
-    accumulate: int = option(1, "parts in which a global batch is worked through", "--accumulate", recipe=True)
-    seed: int = option(0, "where all randomness comes from", "--seed", recipe=True)
+    accumulate: int = option(
+        1, "parts in which a global batch is worked through", "--accumulate", recipe=True, group=TRAINING
+    )
+    seed: int = option(0, "where all randomness comes from", "--seed", recipe=True, group=TRAINING)
     exact: bool = option(
         False,
         "the same bits at any number of processes: fixed shards, deterministic kernels (docs/exact.md)",
         "--exact/--no-exact",
         recipe=True,
+        group=NUMBERS,
     )
     shards: int | None = option(
-        None, "with --exact: into how many shards a batch is cut (16, or its size)", "--shards", recipe=True
+        None,
+        "with --exact: into how many shards a batch is cut (16, or its size)",
+        "--shards",
+        recipe=True,
+        group=NUMBERS,
     )
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "tensor", "pipeline"] = option(
-        "auto", "how the model is spread; auto: ddp when there are several processes (docs/strategies.md)", "--strategy"
+        "auto",
+        "how the model is spread; auto: ddp when there are several processes (docs/strategies.md)",
+        "--strategy",
+        group=PROCESSES,
     )
     mesh: str | None = option(
-        None, "a mixture of strategies: processes along each axis, dp=2,fsdp=2,tp=2,pp=2", "--mesh", metavar="AXIS=N,…"
+        None,
+        "a mixture of strategies: processes along each axis, dp=2,fsdp=2,tp=2,pp=2",
+        "--mesh",
+        metavar="AXIS=N,…",
+        group=PROCESSES,
     )
     reshard: bool = option(
         True,
         "with fsdp: let go of a block's parameters after its forward pass; off: keep them until backward is over",
         "--reshard/--no-reshard",
+        group=PROCESSES,
     )
     offload: bool = option(
-        False, "with fsdp on GPUs: keep parameters and optimizer state in the host's memory", "--offload/--no-offload"
+        False,
+        "with fsdp on GPUs: keep parameters and optimizer state in the host's memory",
+        "--offload/--no-offload",
+        group=PROCESSES,
     )
     narrow_gather: bool = option(
         False,
         "with fsdp and bf16 or fp16: gather parameters in that precision, for half the traffic; layers compute with "
         "rounded weights throughout",
         "--narrow-gather/--no-narrow-gather",
+        group=PROCESSES,
     )
     meta_init: bool = option(
         False,
         "with fsdp: build the model without its numbers and make them block by block, for one that fits no process",
         "--meta-init/--no-meta-init",
+        group=PROCESSES,
     )
     schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
         "1f1b",
         "in which order a pipeline works: gpipe, 1f1b (less memory), interleaved (less idle time) (docs/pipeline.md)",
         "--schedule",
+        group=PROCESSES,
     )
     microbatches: int | None = option(
         None,
         "into how many pieces a pipeline cuts the rows of a batch (4 for each of its stages, where the rows suffice)",
         "--microbatches",
+        group=PROCESSES,
     )
     comm: Literal["auto", "shared-memory", "gloo"] = option(
         "auto",
         "how processes on CPU speak; auto: through shared memory where they share a machine, else gloo",
         "--comm",
+        group=PROCESSES,
     )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = option(
         "auto",
         "in which numbers layers compute; auto: bf16 on a GPU that has it, else fp32 (docs/precision.md)",
         "--precision",
         recipe=True,
+        group=NUMBERS,
     )
     compile: bool | None = option(
         None,
         "compile the loss with the model in it (unless given: on GPUs, where the strategy is single or ddp)",
         "--compile/--no-compile",
         recipe=True,
+        group=NUMBERS,
     )
     recompute: bool = option(
         False,
         "save memory: compute the model's repeated blocks once more in the backward pass",
         "--recompute/--no-recompute",
+        group=PROCESSES,
     )
-    clip_norm: float | None = option(None, "clip the gradient's global norm to this", "--clip-norm", recipe=True)
+    clip_norm: float | None = option(
+        None, "clip the gradient's global norm to this", "--clip-norm", recipe=True, group=TRAINING
+    )
     eval_every: str = option(
-        "1epoch", "evaluate every N steps, every Nepoch, or never (then only at the end)", "--eval-every"
+        "1epoch",
+        "evaluate every N steps, every Nepoch, or never (then only at the end)",
+        "--eval-every",
+        group=TRAINING,
     )
     save_every: str = option(
         "10m",
         "checkpoint every N steps or every so often (30s, 10m, 2h), and at the end; auto: as often as it pays, "
         "for a failure a day, or auto:6h for one in so long",
         "--save-every",
+        group=SAVING,
     )
     save_busy: Literal["wait", "skip"] = option(
-        "wait", "when a checkpoint is due and the last one is still being written: wait, or skip it", "--save-busy"
+        "wait",
+        "when a checkpoint is due and the last one is still being written: wait, or skip it",
+        "--save-busy",
+        group=SAVING,
     )
-    keep: int = option(3, "how many of the newest checkpoints are kept", "--keep")
-    keep_every: int | None = option(None, "also keep the checkpoints of every so manyth step", "--keep-every")
+    keep: int = option(3, "how many of the newest checkpoints are kept", "--keep", group=SAVING)
+    keep_every: int | None = option(
+        None, "also keep the checkpoints of every so manyth step", "--keep-every", group=SAVING
+    )
     keep_best: str | None = option(
         None,
         "also save and keep the best by this metric; METRIC:min where less is better",
         "--keep-best",
         metavar="METRIC",
+        group=SAVING,
     )
     check_every: int = option(
         100,
         "compare the ranks every so many steps: do they hold the same, is one slow; 0: never (docs/divergence.md)",
         "--check-every",
+        group=FAILURES,
     )
     threads: int | None = option(
         None,
         "CPU threads a process (unless given, the cores shared out; 1 with --exact)",
         "--threads",
         recipe=True,
+        group=PROCESSES,
     )
     flush_denormals: bool = option(
-        True, "treat denormal numbers as zero on CPU", "--flush-denormals/--no-flush-denormals", recipe=True
+        True,
+        "treat denormal numbers as zero on CPU",
+        "--flush-denormals/--no-flush-denormals",
+        recipe=True,
+        group=NUMBERS,
     )
     init_from: str | None = option(
         None,
         "start from these weights: a run directory, a checkpoint or a .safetensors file",
         "--init-from",
         recipe=True,
+        group=TRAINING,
     )
     on_nan: Literal["stop", "skip"] = option(
-        "stop", "when the loss is NaN or infinite: stop, or skip that update", "--on-nan", recipe=True
+        "stop", "when the loss is NaN or infinite: stop, or skip that update", "--on-nan", recipe=True, group=FAILURES
     )
     drop_last: bool = option(
         False,
         "leave out an epoch's last batch when it is not full",
         "--drop-last/--no-drop-last",
         recipe=True,
+        group=TRAINING,
     )
     data_workers: int | None = option(
-        None, "processes that load samples, for data that cannot be indexed by the batch", "--data-workers"
+        None,
+        "processes that load samples, for data that cannot be indexed by the batch",
+        "--data-workers",
+        group=TRAINING,
     )
-    run_dir: str | None = option(None, "where this run lives; an unfinished run there is continued", "--run-dir")
-    fresh: bool = option(False, "start over: an earlier run in --run-dir is moved aside", "--fresh")
+    run_dir: str | None = option(
+        None, "where this run lives; an unfinished run there is continued", "--run-dir", group=SAVING
+    )
+    fresh: bool = option(False, "start over: an earlier run in --run-dir is moved aside", "--fresh", group=SAVING)
     preempted_exit: int = option(
         0,
         "the exit code when asked to stop and saved, for schedulers that take 0 for done (143: ended by SIGTERM)",
         "--preempted-exit",
+        group=FAILURES,
     )
-    json: bool = option(False, "print the Result as one line of JSON, all else to standard error", "--json")
-    quiet: bool = option(False, "no progress display", "--quiet")
+    json: bool = option(
+        False, "print the Result as one line of JSON, all else to standard error", "--json", group=OUTPUT
+    )
+    quiet: bool = option(False, "no progress display", "--quiet", group=OUTPUT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

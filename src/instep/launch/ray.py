@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from instep.core.errors import EXIT_ENVIRONMENT, EnvironmentFailed, FailureRecord, RanksFailed
 from instep.core.spec import TrainSpec
-from instep.core.stop import StopRequest
+from instep.core.stop import StopRequest, taking_over
 from instep.launch.failures import failure_of_exception, order_failures
 from instep.launch.logs import LogPlan
 from instep.launch.processes import check_process_count
@@ -268,7 +268,8 @@ def _scratch_in(run_dir: Path) -> Iterator[Scratch]:
     scratch = Scratch(Path(tempfile.mkdtemp(prefix=".ray-", dir=run_dir)))
     try:
         (scratch.folder / "logs").mkdir()
-        yield scratch
+        with taking_over(lambda: scratch.mark("asked")):
+            yield scratch
     finally:
         shutil.rmtree(scratch.folder, ignore_errors=True)
 

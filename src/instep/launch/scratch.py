@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instep.core.errors import FailureRecord
+from instep.core.stop import taking_over
 from instep.launch.logs import LogStart
 
 Mark = Literal["asked", "ending", "given-up"]
@@ -140,7 +141,8 @@ def open_scratch() -> Iterator[Scratch]:
         os.mkfifo(scratch.lifeline, 0o600)
         lifeline = os.open(scratch.lifeline, os.O_RDWR)  # not write-only: that would wait for a reader
         try:
-            yield scratch
+            with taking_over(lambda: scratch.mark("asked")):
+                yield scratch
         finally:
             os.close(lifeline)
     finally:

@@ -15,9 +15,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from instep.core.stop import StopRequest
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from instep.core.stop import SIGNALS, StopRequest, taking_over
 
 
 @contextlib.contextmanager
@@ -33,7 +31,8 @@ def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may listen
         return
-    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    with taking_over(request.ask):
+        before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     # Our launcher holds this one back until somebody listens: by default it would end the process.
     was_blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     try:

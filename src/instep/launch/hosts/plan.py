@@ -6,7 +6,7 @@ import dataclasses
 import ipaddress
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -146,12 +146,17 @@ def exit_code_of(code: int) -> int:
     return EXIT_ENVIRONMENT if code == SSH_FAILED or code < 0 else code
 
 
-def first_failure(ends: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-    """Choose the failure to report of (host, exit code) in the order in which they ended.
+def outcome(ends: Sequence[tuple[str, int]], good: Collection[int], enough: int) -> tuple[int, str]:
+    """Give the exit code for (host, exit code) in the order in which they ended, and the host it is a failure of.
 
-    An agent that has lost another one fails too, and may be the first to end: what the code or the command line did
-    comes before what the environment did.
+    `good` are the exit codes of agents that are done or have saved and left, `enough` is how many of these will do. An
+    agent that has lost another one fails too, and may be the first to end: what the code or the command line did comes
+    before what the environment did.
     """
-    failed = [end for end in ends if end[1] != EXIT_DONE]
-    causes = [end for end in failed if end[1] in (EXIT_USER, EXIT_SPEC)]
-    return next(iter([*causes, *failed]), None)
+    failed = [end for end in ends if end[1] not in good]
+    if failed and len(ends) - len(failed) < enough:
+        causes = [end for end in failed if end[1] in (EXIT_USER, EXIT_SPEC)]
+        host, code = [*causes, *failed][0]
+        return code, host
+    left = [code for _, code in ends if code in good and code != EXIT_DONE]
+    return next(iter(left), EXIT_DONE), ""

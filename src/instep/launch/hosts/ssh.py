@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO
@@ -90,14 +90,26 @@ class _Host:
 class Fleet:
     """The agents on all hosts."""
 
-    def __init__(self, ssh: Sequence[str], commands: Mapping[str, Sequence[str]], least: int, write: Write) -> None:
-        """Start them; `least` is with how many they can go on when others have failed."""
-        self._least, self._write = least, write
+    def __init__(
+        self,
+        ssh: Sequence[str],
+        commands: Mapping[str, Sequence[str]],
+        least: int,
+        good: Collection[int],
+        write: Write,
+    ) -> None:
+        """Start them; `least` is with how many they can go on when others have failed, with codes not in `good`."""
+        self._least, self._good, self._write = least, good, write
         self._signals: list[int] = []
         self._ended: list[tuple[str, int]] = []
         self._told = 0
         self._let_go_at: float | None = None
         self._hosts = [self._start(ssh, host, command) for host, command in commands.items()]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed: then no host is to blame."""
+        return signal.SIGINT in self._signals
 
     def run(self) -> list[tuple[str, int]]:
         """Stay until all have ended; give (host, exit code) in that order."""
@@ -151,7 +163,7 @@ class Fleet:
 
     def _follow(self, alive: Sequence[_Host]) -> None:
         """End the agents that are left when there are too few, or when they do not leave."""
-        failed = any(code for _, code in self._ended)
+        failed = any(code not in self._good for _, code in self._ended)
         if self._let_go_at is None and failed and len(alive) < self._least:
             self._let_go_at = time.monotonic() + _FOLLOW_S
         if self._let_go_at is None or time.monotonic() < self._let_go_at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ TASK_FOLDER = "/run/instep/task"
 """Where a Task's file that travels with the job is in the pods."""
 _LONGEST_NAME = 48
 """With what is put behind it (-worker-1000, -node-0-1000), a pod's name ends at 63."""
-MOST_TASK_BYTES = 1 << 20
+MOST_TASK_BYTES = 240 << 10
+"""`kubectl apply` writes what it is given into an annotation too, as JSON; all of these together have 256 KiB."""
+_CONFIG_MAP_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTP]i?)?")
 
 
@@ -140,16 +143,27 @@ def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def task_key(file: str) -> str:
+    """Name a Task's file in a ConfigMap: as it is called here, if that can be a key there."""
+    name = PurePosixPath(file).name
+    return name if _CONFIG_MAP_KEY.fullmatch(name) else "task.py"
+
+
 def check_task_text(path: str, data: bytes) -> str:
     """Give the text of a Task's file, if it can travel in a ConfigMap."""
-    if len(data) > MOST_TASK_BYTES:
-        raise SpecError(
-            f"{path} has {len(data):,} bytes, and a ConfigMap holds {MOST_TASK_BYTES:,}. Put the file into the "
-            "image, and give its path there."
-        )
     try:
         text = data.decode()
         compile(text, path, "exec", dont_inherit=True)
     except (UnicodeDecodeError, SyntaxError, ValueError) as error:
         raise SpecError(f"{path} is no Python file that pods could load: {error}.") from None
+    if (size := _bytes_as_json(text)) > MOST_TASK_BYTES:
+        raise SpecError(
+            f"{path} takes {size:,} bytes as JSON, and kubectl apply can bring {MOST_TASK_BYTES:,} in a ConfigMap. Put "
+            "the file into the image, and give its path there."
+        )
     return text
+
+
+def _bytes_as_json(text: str) -> int:
+    """Measure a text as kubectl writes it: it spells some characters as \\u003c that Python does not."""
+    return len(json.dumps(text, ensure_ascii=False).encode()) + 5 * len(re.findall("[<>&\u2028\u2029]", text))

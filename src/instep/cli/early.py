@@ -1,0 +1,44 @@
+"""Signals that come before there is anything to stop.
+
+Room: imports nothing of weight; see [Note: Asked before anybody listens] in core/stop.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from instep.core.errors import EXIT_ENVIRONMENT, SpecError
+from instep.core.stop import SIGNALS, keep_stops
+from instep.world.environment import detect
+
+
+def keep_early_stops() -> Callable[[], None]:
+    """Keep SIGTERM and SIGUSR1 for the training to heed when it begins; give what undoes it."""
+    # Torchrun's SIGTERM also means that another rank has failed, for which this one would wait until it is killed.
+    return keep_stops(_end, (signal.SIGUSR1,) if _is_under_torchrun() else SIGNALS)
+
+
+def end_by_sigterm() -> None:
+    """Have SIGTERM end this process, also as the first one of a container, where the kernel would ignore it."""
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        _end(number)
+
+    signal.signal(signal.SIGTERM, on_signal)
+
+
+def _is_under_torchrun() -> bool:
+    try:
+        return detect(os.environ).launcher == "torchrun"
+    except SpecError:  # said later, where it has somebody to go to
+        return False
+
+
+def _end(number: int) -> None:
+    name = signal.Signals(number).name
+    print(f"instep: ended by {name}: someone, or the scheduler, asked this job to stop.", file=sys.stderr, flush=True)
+    sys.exit(EXIT_ENVIRONMENT)

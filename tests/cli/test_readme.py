@@ -1,0 +1,51 @@
+"""What the README and the page about clusters list is what there is."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+from commands import ROOT
+from instep.cli.app import app
+
+
+def commands(group: typer.Typer, before: str = "instep") -> list[tuple[str, typer.models.CommandInfo]]:
+    """The commands with their whole names, those of groups too."""
+    found = [(f"{before} {each.name or each.callback.__name__}", each) for each in group.registered_commands]
+    for each in group.registered_groups:
+        found += commands(each.typer_instance, f"{before} {each.name}")
+    return found
+
+
+def takes_json(command: typer.models.CommandInfo) -> bool:
+    return not command.callback.__annotations__.keys().isdisjoint({"json", "as_json"})
+
+
+def test_every_command_is_in_the_table_and_none_is_planned() -> None:
+    text = (ROOT / "README.md").read_text()
+    planned = re.search(r"^Planned: (.*)\.$", text, re.M)[1].split(", ")
+    for name, _ in commands(app):
+        assert re.search(rf"^\|.*`{name}\b", text, re.M), name
+        assert name.split()[1] not in planned
+
+
+def test_json() -> None:
+    text = (ROOT / "README.md").read_text()
+    listed = re.search(r"options\. (.*?) take `--json`", text, re.S)[1]
+    expected = {name.split()[1] for name, command in commands(app) if takes_json(command)}
+    assert set(re.findall(r"`(\w+)`", listed)) == expected
+
+
+def test_every_page_is_listed_once() -> None:
+    more = (ROOT / "README.md").read_text().partition("\n## More\n")[2]
+    linked = re.findall(r"\]\((docs/\w+\.md)\)", more)
+    assert sorted(linked) == sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_table_of_clusters_leads_to_sections_in_their_order() -> None:
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    heads = [head.lower().replace(" ", "-") for head in re.findall(r"^###? (.*)$", text, re.M)]
+    table = [heads.index(link) for link in re.findall(r"^\|.*\(#([\w-]+)\) \|$", text, re.M)]
+    assert len(table) == 10
+    assert table == sorted(table)
