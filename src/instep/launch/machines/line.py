@@ -12,11 +12,13 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from instep.core.errors import EnvironmentFailed
 from instep.launch.machines.board import Board
 
 T = TypeVar("T")
@@ -24,6 +26,7 @@ T = TypeVar("T")
 _PATIENCE_S = 1.0
 _FIRST_PATIENCE_S = 3.0
 """A new connection takes a few round trips."""
+_AGAIN_S = 0.1
 
 
 class Silent(Exception):
@@ -57,6 +60,21 @@ class Line:
         self._open = outcome["board"]
         answer: T = outcome["answer"]
         return answer
+
+    def insist(self, act: Callable[[Board], T], patience_s: float) -> T:
+        """Do something on the board that this process cannot go on without; it may be done more than once."""
+        plan, deadline = self._board.plan, time.monotonic() + patience_s
+        while True:
+            try:
+                return self.call(act)
+            except (Silent, HostGone) as error:
+                if isinstance(error, HostGone) or time.monotonic() > deadline:
+                    how = "has ended" if isinstance(error, HostGone) else "no longer answers"
+                    raise EnvironmentFailed(
+                        f"The process that hosts {plan.host}:{plan.port}, where the machines of this job meet, {how}: "
+                        f"{error}. Start the same command again on all machines."
+                    ) from error
+                time.sleep(_AGAIN_S)
 
     def _act(self, board: Board | None, act: Callable[[Board], Any], outcome: dict[str, Any]) -> None:
         try:
