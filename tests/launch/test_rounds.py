@@ -116,7 +116,7 @@ def test_all_done_is_over_and_a_failure_beside_it_is_final() -> None:
 
 def test_a_way_that_is_blocked_is_final_unless_a_machine_was_lost() -> None:
     blocked = environment_failure("h1 (10.0.0.1) cannot reach h3 (10.0.0.3) on port 40123: timed out", 3, final=True)
-    failing = decide(RUNNING, sight(0, failures=(blocked,)), sight(1), sight(2))
+    failing = decide(replace(RUNNING, number=0), sight(0, failures=(blocked,)), sight(1), sight(2))
     over = decide(failing, sight(0, failures=(blocked,)), sight(1), sight(2), now_s=100 + GRACE_S)
     assert (over.over, over.failures) == (True, (blocked,))
     lost = decide(failing, sight(0, failures=(blocked,)), sight(1), sight(2, quiet_s=10))

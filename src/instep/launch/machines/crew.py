@@ -44,6 +44,9 @@ _CLAIM_S = 5.0
 """How long nobody may lead before a machine that does not host the board does."""
 _PATIENCE_S = 2.0
 """What is waited for is told after so long."""
+_AGAIN_S = 0.2
+_MOST_REACH_S = 30.0
+"""Well within the time for which the others of a round wait for this one."""
 _STUCK_S = 3.0
 """How long elastic may take to notice that its ranks have ended."""
 
@@ -131,6 +134,10 @@ class Crew:
             with self._condition:
                 self._condition.wait(0.2)
                 news, gone, quiet_s = self._news, self._gone, time.monotonic() - self._heard_s
+            if news is not None and news["over"]:  # whatever has become of the leading process since
+                if news["failures"]:
+                    raise RanksFailed([FailureRecord(**each) for each in news["failures"]])
+                return None
             if gone:
                 raise EnvironmentFailed(f"{self._leader_name()} has ended: {gone}. {GOES_ON}")
             if quiet_s > _COME_BACK * self._rules.lost_after_s:
@@ -139,10 +146,6 @@ class Crew:
                 raise EnvironmentFailed("asked to stop while waiting for other machines.")
             if news is None or quiet_s > self._fence_s:
                 continue
-            if news["over"]:
-                if news["failures"]:
-                    raise RanksFailed([FailureRecord(**each) for each in news["failures"]])
-                return None
             patient = time.monotonic() - began_s < _PATIENCE_S
             text = "" if patient else news["waiting"]
             if news["number"] > after and news["running"]:
@@ -168,13 +171,22 @@ class Crew:
                 self._attempt = None
 
     def check_reach(self, round_: Round) -> None:
-        """See whether this machine reaches all others of the round; raise what cannot be."""
-        found = unreached(round_.own, round_.others)
-        if found:
-            sentence = "; ".join(found) + (
-                ". Open all ports between the machines (firewalls, security groups), or put them on one network."
-            )
-            raise RanksFailed([environment_failure(sentence, now_ns(), final=True)])
+        """See whether this machine reaches all others of the round; raise what cannot be.
+
+        A way that is closed from the beginning stays so; one that was open before may open again.
+        """
+        patience_s, said = min(self._rules.lost_after_s, _MOST_REACH_S), False
+        until = time.monotonic() + patience_s
+        while found := unreached(round_.own, round_.others):
+            sentence = "; ".join(found)
+            if time.monotonic() > until or self._why_end(round_.number)[0]:
+                advice = "Open all ports between the machines (firewalls, security groups), or put them on one network."
+                final = round_.number == 0
+                raise RanksFailed([environment_failure(f"{sentence}. {advice}", now_ns(), final=final)])
+            if not said:
+                said = True
+                self._say(f"{sentence}; trying for {patience_s:.0f} s")
+            time.sleep(_AGAIN_S)
 
     def tell_done(self) -> None:
         """Tell that all ranks here have ended this round well."""
@@ -191,7 +203,8 @@ class Crew:
         return _FENCE * self._rules.lost_after_s
 
     def _tell(self, **changes: Any) -> None:
-        self._word = dataclasses.replace(self._word, count=self._word.count + 1, **changes)
+        with self._condition:  # by two threads, of which neither may undo what the other told
+            self._word = dataclasses.replace(self._word, count=self._word.count + 1, **changes)
 
     def _run(self) -> None:
         try:
@@ -211,9 +224,9 @@ class Crew:
 
     def _beat(self) -> bool:
         """Exchange a word for the news; tell whether there was an answer."""
-        attempt = self._attempt
-        ranks = self._scratch.watched_ranks(attempt.number) if attempt is not None else self._word.ranks
         with self._condition:
+            attempt = self._attempt
+            ranks = self._scratch.watched_ranks(attempt.number) if attempt is not None else self._word.ranks
             self._tell(ranks=ranks)
         try:
             news = self._line.call(self._exchange)
@@ -262,15 +275,15 @@ class Crew:
     def _why_end(self, number: int) -> tuple[str, bool]:
         """Say why a round must end here, and whether that is this machine's own finding; empty: it need not."""
         news, quiet_s = self._news, time.monotonic() - self._heard_s
+        if news is not None and news["over"]:  # without failures all have done their work; elastic is just leaving
+            return (news["failures"][0]["summary"] if news["failures"] else ""), False
         if self._gone:
             return f"{self._leader_name()} has ended: {self._gone}", True
         if quiet_s > self._fence_s:
             return self._silence(quiet_s), True
         if news is None or news["number"] < number or (news["number"] == number and news["running"]):
             return "", False
-        if news["over"] and not news["failures"]:
-            return "", False  # all have done their work; elastic is just leaving
-        return (news["failures"][0]["summary"] if news["failures"] else news["why"]), False
+        return news["why"], False
 
     def _end_ranks(self, number: int, reason: str, own: bool) -> None:
         for rank, beat in Observer(self._scratch, number).beats().items():

@@ -141,7 +141,7 @@ class Leader:
             known.heard_s += slept_s
         for key, word in words.items():
             known_ = self._known.setdefault(key, _Known(word, now_s, now_s))
-            if word.count != known_.word.count:
+            if word.count > known_.word.count:  # a connection that was given up may bring an older one
                 known_.word, known_.heard_s = word, now_s
 
     def _sights(self, now_s: float) -> list[Sight]:

@@ -1,0 +1,138 @@
+"""One machine among others, on a real board; what the leading process tells is written by hand where that is the point."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.core.errors import RanksFailed
+from instep.launch.logs import LogPlan
+from instep.launch.machines.board import Board, BoardPlan
+from instep.launch.machines.crew import Crew, Round
+from instep.launch.machines.lead import plain
+from instep.launch.machines.peers import Address, Listener
+from instep.launch.machines.rounds import RoundState, Rules, environment_failure
+from instep.launch.scratch import Scratch
+from ranks import free_port
+
+RULES = Rules(min_nodes=1, max_nodes=2, max_restarts=3, lost_after_s=1.5, endpoint="127.0.0.1")
+RUNNING = RoundState(number=0, members=(0, 1), running=True)
+
+
+class Leading(threading.Thread):
+    """Tells the news of a state, again and again, as a leading process does."""
+
+    def __init__(self, board: Board, state: RoundState) -> None:
+        super().__init__(daemon=True)
+        self.state, self._board, self._ending = state, board.line(3), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        pulse = 0
+        while not self._ending.wait(0.1):
+            pulse += 1
+            peers = {key: ("h", "127.0.0.1", 1) for key in self.state.members}
+            self._board.post("news", {"pulse": pulse, "leader": "h1", "peers": peers, **plain(self.state)})
+
+    def stop(self) -> None:
+        self._ending.set()
+        self.join()
+
+
+@dataclasses.dataclass
+class Place:
+    """What a crew is made from."""
+
+    board: Board
+    scratch: Scratch
+    said: list[str]
+
+    def crew(self, **rules: Any) -> Crew:
+        (self.scratch.folder / "attempt-0").mkdir(exist_ok=True)
+        logs = LogPlan(self.scratch.folder, False)
+        found = dataclasses.replace(RULES, **rules)
+        return Crew(
+            *(self.board, found, self.scratch, logs), address="127.0.0.1", progress=lambda: 0, say=self.said.append
+        )
+
+
+@pytest.fixture
+def host() -> Board:
+    return Board.open(BoardPlan("127.0.0.1", free_port(), "a", True), print)
+
+
+@pytest.fixture
+def place(host: Board, tmp_path: Path) -> Iterator[Place]:
+    """A machine that does not lead."""
+    yield Place(Board.open(dataclasses.replace(host.plan, is_host=False), print), Scratch(tmp_path), [])
+
+
+def closed_port() -> int:
+    listener = Listener("127.0.0.1")
+    listener.close()
+    return listener.port
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_way_that_stays_closed_is_final_only_at_the_beginning(host: Board, place: Place, number: int) -> None:
+    leading = Leading(host, dataclasses.replace(RUNNING, number=number))
+    others = {1: Address("h2", "127.0.0.1", closed_port())}
+    with place.crew() as crew:
+        assert crew.next_round(-1) is not None
+        begun = time.monotonic()
+        with pytest.raises(RanksFailed) as caught:
+            crew.check_reach(Round(number, Address("h1", "127.0.0.1", 1), others))
+    leading.stop()
+    assert time.monotonic() - begun >= RULES.lost_after_s
+    assert caught.value.failures[0].final is (number == 0)
+    assert "h1 (127.0.0.1) cannot reach h2 (127.0.0.1) on port" in caught.value.failures[0].summary
+
+
+def test_a_way_that_opens_in_time_is_taken(place: Place) -> None:
+    port, found = closed_port(), []
+
+    def open_later() -> None:
+        time.sleep(0.6)
+        found.append(socket.create_server(("127.0.0.1", port)))
+
+    thread = threading.Thread(target=open_later)
+    with place.crew(lost_after_s=10) as crew:
+        thread.start()
+        crew.check_reach(Round(2, Address("h1", "127.0.0.1", 1), {1: Address("h2", "127.0.0.1", port)}))
+    thread.join()
+    found[0].close()
+    assert len(place.said) == 1
+
+
+def test_what_it_knows_counts_more_than_that_the_host_is_gone(host: Board, place: Place) -> None:
+    failure = environment_failure("rank 3: KeyError: 17", 1)
+    leading = Leading(host, dataclasses.replace(RUNNING, running=False, over=True, failures=(failure,)))
+    with place.crew() as crew:
+        with crew._condition:
+            assert crew._condition.wait_for(lambda: crew._news is not None, 5)
+        leading.stop()
+        crew._gone = "127.0.0.1 refuses connections"
+        assert crew._why_end(0) == ("rank 3: KeyError: 17", False)
+        with pytest.raises(RanksFailed) as caught:
+            crew.next_round(0)
+    assert caught.value.failures == (failure,)
+
+
+def test_words_of_two_threads_are_told_one_after_the_other(place: Place) -> None:
+    crew = place.crew()
+    thread = threading.Thread(target=crew.tell_done)
+    with crew._condition:  # a beat is just making its word
+        before = crew._word
+        thread.start()
+        thread.join(0.3)
+        assert crew._word is before
+    thread.join()
+    assert crew._word.done
+    crew._listener.close()
