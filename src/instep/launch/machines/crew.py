@@ -28,7 +28,7 @@ from instep.guard.processes import kill
 from instep.launch.logs import LogPlan
 from instep.launch.machines.board import Board
 from instep.launch.machines.lead import GOES_ON, Leader, Word
-from instep.launch.machines.line import HostGone, Line, Silent, hang_up
+from instep.launch.machines.line import HostGone, Line, Silent, addresses_of, hang_up
 from instep.launch.machines.peers import Address, Listener, unreached
 from instep.launch.machines.rounds import Rules, environment_failure
 from instep.launch.observe import Observer
@@ -83,6 +83,7 @@ class Crew:
         self._board, self._rules, self._scratch, self._logs = board, rules, scratch, logs
         self._progress, self._say = progress, say
         self._line = Line(board)
+        self._board_addresses = addresses_of(board.plan.host)  # once: the name's server may go with the network
         own = address or address_towards(board.plan.host, board.plan.port) or "127.0.0.1"
         # On the board's own machine the others may come in at another address than this process would think of.
         everywhere = "::" if ":" in own else "0.0.0.0"  # noqa: S104 - as the store and gloo do; see docs/recovery.md
@@ -92,7 +93,7 @@ class Crew:
             count=0,
             name=socket.gethostname(),
             address=own,
-            board_address="" if board.is_host and address else _resolved(board.plan.host),
+            board_address="" if board.is_host and address else self._board_addresses[0],
             port=self._listener.port,
             number=-1,
             ranks=[],
@@ -269,7 +270,7 @@ class Crew:
             # In a rendezvous that will not come about, or waiting for machines that are gone. Still under the lock:
             # the next round's connections must not be there yet.
             if time.monotonic() - attempt.ended_s > _STUCK_S:
-                hang_up(self._board.plan.host, self._board.plan.port)
+                hang_up(self._board_addresses, self._board.plan.port)
         return True
 
     def _why_end(self, number: int) -> tuple[str, bool]:
@@ -308,14 +309,6 @@ class Crew:
     def _silence(self, quiet_s: float) -> str:
         whose = "its machine or its network is down, or this one's network is"
         return f"{self._leader_name()} has not been heard of on {self._word.name} for {quiet_s:.0f} s: {whose}"
-
-
-def _resolved(host: str) -> str:
-    """Give the address that a name stands for here."""
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return host
 
 
 def _words_for(error: BaseException | None) -> str:
