@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+from commands import wait_for
 from instep.core.errors import RanksFailed
 from instep.launch.logs import LogPlan
 from instep.launch.machines.board import Board, BoardPlan
@@ -20,6 +26,7 @@ from instep.launch.machines.lead import plain
 from instep.launch.machines.peers import Address, Listener
 from instep.launch.machines.rounds import RoundState, Rules, environment_failure
 from instep.launch.scratch import Scratch
+from launch_support import hosting
 from ranks import free_port
 
 RULES = Rules(min_nodes=1, max_nodes=2, max_restarts=3, lost_after_s=1.5, endpoint="127.0.0.1")
@@ -39,7 +46,8 @@ class Leading(threading.Thread):
         while not self._ending.wait(0.1):
             pulse += 1
             peers = {key: ("h", "127.0.0.1", 1) for key in self.state.members}
-            self._board.post("news", {"pulse": pulse, "leader": "h1", "peers": peers, **plain(self.state)})
+            with contextlib.suppress(RuntimeError):  # a host that is gone
+                self._board.post("news", {"pulse": pulse, "leader": "h1", "peers": peers, **plain(self.state)})
 
     def stop(self) -> None:
         self._ending.set()
@@ -78,6 +86,26 @@ def closed_port() -> int:
     listener = Listener("127.0.0.1")
     listener.close()
     return listener.port
+
+
+@contextlib.contextmanager
+def a_rank(scratch: Scratch) -> Iterator[subprocess.Popen[str]]:
+    """Have a process of round 0 that does nothing."""
+    scratch.start_attempt(0)
+    code = f"""
+import pathlib, time
+from instep.guard.pulse import begin_pulse
+begin_pulse(pathlib.Path({str(scratch.pulse(0, 1))!r}))
+print("here", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -136,3 +164,87 @@ def test_words_of_two_threads_are_told_one_after_the_other(place: Place) -> None
     thread.join()
     assert crew._word.done
     crew._listener.close()
+
+
+def test_a_machine_that_hears_nothing_ends_its_ranks_before_it_is_lost(tmp_path: Path) -> None:
+    port = free_port()
+    scratch = Scratch(tmp_path)
+    with hosting(port) as host, a_rank(scratch) as rank:
+        place = Place(Board.open(BoardPlan("127.0.0.1", port, "a", False), print), scratch, [])
+        leading = Leading(place.board, RUNNING)
+        with place.crew(lost_after_s=4.0) as crew:
+            assert crew.next_round(-1) is not None
+            with crew.working(0):
+                time.sleep(1.5)
+                host.send_signal(signal.SIGSTOP)
+                stopped_s = time.monotonic()
+                rank.wait(10)
+                took_s = time.monotonic() - stopped_s
+        leading.stop()
+    assert rank.returncode == -signal.SIGKILL
+    assert 1.5 < took_s < 4.0
+    found = scratch.load_failure(0, 1)
+    assert found is not None
+    assert "has not been heard of" in found.summary
+    assert place.said == [f"{found.summary}. The ranks here are ended"]
+
+
+STOPPED = """
+import pathlib, sys, time
+from instep.launch.logs import LogPlan
+from instep.launch.machines.board import Board, BoardPlan
+from instep.launch.machines.crew import Crew
+from instep.launch.machines.rounds import Rules
+from instep.launch.scratch import Scratch
+port, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+board = Board.open(BoardPlan("127.0.0.1", port, "a", False), print)
+rules = Rules(min_nodes=1, max_nodes=2, max_restarts=3, lost_after_s=3.0)
+with Crew(board, rules, Scratch(folder), LogPlan(folder, False), address="127.0.0.1", progress=int, say=print) as crew:
+    crew.next_round(-1)
+    with crew.working(0):
+        print("working", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_launching_process_that_was_stopped_ends_its_ranks_first(host: Board, tmp_path: Path) -> None:
+    leading, scratch = Leading(host, RUNNING), Scratch(tmp_path)  # which goes on to say that all is well
+    words = [sys.executable, "-c", STOPPED, str(host.plan.port), str(tmp_path)]
+    with a_rank(scratch) as rank, subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        assert rank.poll() is None
+        process.send_signal(signal.SIGCONT)
+        rank.wait(3)
+        process.kill()
+    leading.stop()
+    found = scratch.load_failure(0, 1)
+    assert found is not None
+    assert "this process was stopped, or its machine asleep" in found.summary
+
+
+def test_only_the_host_of_a_board_leads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.launch.machines.crew._CLAIM_S", 0.1)
+    with place.crew(lost_after_s=10) as crew:
+        time.sleep(2.5)  # its host is slow
+        assert crew._leader is None
+        assert place.board.read("lead") is None
+
+
+def test_one_leads_where_somebody_else_keeps_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.launch.machines.crew._CLAIM_S", 0.1)
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    plan = BoardPlan("127.0.0.1", port, "a", False)
+    first, second = (Place(Board.open(plan, print), Scratch(tmp_path), []).crew(lost_after_s=10) for _ in range(2))
+    # A claim whose answer was not waited for is still a claim: of the same machine.
+    assert first._claim_lead(first._board) == "0"
+    with first, second:
+        wait_for(lambda: first._leader is not None, timeout_s=5)
+        assert first.next_round(-1) is not None
+        assert second.next_round(-1) is not None
+        assert second._leader is None
+    del store

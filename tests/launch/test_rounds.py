@@ -9,7 +9,7 @@ import pytest
 from instep.core.errors import EXIT_ENVIRONMENT, EXIT_USER, FailureRecord, SpecError
 from instep.core.spec import LaunchSpec
 from instep.launch.machines.lead import Word, names_of
-from instep.launch.machines.rounds import GRACE_S, RoundState, Rules, Sight, environment_failure, next_state
+from instep.launch.machines.rounds import GRACE_S, MARGIN_S, RoundState, Rules, Sight, environment_failure, next_state
 from instep.launch.rendezvous import plan_rules
 
 RULES = Rules(min_nodes=1, max_nodes=3, max_restarts=3, last_call_s=5, endpoint="h1:29500")
@@ -53,17 +53,19 @@ def test_a_quiet_machine_is_lost_after_its_time_and_not_before() -> None:
     assert (ended.running, ended.in_vain) == (False, 1)
     sentence = "h3 (ranks 4, 5) has not been heard of for 10 s: its machine or its network is down"
     assert ended.why == f"restart 1 of 3 after {sentence}"
-    following = decide(ended, sight(0), sight(1), sight(2, quiet_s=11))
+    early = decide(ended, sight(0), sight(1), sight(2, quiet_s=11), now_s=100 + MARGIN_S - 0.1)
+    assert not early.running
+    following = decide(early, sight(0), sight(1), sight(2, quiet_s=12), now_s=100 + MARGIN_S)
     assert (following.number, following.members) == (5, (0, 1))
 
 
 def test_a_fixed_number_waits_for_the_machine_to_come_back() -> None:
     rules = replace(RULES, min_nodes=3)
     ended = decide(RUNNING, sight(0), sight(1), sight(2, quiet_s=10), rules=rules)
-    waiting = decide(ended, sight(0), sight(1), sight(2, quiet_s=11), rules=rules)
+    waiting = decide(ended, sight(0), sight(1), sight(2, quiet_s=12), rules=rules, now_s=102)
     assert not waiting.running
     assert "2 of 3 are here (h1, h2)" in waiting.waiting
-    assert decide(waiting, *ALL, rules=rules).members == (0, 1, 2)
+    assert decide(waiting, *ALL, rules=rules, now_s=103).members == (0, 1, 2)
 
 
 def test_whoever_is_silent_may_be_the_cause() -> None:

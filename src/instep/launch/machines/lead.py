@@ -2,7 +2,7 @@
 
     machines          how many have come; each takes the next number as its key
     word/3            what the machine with key 3 tells, once a second: who it is, where it is, how its round ended
-    lead              whoever counts this to 1 leads
+    lead              the key of the machine that leads
     news              what the leading process tells, twice a second
 
 Room: one thread of one launching process; reads and writes the board. Ranks: none. Issues no collectives.

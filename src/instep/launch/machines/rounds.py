@@ -19,6 +19,8 @@ FRESH_S = 3.0
 """Who was heard of within this time is there; who was not may be lost, so nothing is begun with it yet."""
 GRACE_S = 2.5
 """How long the machines may take to tell how a round failed, once one of them has."""
+MARGIN_S = 2.0
+"""How long after a machine fell silent no round begins: it ends its ranks by itself, and may be a little late."""
 _SETTLE_S = 2.0
 """How long a newcomer is watched before everybody is interrupted for it: others may come with it."""
 
@@ -80,6 +82,8 @@ class RoundState:
     """What no round can begin without, for a person."""
     since_s: float = 0.0
     """When this round began, or the last one ended."""
+    not_before_s: float = 0.0
+    """When the next round may begin."""
     failing_s: float | None = None
     """When the first failure of this round was told."""
     in_vain: int = 0
@@ -117,6 +121,8 @@ def _gather(state: RoundState, sights: Sequence[Sight], rules: Rules, now_s: flo
     doubtful = [s for s in sights if not s.left and not s.is_here and s.quiet_s < rules.lost_after_s]
     first = state.number < 0
     called = not first or min((s.age_s for s in here), default=0.0) >= rules.last_call_s
+    if now_s < state.not_before_s:
+        return state
     if len(here) >= rules.max_nodes or (len(here) >= rules.min_nodes and not doubtful and called):
         members = tuple(sorted(sight.key for sight in here[: rules.max_nodes]))
         return dataclasses.replace(
@@ -165,7 +171,14 @@ def _fail(
         return dataclasses.replace(state, over=True, running=False, failures=tuple(plan.failures))
     why = f"restart {in_vain + 1} of {rules.max_restarts} after {ordered[0].line}"
     return dataclasses.replace(
-        state, running=False, why=why, since_s=now_s, in_vain=in_vain + 1, reached=reached, previous=tuple(ordered)
+        state,
+        running=False,
+        why=why,
+        since_s=now_s,
+        not_before_s=now_s + (MARGIN_S if any(not m.left for m in lost) else 0.0),
+        in_vain=in_vain + 1,
+        reached=reached,
+        previous=tuple(ordered),
     )
 
 
