@@ -1,4 +1,4 @@
-"""One machine among others, on a real board; what the leading process tells is written by hand where that is the point."""
+"""One machine among others, on a real board; where that is the point, the news of the leading one are made by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.core.errors import RanksFailed
 from instep.launch.logs import LogPlan
 from instep.launch.machines.board import Board, BoardPlan
 from instep.launch.machines.crew import Crew, Round
-from instep.launch.machines.lead import plain
+from instep.launch.machines.lead import Leader, Lookout, Word, plain
 from instep.launch.machines.peers import Address, Listener
 from instep.launch.machines.rounds import RoundState, Rules, environment_failure
 from instep.launch.scratch import Scratch
@@ -45,7 +45,7 @@ class Leading(threading.Thread):
         pulse = 0
         while not self._ending.wait(0.1):
             pulse += 1
-            peers = {key: ("h", "127.0.0.1", 1) for key in self.state.members}
+            peers = dict.fromkeys(self.state.members, ("h", "127.0.0.1", 1))
             with contextlib.suppress(RuntimeError):  # a host that is gone
                 self._board.post("news", {"pulse": pulse, "leader": "h1", "peers": peers, **plain(self.state)})
 
@@ -77,9 +77,9 @@ def host() -> Board:
 
 
 @pytest.fixture
-def place(host: Board, tmp_path: Path) -> Iterator[Place]:
+def place(host: Board, tmp_path: Path) -> Place:
     """A machine that does not lead."""
-    yield Place(Board.open(dataclasses.replace(host.plan, is_host=False), print), Scratch(tmp_path), [])
+    return Place(Board.open(dataclasses.replace(host.plan, is_host=False), print), Scratch(tmp_path), [])
 
 
 def closed_port() -> int:
@@ -248,3 +248,54 @@ def test_one_leads_where_somebody_else_keeps_the_store(tmp_path: Path, monkeypat
         assert second.next_round(-1) is not None
         assert second._leader is None
     del store
+
+
+def word(count: int, **more: Any) -> dict[str, Any]:
+    found = Word(
+        count=count, name="h", address="127.0.0.1", board_address="127.0.0.1", port=1, number=0, ranks=[], left="",
+        done=False, failures=[],
+    )  # fmt: skip
+    return dataclasses.asdict(dataclasses.replace(found, **more))
+
+
+def test_a_disk_that_stalls_keeps_no_news_back(host: Board) -> None:
+    """Two machines, by hand; the disk stalls when a failure is judged. The news go on, and then it is judged."""
+    healed, asked = threading.Event(), []
+
+    def progress() -> int:
+        asked.append(1)
+        return 5 if len(asked) == 1 else 7 * healed.wait(20)
+
+    host.add("machines", 2)
+    host.post("word/0", word(1)), host.post("word/1", word(1))
+    rules = dataclasses.replace(RULES, lost_after_s=30, last_call_s=0)
+    leader = Leader(host, 0, rules, progress)
+    wait_for(lambda: (host.read("news") or {"running": False})["running"], timeout_s=5)
+    time.sleep(1.2)
+    assert len(asked) == 1
+    failure = dataclasses.asdict(environment_failure("killed (SIGKILL)", 1))
+    host.post("word/0", word(2, failures=[failure])), host.post("word/1", word(2, failures=[failure]))
+    wait_for(lambda: len(asked) == 2, timeout_s=5)
+    before = host.read("news")
+    time.sleep(1.7)
+    later = host.read("news")
+    assert later["pulse"] >= before["pulse"] + 2
+    assert later["running"]
+    healed.set()
+    wait_for(lambda: host.read("news")["why"].startswith("restart 1 of 3"), timeout_s=5)
+    assert (len(asked), leader._state.reached) == (2, 7)
+    host.post("word/1", word(3, left="done"))
+    leader.close("the test is over")
+
+
+def test_a_disk_that_refuses_has_brought_nothing() -> None:
+    found: list[int | OSError] = [3, OSError(116, "Stale file handle"), 9]
+
+    def progress() -> int:
+        answer = found.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    lookout = Lookout(progress, 5)
+    assert [lookout.ask() for _ in range(3)] == [3, 3, 9]

@@ -20,7 +20,7 @@ def sight(key: int, **more: object) -> Sight:
 
 
 def decide(
-    state: RoundState, *sights: Sight, rules: Rules = RULES, progress: int = 0, now_s: float = 100
+    state: RoundState, *sights: Sight, rules: Rules = RULES, progress: int | None = 0, now_s: float = 100
 ) -> RoundState:
     return next_state(state, sights, rules, progress, now_s, 7)
 
@@ -92,6 +92,17 @@ def test_restarts_that_bring_progress_are_not_counted() -> None:
     assert decide(state, *failed, progress=10).over
     again = decide(state, *failed, progress=11)
     assert (again.over, again.in_vain, again.reached) == (False, 1, 11)
+
+
+def test_progress_is_only_asked_for_when_a_round_is_judged() -> None:
+    state = replace(RUNNING, members=(0, 1))
+    gone = sight(2, quiet_s=99), sight(3, left="interrupted")
+    assert decide(state, sight(0), sight(1), *gone, progress=None) == state
+    asked = decide(state, sight(0), sight(1, quiet_s=10), progress=None)
+    assert (asked.running, asked.is_judged) == (True, True)
+    assert decide(asked, sight(0), sight(1), progress=None) == state  # heard of again, just in time
+    ended = decide(asked, sight(0), sight(1, quiet_s=10.5), progress=7)
+    assert (ended.running, ended.is_judged, ended.reached) == (False, False, 7)
 
 
 def test_a_machine_that_left_is_lost_at_once() -> None:

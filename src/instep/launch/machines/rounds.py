@@ -84,6 +84,8 @@ class RoundState:
     """When this round began, or the last one ended."""
     not_before_s: float = 0.0
     """When the next round may begin."""
+    is_judged: bool = False
+    """Whether the round has failed, and only how far the run has come for good must still be known."""
     failing_s: float | None = None
     """When the first failure of this round was told."""
     in_vain: int = 0
@@ -92,13 +94,17 @@ class RoundState:
 
 
 def next_state(
-    state: RoundState, sights: Sequence[Sight], rules: Rules, progress: int, now_s: float, time_ns: int
+    state: RoundState, sights: Sequence[Sight], rules: Rules, progress: int | None, now_s: float, time_ns: int
 ) -> RoundState:
-    """Decide what follows from what is seen now; `progress` is how far the run has come for good."""
+    """Decide what follows from what is seen now; `progress` is how far the run has come for good.
+
+    None: it is not known yet, and need not be unless the state `is_judged`.
+    """
     if state.over:
         return state
     if not state.running:
         return _gather(state, sights, rules, now_s)
+    state = dataclasses.replace(state, is_judged=False)
     members = [sight for sight in sights if sight.key in state.members]
     lost = [m for m in members if not m.done and (m.left or m.quiet_s >= rules.lost_after_s)]
     if all(member.done for member in members):
@@ -148,7 +154,7 @@ def _fail(
     lost: Sequence[Sight],
     told: Sequence[FailureRecord],
     rules: Rules,
-    progress: int,
+    progress: int | None,
     now_s: float,
     time_ns: int,
 ) -> RoundState:
@@ -159,6 +165,8 @@ def _fail(
     # Whoever is silent may be the cause: what the others tell of it is that they lost a peer.
     if not lost and open_ and (now_s - (state.failing_s or 0.0) < GRACE_S or not all(m.is_here for m in open_)):
         return state
+    if progress is None:
+        return dataclasses.replace(state, is_judged=True)
     records = [environment_failure(sentence_of(m, rules), time_ns, m.ranks[0] if m.ranks else 0) for m in lost]
     ordered = order_failures([*records, *_one_a_rank(told)])
     if lost:  # then a peer that could not be reached says nothing about the next round
