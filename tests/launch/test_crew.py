@@ -250,6 +250,16 @@ def test_one_leads_where_somebody_else_keeps_the_store(tmp_path: Path, monkeypat
     del store
 
 
+def test_a_machine_too_many_says_that_it_is_spare(host: Board, place: Place) -> None:
+    leading = Leading(host, dataclasses.replace(RUNNING, members=(5, 6)))
+    with place.crew(lost_after_s=10) as crew:
+        threading.Timer(1.5, lambda: setattr(leading, "state", dataclasses.replace(RUNNING, over=True))).start()
+        assert crew.next_round(-1) is None
+    leading.stop()
+    assert len(place.said) == 1
+    assert "is spare: 2 machines are at work, as many as --nnodes allows" in place.said[0]
+
+
 def word(count: int, **more: Any) -> dict[str, Any]:
     found = Word(
         count=count, name="h", address="127.0.0.1", board_address="127.0.0.1", port=1, number=0, ranks=[], left="",

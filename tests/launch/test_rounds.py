@@ -50,9 +50,9 @@ def test_too_few_machines_are_waited_for_and_then_named() -> None:
 def test_a_quiet_machine_is_lost_after_its_time_and_not_before() -> None:
     assert decide(RUNNING, sight(0), sight(1), sight(2, quiet_s=9.9)) == RUNNING
     ended = decide(RUNNING, sight(0), sight(1), sight(2, quiet_s=10))
-    assert (ended.running, ended.in_vain) == (False, 1)
+    assert (ended.running, ended.in_vain) == (False, 0)
     sentence = "h3 (ranks 4, 5) has not been heard of for 10 s: its machine or its network is down"
-    assert ended.why == f"restart 1 of 3 after {sentence}"
+    assert ended.why == f"{sentence}. The others go on without it"
     early = decide(ended, sight(0), sight(1), sight(2, quiet_s=11), now_s=100 + MARGIN_S - 0.1)
     assert not early.running
     following = decide(early, sight(0), sight(1), sight(2, quiet_s=12), now_s=100 + MARGIN_S)
@@ -62,6 +62,7 @@ def test_a_quiet_machine_is_lost_after_its_time_and_not_before() -> None:
 def test_a_fixed_number_waits_for_the_machine_to_come_back() -> None:
     rules = replace(RULES, min_nodes=3)
     ended = decide(RUNNING, sight(0), sight(1), sight(2, quiet_s=10), rules=rules)
+    assert ended.why.startswith("restart 1 of 3 after h3 (ranks 4, 5) has not been heard of")
     waiting = decide(ended, sight(0), sight(1), sight(2, quiet_s=12), rules=rules, now_s=102)
     assert not waiting.running
     assert "2 of 3 are here (h1, h2)" in waiting.waiting
@@ -107,8 +108,24 @@ def test_progress_is_only_asked_for_when_a_round_is_judged() -> None:
 
 def test_a_machine_that_left_is_lost_at_once() -> None:
     ended = decide(RUNNING, sight(0), sight(1), sight(2, left="interrupted"))
-    assert ended.why.endswith("after h3 (ranks 4, 5) has left: interrupted")
+    assert ended.why == "h3 (ranks 4, 5) has left: interrupted. The others go on without it"
     assert decide(ended, sight(0), sight(1), sight(2, left="interrupted")).members == (0, 1)
+
+
+def test_a_lost_machine_is_no_restart_where_enough_are_left_unless_it_goes_on_so() -> None:
+    rules = replace(RULES, max_restarts=0, min_nodes=2)
+    left = sight(2, left="ended by SIGTERM")
+    ended = decide(RUNNING, sight(0), sight(1), left, rules=rules)
+    assert (ended.over, ended.running, ended.in_vain) == (False, False, 0)
+    assert decide(RUNNING, sight(0), sight(1, left="interrupted"), left, rules=rules).over  # one is too few
+    error = sight(0, failures=(replace(ERROR, rank=0),))
+    assert (
+        decide(RUNNING, error, sight(1, failures=(LOST_PEER,)), left, rules=rules).failures[0].summary == "KeyError: 17"
+    )
+    often = replace(RUNNING, lost_in_vain=3)
+    assert decide(often, sight(0), sight(1), left, rules=rules).over
+    assert not decide(often, sight(0), sight(1), left, rules=rules, progress=1).over
+    assert not decide(often, sight(0), sight(1), left, rules=rules, now_s=500).over
 
 
 def test_a_newcomer_is_taken_in_when_there_is_room() -> None:

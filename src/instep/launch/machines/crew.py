@@ -162,10 +162,9 @@ class Crew:
                 raise EnvironmentFailed("asked to stop while waiting for other machines.")
             if news is None or quiet_s > self._fence_s:
                 continue
-            patient = time.monotonic() - began_s < _PATIENCE_S
-            text = "" if patient else news["waiting"]
+            text = news["waiting"] if time.monotonic() - began_s > _PATIENCE_S else ""
             if news["number"] > after and news["running"]:
-                text = news["why"]
+                text = news["why"] if self.key in news["members"] else self._spare(news["members"])
             if text and text != said:
                 said = text
                 self._say(text)
@@ -342,6 +341,14 @@ class Crew:
         plan = self._board.plan
         name = self._news["leader"] if self._news is not None else ""
         return f"{name or plan.host}, which hosts the rendezvous at {plan.host}:{plan.port},"
+
+    def _spare(self, members: Sequence[int]) -> str:
+        if len(members) < self._rules.max_nodes:
+            return ""  # it is about to be taken in
+        return (
+            f"{self._word.name} is spare: {len(members)} machines are at work, as many as --nnodes allows. It waits "
+            "until one of them goes, or all is done"
+        )
 
     def _paused(self, paused_s: float) -> tuple[str, bool]:
         why = "this process was stopped, or its machine asleep, and the others may have gone on without it"

@@ -21,6 +21,8 @@ GRACE_S = 2.5
 """How long the machines may take to tell how a round failed, once one of them has."""
 MARGIN_S = 2.0
 """How long after a machine fell silent no round begins: it ends its ranks by itself, and may be a little late."""
+_LASTING_S = 300.0
+"""A round of that length was not in vain, where nothing else tells how far a job has come."""
 _SETTLE_S = 2.0
 """How long a newcomer is watched before everybody is interrupted for it: others may come with it."""
 
@@ -89,6 +91,8 @@ class RoundState:
     failing_s: float | None = None
     """When the first failure of this round was told."""
     in_vain: int = 0
+    lost_in_vain: int = 0
+    """Machines that were lost in a row, and the others went on, without progress."""
     reached: int = 0
     previous: tuple[FailureRecord, ...] = field(default=())
 
@@ -171,23 +175,24 @@ def _fail(
     ordered = order_failures([*records, *_one_a_rank(told)])
     if lost:  # then a peer that could not be reached says nothing about the next round
         ordered = [dataclasses.replace(failure, final=False) for failure in ordered]
-    in_vain, reached, previous = state.in_vain, state.reached, state.previous
-    if progress > reached:
-        in_vain, reached, previous = 0, progress, ()
-    plan = plan_restart(ordered, previous, in_vain, rules.max_restarts)
-    if not plan.restart or any(member.done for member in members):
-        return dataclasses.replace(state, over=True, running=False, failures=tuple(plan.failures))
-    why = f"restart {in_vain + 1} of {rules.max_restarts} after {ordered[0].line}"
-    return dataclasses.replace(
+    if progress > state.reached:
+        state = dataclasses.replace(state, in_vain=0, lost_in_vain=0, reached=progress, previous=())
+    ended = dataclasses.replace(
         state,
         running=False,
-        why=why,
         since_s=now_s,
         not_before_s=now_s + (MARGIN_S if any(not m.left for m in lost) else 0.0),
-        in_vain=in_vain + 1,
-        reached=reached,
-        previous=tuple(ordered),
     )
+    if ordered[0] in records and not any(member.done for member in members):
+        lost_in_vain = len(lost) + (state.lost_in_vain if now_s - state.since_s < _LASTING_S else 0)
+        if len(members) - len(lost) >= rules.min_nodes and lost_in_vain <= rules.max_nodes:
+            why = f"{ordered[0].line}. The others go on without it"
+            return dataclasses.replace(ended, why=why, lost_in_vain=lost_in_vain)
+    plan = plan_restart(ordered, state.previous, state.in_vain, rules.max_restarts)
+    if not plan.restart or any(member.done for member in members):
+        return dataclasses.replace(state, over=True, running=False, failures=tuple(plan.failures))
+    why = f"restart {state.in_vain + 1} of {rules.max_restarts} after {ordered[0].line}"
+    return dataclasses.replace(ended, why=why, in_vain=state.in_vain + 1, previous=tuple(ordered))
 
 
 def sentence_of(sight: Sight, rules: Rules) -> str:
