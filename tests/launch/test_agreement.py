@@ -6,6 +6,7 @@ The machines are threads here: what they exchange goes through the store, as bet
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from instep.launch.machines.board import Board, BoardPlan
 from instep.launch.machines.company import Wishes, in_company
 from instep.launch.scratch import Scratch
 from instep.train.nodes import look_around
+from launch_support import hosting
 from ranks import free_port, run_ranks
 
 
@@ -152,6 +154,24 @@ def test_machines_that_do_not_come_are_counted(tmp_path):
     company = in_company(Board.open(plan, print), LaunchSpec(nnodes="2"), 1, Wishes(), Scratch(tmp_path), print)
     with pytest.raises(EnvironmentFailed, match=r"Only 1 of 2 machines came to 127\.0\.0\.1"), company:
         pass
+
+
+@pytest.mark.parametrize(
+    ("end", "words"), [(signal.SIGKILL, "has ended: 127.0.0.1:"), (signal.SIGSTOP, "no longer answers: ")]
+)
+def test_a_host_that_goes_during_the_roll_call_is_told(tmp_path, end, words):
+    port = free_port()
+    with hosting(port) as host:
+        machine = Machine(port, tmp_path, nnodes="2", lost_after="5s")
+        board = Board.open(BoardPlan("127.0.0.1", port, "a", False), print)
+        assert board.wait("roll/card/0")
+        time.sleep(0.3)
+        host.send_signal(end)
+        machine.join(20)
+        assert not machine.is_alive()
+    assert isinstance(machine.error, EnvironmentFailed)
+    where = f"The process that hosts 127.0.0.1:{port}, where the machines of this job meet, "
+    assert str(machine.error).startswith(where + words)
 
 
 @contextlib.contextmanager

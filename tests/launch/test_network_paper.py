@@ -14,7 +14,7 @@ from instep.cli.findings import judge_network
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.launch.machines.board import Board, BoardPlan
 from instep.launch.machines.checkup import Checkup
-from instep.launch.machines.line import HostGone, Line, Silent, hang_up
+from instep.launch.machines.line import HostGone, Line, Silent, addresses_of, hang_up
 from instep.launch.machines.links import distant_links, duration, pairings, rate, slow_links
 from instep.launch.machines.peers import Address, Link, Listener, measure, reach, unreached
 from instep.world.connections import limit_silence, open_sockets
@@ -26,6 +26,7 @@ from instep.world.interfaces import (
     own_address,
     socket_variables,
 )
+from launch_support import hosting
 from ranks import free_port
 
 FAST = Link(50e-6, 9.4e9)
@@ -124,7 +125,7 @@ def test_a_line_is_never_waited_for() -> None:
     board = Board.open(BoardPlan("127.0.0.1", port, "job", True), print)
     line = Line(board)
     assert line.call(lambda b: b.add("count")) == 1
-    assert hang_up("127.0.0.1", port) >= 2
+    assert hang_up(("127.0.0.1",), port) >= 2
     with pytest.raises(Silent):
         line.call(lambda b: b.add("count"))
     assert line.call(lambda b: b.add("count")) == 2  # on a new connection
@@ -133,6 +134,42 @@ def test_a_line_is_never_waited_for() -> None:
     other._board = replace_port(other._board, free_port())
     with pytest.raises(HostGone):
         other.call(lambda b: b.read("key"))
+
+
+def test_a_line_does_not_ask_for_the_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    board = Board.open(BoardPlan("localhost", port, "job", True), print)
+    line = Line(board)
+    assert line.call(lambda b: b.add("count")) == 1
+
+    def no_name_server(host: object, *args: object, **more: object) -> list[object]:
+        if host not in ("127.0.0.1", "::1"):
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return found(host, *args, **more)
+
+    found = socket.getaddrinfo
+    addresses = addresses_of("localhost")
+    monkeypatch.setattr(socket, "getaddrinfo", no_name_server)
+    assert addresses_of("localhost") == ("localhost",)
+    assert hang_up(addresses, port) >= 2
+    with pytest.raises(Silent):
+        line.call(lambda b: b.add("count"))
+    assert line.call(lambda b: b.add("count")) == 2
+
+
+def test_a_line_finds_out_that_another_process_hosts_the_board() -> None:
+    port = free_port()
+    plan = BoardPlan("127.0.0.1", port, "a", False)
+    with hosting(port) as host:
+        line = Line(Board.open(plan, print))
+        assert line.call(lambda b: b.add("count")) == 1
+        host.kill()
+        host.wait()
+    with hosting(port):
+        with pytest.raises(Silent):
+            line.call(lambda b: b.add("count"))
+        with pytest.raises(HostGone, match="another process hosts"):
+            line.call(lambda b: b.add("count"))
 
 
 def replace_port(board: Board, port: int) -> Board:

@@ -9,7 +9,7 @@ import pytest
 from instep.core.errors import EXIT_ENVIRONMENT, EXIT_USER, FailureRecord, SpecError
 from instep.core.spec import LaunchSpec
 from instep.launch.machines.lead import Word, names_of
-from instep.launch.machines.rounds import GRACE_S, RoundState, Rules, Sight, environment_failure, next_state
+from instep.launch.machines.rounds import GRACE_S, MARGIN_S, RoundState, Rules, Sight, environment_failure, next_state
 from instep.launch.rendezvous import plan_rules
 
 RULES = Rules(min_nodes=1, max_nodes=3, max_restarts=3, last_call_s=5, endpoint="h1:29500")
@@ -20,7 +20,7 @@ def sight(key: int, **more: object) -> Sight:
 
 
 def decide(
-    state: RoundState, *sights: Sight, rules: Rules = RULES, progress: int = 0, now_s: float = 100
+    state: RoundState, *sights: Sight, rules: Rules = RULES, progress: int | None = 0, now_s: float = 100
 ) -> RoundState:
     return next_state(state, sights, rules, progress, now_s, 7)
 
@@ -50,20 +50,23 @@ def test_too_few_machines_are_waited_for_and_then_named() -> None:
 def test_a_quiet_machine_is_lost_after_its_time_and_not_before() -> None:
     assert decide(RUNNING, sight(0), sight(1), sight(2, quiet_s=9.9)) == RUNNING
     ended = decide(RUNNING, sight(0), sight(1), sight(2, quiet_s=10))
-    assert (ended.running, ended.in_vain) == (False, 1)
+    assert (ended.running, ended.in_vain) == (False, 0)
     sentence = "h3 (ranks 4, 5) has not been heard of for 10 s: its machine or its network is down"
-    assert ended.why == f"restart 1 of 3 after {sentence}"
-    following = decide(ended, sight(0), sight(1), sight(2, quiet_s=11))
+    assert ended.why == f"{sentence}. The others go on without it"
+    early = decide(ended, sight(0), sight(1), sight(2, quiet_s=11), now_s=100 + MARGIN_S - 0.1)
+    assert not early.running
+    following = decide(early, sight(0), sight(1), sight(2, quiet_s=12), now_s=100 + MARGIN_S)
     assert (following.number, following.members) == (5, (0, 1))
 
 
 def test_a_fixed_number_waits_for_the_machine_to_come_back() -> None:
     rules = replace(RULES, min_nodes=3)
     ended = decide(RUNNING, sight(0), sight(1), sight(2, quiet_s=10), rules=rules)
-    waiting = decide(ended, sight(0), sight(1), sight(2, quiet_s=11), rules=rules)
+    assert ended.why.startswith("restart 1 of 3 after h3 (ranks 4, 5) has not been heard of")
+    waiting = decide(ended, sight(0), sight(1), sight(2, quiet_s=12), rules=rules, now_s=102)
     assert not waiting.running
     assert "2 of 3 are here (h1, h2)" in waiting.waiting
-    assert decide(waiting, *ALL, rules=rules).members == (0, 1, 2)
+    assert decide(waiting, *ALL, rules=rules, now_s=103).members == (0, 1, 2)
 
 
 def test_whoever_is_silent_may_be_the_cause() -> None:
@@ -92,10 +95,37 @@ def test_restarts_that_bring_progress_are_not_counted() -> None:
     assert (again.over, again.in_vain, again.reached) == (False, 1, 11)
 
 
+def test_progress_is_only_asked_for_when_a_round_is_judged() -> None:
+    state = replace(RUNNING, members=(0, 1))
+    gone = sight(2, quiet_s=99), sight(3, left="interrupted")
+    assert decide(state, sight(0), sight(1), *gone, progress=None) == state
+    asked = decide(state, sight(0), sight(1, quiet_s=10), progress=None)
+    assert (asked.running, asked.is_judged) == (True, True)
+    assert decide(asked, sight(0), sight(1), progress=None) == state  # heard of again, just in time
+    ended = decide(asked, sight(0), sight(1, quiet_s=10.5), progress=7)
+    assert (ended.running, ended.is_judged, ended.reached) == (False, False, 7)
+
+
 def test_a_machine_that_left_is_lost_at_once() -> None:
     ended = decide(RUNNING, sight(0), sight(1), sight(2, left="interrupted"))
-    assert ended.why.endswith("after h3 (ranks 4, 5) has left: interrupted")
+    assert ended.why == "h3 (ranks 4, 5) has left: interrupted. The others go on without it"
     assert decide(ended, sight(0), sight(1), sight(2, left="interrupted")).members == (0, 1)
+
+
+def test_a_lost_machine_is_no_restart_where_enough_are_left_unless_it_goes_on_so() -> None:
+    rules = replace(RULES, max_restarts=0, min_nodes=2)
+    left = sight(2, left="ended by SIGTERM")
+    ended = decide(RUNNING, sight(0), sight(1), left, rules=rules)
+    assert (ended.over, ended.running, ended.in_vain) == (False, False, 0)
+    assert decide(RUNNING, sight(0), sight(1, left="interrupted"), left, rules=rules).over  # one is too few
+    error = sight(0, failures=(replace(ERROR, rank=0),))
+    assert (
+        decide(RUNNING, error, sight(1, failures=(LOST_PEER,)), left, rules=rules).failures[0].summary == "KeyError: 17"
+    )
+    often = replace(RUNNING, lost_in_vain=3)
+    assert decide(often, sight(0), sight(1), left, rules=rules).over
+    assert not decide(often, sight(0), sight(1), left, rules=rules, progress=1).over
+    assert not decide(often, sight(0), sight(1), left, rules=rules, now_s=500).over
 
 
 def test_a_newcomer_is_taken_in_when_there_is_room() -> None:
@@ -116,7 +146,7 @@ def test_all_done_is_over_and_a_failure_beside_it_is_final() -> None:
 
 def test_a_way_that_is_blocked_is_final_unless_a_machine_was_lost() -> None:
     blocked = environment_failure("h1 (10.0.0.1) cannot reach h3 (10.0.0.3) on port 40123: timed out", 3, final=True)
-    failing = decide(RUNNING, sight(0, failures=(blocked,)), sight(1), sight(2))
+    failing = decide(replace(RUNNING, number=0), sight(0, failures=(blocked,)), sight(1), sight(2))
     over = decide(failing, sight(0, failures=(blocked,)), sight(1), sight(2), now_s=100 + GRACE_S)
     assert (over.over, over.failures) == (True, (blocked,))
     lost = decide(failing, sight(0, failures=(blocked,)), sight(1), sight(2, quiet_s=10))

@@ -159,6 +159,10 @@ class Board:
         """Count: give the total, this amount included."""
         return int(self._store.add(key, amount))
 
+    def claim(self, key: str, value: str) -> str:
+        """Write a value unless somebody has; give the one that is there."""
+        return str(self._store.compare_set(key, "", value).decode())
+
 
 def is_here(host: str) -> bool:
     """Tell whether a name or an address is one of this machine's: only then something can be bound to it."""

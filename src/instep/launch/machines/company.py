@@ -26,6 +26,7 @@ from instep.launch.machines.agreement import Card, names_of, refusal, warnings
 from instep.launch.machines.board import Board
 from instep.launch.machines.clocks import Offset, clock_warnings
 from instep.launch.machines.facts import installed_packages, look_at_node
+from instep.launch.machines.line import Line
 from instep.launch.machines.timekeeper import Timekeeper
 from instep.launch.scratch import Scratch
 from instep.world.interfaces import address_towards
@@ -76,17 +77,18 @@ def in_company(
     clock: Callable[[], int] = now_ns,
 ) -> Iterator[Company]:
     """Meet the other launching processes, see that all agree, and keep one time with them."""
-    number = board.add("roll/count") - 1
+    roll = _Roll(board, spec.lost_after_s)
+    number = roll.add("roll/count") - 1
     with Timekeeper(board, number, clock).running() as time_:
         card = _card(board, spec, processes, wishes, number)
-        board.post(f"roll/packages/{number}", installed_packages())
-        board.post(f"roll/card/{number}", dataclasses.asdict(card))
+        roll.post(f"roll/packages/{number}", installed_packages())
+        roll.post(f"roll/card/{number}", dataclasses.asdict(card))
         if card.node_rank is not None and spec.rdzv_backend != "static":
             say(
                 f"--node-rank {card.node_rank} is ignored: with --rdzv-backend {spec.rdzv_backend} the machines are "
                 "numbered as they meet. --rdzv-backend static keeps the numbers."
             )
-        names = _RollCall(board, spec, number, scratch, say).hold()
+        names = _RollCall(roll, spec, number, scratch, say).hold()
         yield Company(names[number], time_, scratch)
 
 
@@ -105,11 +107,28 @@ def _card(board: Board, spec: LaunchSpec, processes: int, wishes: Wishes, number
     )
 
 
+class _Roll:
+    """The board, for whoever must not wait for ever on one whose host is gone; a number may be given out in vain."""
+
+    def __init__(self, board: Board, patience_s: float) -> None:
+        self.plan, self.is_host = board.plan, board.is_host
+        self._line, self._patience_s = Line(board), patience_s
+
+    def post(self, key: str, value: Any) -> None:
+        self._line.insist(lambda board: board.post(key, value), self._patience_s)
+
+    def read(self, key: str) -> Any | None:
+        return self._line.insist(lambda board: board.read(key), self._patience_s)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        return self._line.insist(lambda board: board.add(key, amount), self._patience_s)
+
+
 class _RollCall:
     """Waits for as many machines as are needed; refuses what cannot work, and names what differs."""
 
     def __init__(
-        self, board: Board, spec: LaunchSpec, number: int, scratch: Scratch, say: Callable[[str], object]
+        self, board: _Roll, spec: LaunchSpec, number: int, scratch: Scratch, say: Callable[[str], object]
     ) -> None:
         self._board, self._spec, self._number, self._scratch, self._say = board, spec, number, scratch, say
         self._begun, self._said = time.monotonic(), False
@@ -193,7 +212,7 @@ class _RollCall:
         return self._board.read(f"roll/refused/{number}") is not None
 
 
-def _warn(board: Board, cards: Sequence[Card], own: int, say: Callable[[str], object]) -> None:
+def _warn(board: _Roll, cards: Sequence[Card], own: int, say: Callable[[str], object]) -> None:
     """Name what differs: everything where the board is, elsewhere what this machine has part in."""
     names = names_of(cards)
     nodes = {names[card.number]: card.node for card in cards}

@@ -2,7 +2,7 @@
 
     machines          how many have come; each takes the next number as its key
     word/3            what the machine with key 3 tells, once a second: who it is, where it is, how its round ended
-    lead              whoever counts this to 1 leads
+    lead              the key of the machine that leads
     news              what the leading process tells, twice a second
 
 Room: one thread of one launching process; reads and writes the board. Ranks: none. Issues no collectives.
@@ -10,11 +10,12 @@ Room: one thread of one launching process; reads and writes the board. Ranks: no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ LOOK_S = 0.5
 _PAUSE_S = 4.0
 """Whoever was not awake for so long (a suspended process) knows nothing of what the others did meanwhile."""
 _FAREWELL_S = 10.0
+_LOOKOUT_S = 0.1
+"""So long an answer is waited for at once: a disk that is well gives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +70,11 @@ class Leader:
         self._is_host = board.is_host
         self._key = key
         self._rules = rules
-        self._progress = progress
+        self._lookout = Lookout(progress, rules.lost_after_s)
+        self._begun_at = self._lookout.ask()
         self._known: dict[int, _Known] = {}
         self._looked_s = time.monotonic()
-        self._state = RoundState(since_s=time.monotonic(), reached=progress())
+        self._state = RoundState(since_s=time.monotonic(), reached=self._begun_at or 0)
         self._peers: dict[int, tuple[str, str, int]] = {}
         self._pulse = 0
         self._lock = threading.Lock()
@@ -124,7 +128,10 @@ class Leader:
         sights = self._sights(now_s)
         with self._lock:
             number = self._state.number
-            progress = self._progress() if _is_disturbed(sights, self._rules) else self._state.reached
+            if self._begun_at is None:
+                self._begun_at = self._lookout.ask()
+                self._state = dataclasses.replace(self._state, reached=self._begun_at or 0)
+            progress = self._lookout.ask() if self._state.is_judged else None
             self._state = next_state(self._state, sights, self._rules, progress, now_s, now_ns())
             state = self._state
         if state.number != number:
@@ -141,7 +148,7 @@ class Leader:
             known.heard_s += slept_s
         for key, word in words.items():
             known_ = self._known.setdefault(key, _Known(word, now_s, now_s))
-            if word.count != known_.word.count:
+            if word.count > known_.word.count:  # a connection that was given up may bring an older one
                 known_.word, known_.heard_s = word, now_s
 
     def _sights(self, now_s: float) -> list[Sight]:
@@ -184,9 +191,29 @@ def _read_words(board: Board) -> dict[int, Word]:
     return {key: Word(**each) for key, each in found.items() if each is not None}
 
 
-def _is_disturbed(sights: Sequence[Sight], rules: Rules) -> bool:
-    """Tell whether a round may have to end; only then is it looked up how far the run has come."""
-    return any(sight.failures or sight.left or sight.quiet_s >= rules.lost_after_s for sight in sights)
+class Lookout:
+    """Finds out how far a run has come, on a disk that may keep whoever asks waiting, without waiting for it."""
+
+    def __init__(self, progress: Callable[[], int], patience_s: float) -> None:
+        self._progress, self._patience_s = progress, patience_s
+        self._known, self._asked_s = 0, 0.0
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> int | None:
+        """Give how far it has come since the first ask; None: not known yet. The disk's silence means: no further."""
+        if self._thread is None or time.monotonic() - self._asked_s > 2 * self._patience_s:  # of a matter long over
+            self._asked_s = time.monotonic()
+            self._thread = threading.Thread(target=self._look, name="instep-lookout", daemon=True)
+            self._thread.start()
+        self._thread.join(_LOOKOUT_S)
+        if self._thread.is_alive() and time.monotonic() - self._asked_s < self._patience_s:
+            return None
+        self._thread = None
+        return self._known
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError):
+            self._known = max(self._known, self._progress())
 
 
 def names_of(words: Mapping[int, Word]) -> dict[int, str]:

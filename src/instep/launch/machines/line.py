@@ -9,14 +9,19 @@ Room: the network. Ranks: none; these are the processes that launch them.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from instep.core.errors import EnvironmentFailed
 from instep.launch.machines.board import Board
 
 T = TypeVar("T")
@@ -24,6 +29,7 @@ T = TypeVar("T")
 _PATIENCE_S = 1.0
 _FIRST_PATIENCE_S = 3.0
 """A new connection takes a few round trips."""
+_AGAIN_S = 0.1
 
 
 class Silent(Exception):
@@ -31,7 +37,7 @@ class Silent(Exception):
 
 
 class HostGone(Exception):
-    """The machine of the board is there, but nothing listens: its process has ended."""
+    """The machine of the board is there, but the process that hosted it has ended: nothing listens, or another one."""
 
 
 class Line:
@@ -40,6 +46,7 @@ class Line:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._open: Board | None = None
+        self._address = self._identity = ""
 
     def call(self, act: Callable[[Board], T]) -> T:
         """Do something on the board; raise Silent or HostGone if it does not answer soon."""
@@ -58,6 +65,21 @@ class Line:
         answer: T = outcome["answer"]
         return answer
 
+    def insist(self, act: Callable[[Board], T], patience_s: float) -> T:
+        """Do something on the board that this process cannot go on without; it may be done more than once."""
+        plan, deadline = self._board.plan, time.monotonic() + patience_s
+        while True:
+            try:
+                return self.call(act)
+            except (Silent, HostGone) as error:
+                if isinstance(error, HostGone) or time.monotonic() > deadline:
+                    how = "has ended" if isinstance(error, HostGone) else "no longer answers"
+                    raise EnvironmentFailed(
+                        f"The process that hosts {plan.host}:{plan.port}, where the machines of this job meet, {how}: "
+                        f"{error}. Start the same command again on all machines."
+                    ) from error
+                time.sleep(_AGAIN_S)
+
     def _act(self, board: Board | None, act: Callable[[Board], Any], outcome: dict[str, Any]) -> None:
         try:
             if board is None:
@@ -72,23 +94,39 @@ class Line:
     def _connect(self) -> Board:
         plan = self._board.plan
         try:  # torch's own connecting says the same of a machine that is away and of a port that nobody holds
-            socket.create_connection((plan.host, plan.port), timeout=_PATIENCE_S).close()
+            with socket.create_connection((self._address or plan.host, plan.port), timeout=_PATIENCE_S) as trial:
+                self._address = str(trial.getpeername()[0])  # the name is not asked for again: its server may go, too
         except ConnectionRefusedError as error:
             raise HostGone(f"{plan.host}:{plan.port} refuses connections") from error
-        return self._board.line(_FIRST_PATIENCE_S)
+        there = copy.copy(self._board)
+        there.plan = dataclasses.replace(plan, host=self._address)
+        board = there.line(_FIRST_PATIENCE_S)
+        found = board.claim("identity", uuid.uuid4().hex)
+        self._identity = self._identity or found
+        if found != self._identity:
+            raise HostGone(f"another process hosts {plan.host}:{plan.port} now")
+        return board
 
 
-def hang_up(host: str, port: int) -> int:
-    """End every connection of this process to an address, whoever waits on it; give how many there were."""
-    addresses = {_bare(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+def addresses_of(host: str) -> tuple[str, ...]:
+    """Give the addresses that a name stands for here; the name itself if that cannot be told."""
+    try:
+        return tuple(_bare(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return (host,)
+
+
+def hang_up(addresses: Collection[str], port: int) -> int:
+    """End every connection of this process to one of these addresses, whoever waits on it; give how many there were."""
     count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
-            count += _hang_up_on(os.dup(int(name)), addresses, port)
+    with contextlib.suppress(OSError):  # too many open files: it is tried again
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+                count += _hang_up_on(os.dup(int(name)), addresses, port)
     return count
 
 
-def _hang_up_on(own_fd: int, addresses: set[str], port: int) -> bool:
+def _hang_up_on(own_fd: int, addresses: Collection[str], port: int) -> bool:
     try:
         line = socket.socket(fileno=own_fd)
     except OSError:

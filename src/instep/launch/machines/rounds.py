@@ -19,6 +19,10 @@ FRESH_S = 3.0
 """Who was heard of within this time is there; who was not may be lost, so nothing is begun with it yet."""
 GRACE_S = 2.5
 """How long the machines may take to tell how a round failed, once one of them has."""
+MARGIN_S = 2.0
+"""How long after a machine fell silent no round begins: it ends its ranks by itself, and may be a little late."""
+_LASTING_S = 300.0
+"""A round of that length was not in vain, where nothing else tells how far a job has come."""
 _SETTLE_S = 2.0
 """How long a newcomer is watched before everybody is interrupted for it: others may come with it."""
 
@@ -80,21 +84,31 @@ class RoundState:
     """What no round can begin without, for a person."""
     since_s: float = 0.0
     """When this round began, or the last one ended."""
+    not_before_s: float = 0.0
+    """When the next round may begin."""
+    is_judged: bool = False
+    """Whether the round has failed, and only how far the run has come for good must still be known."""
     failing_s: float | None = None
     """When the first failure of this round was told."""
     in_vain: int = 0
+    lost_in_vain: int = 0
+    """Machines that were lost in a row, and the others went on, without progress."""
     reached: int = 0
     previous: tuple[FailureRecord, ...] = field(default=())
 
 
 def next_state(
-    state: RoundState, sights: Sequence[Sight], rules: Rules, progress: int, now_s: float, time_ns: int
+    state: RoundState, sights: Sequence[Sight], rules: Rules, progress: int | None, now_s: float, time_ns: int
 ) -> RoundState:
-    """Decide what follows from what is seen now; `progress` is how far the run has come for good."""
+    """Decide what follows from what is seen now; `progress` is how far the run has come for good.
+
+    None: it is not known yet, and need not be unless the state `is_judged`.
+    """
     if state.over:
         return state
     if not state.running:
         return _gather(state, sights, rules, now_s)
+    state = dataclasses.replace(state, is_judged=False)
     members = [sight for sight in sights if sight.key in state.members]
     lost = [m for m in members if not m.done and (m.left or m.quiet_s >= rules.lost_after_s)]
     if all(member.done for member in members):
@@ -117,6 +131,8 @@ def _gather(state: RoundState, sights: Sequence[Sight], rules: Rules, now_s: flo
     doubtful = [s for s in sights if not s.left and not s.is_here and s.quiet_s < rules.lost_after_s]
     first = state.number < 0
     called = not first or min((s.age_s for s in here), default=0.0) >= rules.last_call_s
+    if now_s < state.not_before_s:
+        return state
     if len(here) >= rules.max_nodes or (len(here) >= rules.min_nodes and not doubtful and called):
         members = tuple(sorted(sight.key for sight in here[: rules.max_nodes]))
         return dataclasses.replace(
@@ -142,7 +158,7 @@ def _fail(
     lost: Sequence[Sight],
     told: Sequence[FailureRecord],
     rules: Rules,
-    progress: int,
+    progress: int | None,
     now_s: float,
     time_ns: int,
 ) -> RoundState:
@@ -153,20 +169,30 @@ def _fail(
     # Whoever is silent may be the cause: what the others tell of it is that they lost a peer.
     if not lost and open_ and (now_s - (state.failing_s or 0.0) < GRACE_S or not all(m.is_here for m in open_)):
         return state
+    if progress is None:
+        return dataclasses.replace(state, is_judged=True)
     records = [environment_failure(sentence_of(m, rules), time_ns, m.ranks[0] if m.ranks else 0) for m in lost]
     ordered = order_failures([*records, *_one_a_rank(told)])
     if lost:  # then a peer that could not be reached says nothing about the next round
         ordered = [dataclasses.replace(failure, final=False) for failure in ordered]
-    in_vain, reached, previous = state.in_vain, state.reached, state.previous
-    if progress > reached:
-        in_vain, reached, previous = 0, progress, ()
-    plan = plan_restart(ordered, previous, in_vain, rules.max_restarts)
+    if progress > state.reached:
+        state = dataclasses.replace(state, in_vain=0, lost_in_vain=0, reached=progress, previous=())
+    ended = dataclasses.replace(
+        state,
+        running=False,
+        since_s=now_s,
+        not_before_s=now_s + (MARGIN_S if any(not m.left for m in lost) else 0.0),
+    )
+    if ordered[0] in records and not any(member.done for member in members):
+        lost_in_vain = len(lost) + (state.lost_in_vain if now_s - state.since_s < _LASTING_S else 0)
+        if len(members) - len(lost) >= rules.min_nodes and lost_in_vain <= rules.max_nodes:
+            why = f"{ordered[0].line}. The others go on without it"
+            return dataclasses.replace(ended, why=why, lost_in_vain=lost_in_vain)
+    plan = plan_restart(ordered, state.previous, state.in_vain, rules.max_restarts)
     if not plan.restart or any(member.done for member in members):
         return dataclasses.replace(state, over=True, running=False, failures=tuple(plan.failures))
-    why = f"restart {in_vain + 1} of {rules.max_restarts} after {ordered[0].line}"
-    return dataclasses.replace(
-        state, running=False, why=why, since_s=now_s, in_vain=in_vain + 1, reached=reached, previous=tuple(ordered)
-    )
+    why = f"restart {state.in_vain + 1} of {rules.max_restarts} after {ordered[0].line}"
+    return dataclasses.replace(ended, why=why, in_vain=state.in_vain + 1, previous=tuple(ordered))
 
 
 def sentence_of(sight: Sight, rules: Rules) -> str:

@@ -38,7 +38,7 @@ class Timekeeper:
         self.offset = Offset()
         self._number = number
         self._clock = clock
-        self._board = board.line(_TALK_S)
+        self._board = board
         self._is_asked = board.is_host or (not board.has_host and number == 0)
         self._answered = self._beats = 0
         self._beat_due_s = self._ask_due_s = 0.0
@@ -66,6 +66,7 @@ class Timekeeper:
     def _run(self) -> None:
         # A board that is gone: its host has ended, which whoever works with it finds out in other ways.
         with contextlib.suppress(RuntimeError):
+            self._board = self._board.line(_TALK_S)
             while True:
                 self._beat()
                 self._answer()
