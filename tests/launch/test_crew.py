@@ -309,3 +309,20 @@ def test_a_disk_that_refuses_has_brought_nothing() -> None:
 
     lookout = Lookout(progress, 5)
     assert [lookout.ask() for _ in range(3)] == [3, 3, 9]
+
+
+def test_a_claim_that_is_not_answered_is_made_again(tmp_path: Path) -> None:
+    port = free_port()
+    with hosting(port) as host:
+        board = Board.open(BoardPlan("127.0.0.1", port, "a", False), print)
+        board.has_host = False  # as where somebody else keeps the store
+        crew = Place(board, Scratch(tmp_path), []).crew()
+        crew._began_s -= 60
+        host.send_signal(signal.SIGSTOP)
+        crew._lead_if_nobody_does()
+        assert crew._leader is None
+        host.send_signal(signal.SIGCONT)
+        crew._lead_if_nobody_does()
+        assert crew._leader is not None
+        crew._leader.close("the test is over")
+        crew._listener.close()
