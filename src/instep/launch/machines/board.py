@@ -29,7 +29,6 @@ _TRY_S = 3.0
 _OWNER = "instep-board/job"
 """Whose board it is: not under a job's name, so that every job sees it."""
 _HOST = "instep-board/host"
-_IDENTITY = "instep-board/identity"
 _MOST_STRANGE = 3
 """So often whoever listens may answer as no board does: one that has only just begun may be slow."""
 
@@ -132,8 +131,7 @@ class Board:
     @property
     def identity(self) -> str:
         """What tells this board from every other one: two machines that each host one have not met."""
-        own = uuid.uuid4().hex
-        return str(self._server.compare_set(_IDENTITY, "", own).decode())
+        return self.claim("identity", uuid.uuid4().hex)
 
     def store_for(self, timeout_s: float) -> PrefixStore:
         """Give a part of the store to elastic, over a connection of its own."""

@@ -15,7 +15,6 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -101,7 +100,7 @@ class Line:
         there = copy.copy(self._board)
         there.plan = dataclasses.replace(plan, host=self._address)
         board = there.line(_FIRST_PATIENCE_S)
-        found = board.claim("identity", uuid.uuid4().hex)
+        found = board.identity
         self._identity = self._identity or found
         if found != self._identity:
             raise HostGone(f"another process hosts {plan.host}:{plan.port} now")
