@@ -32,11 +32,14 @@ check: .venv/installed-dev ## format, lint, types, import-linter: what CI checks
 system: ## install the system programs that tests of clusters run (SLURM, MPI, ssh), where they are missing
 	tests/clusters/install
 
+# Tests of clusters wait most of the time: for queues, timeouts and other machines. Two files at once.
 test: check system ## check, then every test that CI runs
-	$(BIN)/pytest -m 'not slow and not gpu'
+	$(BIN)/pytest -m 'not slow and not gpu' --ignore=tests/clusters
+	$(BIN)/pytest -m 'not slow and not gpu' -n 2 --dist loadfile tests/clusters
 
 test-all: check system ## the long campaigns too
-	$(BIN)/pytest -m 'not gpu'
+	$(BIN)/pytest -m 'not gpu' --ignore=tests/clusters
+	$(BIN)/pytest -m 'not gpu' -n 2 --dist loadfile tests/clusters
 
 clean: ## remove what make made
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -96,7 +96,8 @@ class Crew:
         # On the board's own machine the others may come in at another address than this process would think of.
         everywhere = "::" if ":" in own else "0.0.0.0"  # noqa: S104 - as the store and gloo do; see docs/recovery.md
         self._listener = Listener(everywhere if board.is_host and not is_loopback(own) else own)
-        self.key = self._line.insist(lambda board: board.add("machines"), rules.lost_after_s) - 1  # may leave a gap
+        # The machine of the endpoint is the first one: rank 0 is there. The others' numbers may have gaps.
+        self.key = 0 if board.is_host else self._line.insist(lambda board: board.add("machines"), rules.lost_after_s)
         self._word = Word(
             count=0,
             name=socket.gethostname(),

@@ -187,7 +187,7 @@ GOES_ON = "The same command, on all machines, goes on from the newest checkpoint
 
 
 def _read_words(board: Board) -> dict[int, Word]:
-    found = {key: board.read(f"word/{key}") for key in range(board.add("machines", 0))}
+    found = {key: board.read(f"word/{key}") for key in range(board.add("machines", 0) + 1)}
     return {key: Word(**each) for key, each in found.items() if each is not None}
 
 
