@@ -95,7 +95,9 @@ class TestTraining:
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".instep")] == []
 
     @pytest.mark.timeout(120)
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize(
+        "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+    )
     def test_nothing_is_left_behind(self, tmp_path: Path, hosts: Hosts, number: int) -> None:
         run_dir = tmp_path / "run"
         options = ("--steps", "2000", "--batch-size", "12", "--drop-last", "pause_s=0.05", "--json")

@@ -68,6 +68,7 @@ def test_asked_to_stop_it_saves_and_goes_on_elsewhere(ray_nodes: RayCluster, tmp
     assert (done["weights_sha256"], done["steps"], done["world_size"]) == (right_bits, 60, 1)
 
 
+@pytest.mark.slow
 def test_interrupted_it_leaves_nothing_behind(ray_nodes: RayCluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = train_until(ray_nodes, run_dir, 2)
@@ -92,6 +93,7 @@ def test_an_error_of_the_users_names_the_rank(ray_nodes: RayCluster, tmp_path: P
     assert "KeyError" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_a_node_does_not_see(ray_nodes: RayCluster) -> None:
     run_dir = ray_nodes.hidden / "run"
     done = ray_nodes.run(*ON_RAY, "auto", "--run-dir", str(run_dir), timeout_s=200)
