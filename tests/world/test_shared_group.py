@@ -26,7 +26,7 @@ from collectives import (
     run,
     run_by_gloo,
 )
-from instep.world.lane import lane
+from instep.world.lane import engine, lane
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -50,7 +50,8 @@ def cases(draw: st.DrawFn, world_size: int) -> list[Case]:
             chunk = lane.area_bytes(world_size) // max(4, dtype.itemsize)  # halves are added up as float32
         near = draw(st.sampled_from([0, 1, -1]))
         small, direct = draw(st.integers(0, 40)), lane._DIRECT_BYTES // dtype.itemsize + near
-        sizes = [small] * 8 + [direct] * 6 + [chunk + near, 2 * chunk + near]
+        compiled = lane._COMPILED_CHUNK_BYTES // dtype.itemsize + near
+        sizes = [small] * 8 + [direct] * 3 + [compiled] * 3 + [chunk + near, 2 * chunk + near]
         stride, asynchronous = draw(st.sampled_from(STRIDES)), draw(st.booleans())
         wanted.append(
             Case(operation, draw(st.sampled_from(sizes)), op, dtype, stride, asynchronous, draw(st.integers(0, 1000)))
@@ -81,8 +82,10 @@ def named(case: Case) -> Iterator[None]:
         raise
 
 
-def compare(world: World, wanted: list[Case]) -> tuple[list[str], list[str]]:
+def compare(world: World, wanted: list[Case], compiled: bool) -> tuple[list[str], list[str]]:
     """Do all of it; give what was wrong here, and the bits of what must be the same on all ranks."""
+    if not compiled:
+        without_engine(world)
     wrong, bits = [], []
     with ours_and_gloo(world) as (ours, gloo):
         for case in wanted:
@@ -98,23 +101,53 @@ def compare(world: World, wanted: list[Case]) -> tuple[list[str], list[str]]:
     return wrong, bits
 
 
-def check(world_size: int, wanted: list[Case]) -> None:
-    answers = run_ranks(compare, world_size, wanted)
+def without_engine(world: World) -> None:
+    """Have one rank find no compiled loops, as where no compiler is; then no rank of a new group uses them."""
+    if world.rank == world.world_size - 1:
+        engine.load = lambda: None
+
+
+def check(world_size: int, wanted: list[Case], compiled: bool) -> None:
+    answers = run_ranks(compare, world_size, wanted, compiled)
     assert [wrong for wrong, _ in answers] == [[]] * world_size
     assert all(bits == answers[0][1] for _, bits in answers)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-def test_it_gives_what_gloo_gives(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "compiled"), [*((size, True) for size in (1, 2, 3, 4, 5, 8)), (2, False), (3, False)]
+)
+def test_it_gives_what_gloo_gives(world_size: int, compiled: bool) -> None:
     # Not to be shrunk, which would start processes for minutes: the error names the case.
     @seed(world_size)
     @settings(max_examples=2 if world_size == 2 else 1, deadline=None, phases=[Phase.generate], database=None)
     @given(cases(world_size))
     def compared(wanted: list[Case]) -> None:
         assume(any(case.asynchronous for case in wanted))  # hypothesis begins with the simplest example there is
-        check(world_size, wanted)
+        check(world_size, wanted, compiled)
 
     compared()
+
+
+def bits_of_sums(world: World, compiled: bool) -> list[str]:
+    """Add up by a group of our own; give the bits, with the name of what met there."""
+    if not compiled:
+        without_engine(world)
+    group = group_on(64)
+    bits = [type(group.lane._meetings).__name__]
+    for numel in (1, 1000, 2**16 + 1, 2**20 + 1):
+        tensor = inputs_of(Case("all_reduce", numel, seed=numel), world.world_size)[world.rank]
+        dist.all_reduce(tensor, group=group)
+        bits.append(digest(tensor))
+    return bits
+
+
+@pytest.mark.skipif(engine.load() is None, reason="instep was installed where no compiler is")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_compiled_or_not_the_bits_are_the_same(world_size: int) -> None:
+    compiled, plain = run_ranks(bits_of_sums, world_size, True), run_ranks(bits_of_sums, world_size, False)
+    assert {answer[0] for answer in compiled} == {"CompiledMeetings"}
+    assert {answer[0] for answer in plain} == {"PlainMeetings"}
+    assert {tuple(answer[1:]) for answer in (*compiled, *plain)} == {tuple(compiled[0][1:])}
 
 
 def odd_numbers(world: World) -> list[str]:

@@ -6,12 +6,14 @@ gives a parameter that no rank used a zero gradient. The contract asks for sums 
 tokens, parts of weight 0, and parameters without gradient that stay without. So the reduction is ours:
 after backward the gradients are copied into one flat buffer a dtype, and the step's sums (loss, weight) and
 one flag a parameter travel behind them, so that a step costs one collective. It is at least as fast on
-gloo: docs/log.md has the comparison.
+gloo: docs/log.md has the comparison. Two ranks that share memory add up where the gradients lie, without that buffer
+(World.sum_pieces).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,39 +42,74 @@ def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class _Bucket:
-    """Parameters of one dtype, whose gradients travel together."""
+    """Parameters of one dtype, whose gradients travel together, with `behind` behind them."""
 
-    def __init__(self, parameters: list[nn.Parameter], num_extra: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], num_behind: int) -> None:
         self.parameters = parameters
-        own = [local_part(p) for p in parameters]
-        sizes = [p.numel() for p in own]
-        self.flat = torch.zeros(sum(sizes) + num_extra, dtype=own[0].dtype, device=own[0].device)
-        *pieces, self.extra = self.flat.split([*sizes, num_extra])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, own, strict=True)]
+        own = local_part(parameters[0])
+        self.dtype = own.dtype
+        self.behind = torch.zeros(num_behind, dtype=own.dtype, device=own.device)
+        self._flat = torch.empty(0)
+        self._views: list[torch.Tensor] = []
+        self._in_place: list[torch.Tensor] = []
+
+    def take_in_place(self) -> bool:
+        """Get ready to add the gradients up where they lie; tell whether that can be."""
+        grads = [p.grad for p in self.parameters]
+        self._in_place = [grad for grad in grads if grad is not None and _is_plain(grad)]
+        if len({grad.data_ptr() for grad in self._in_place}) < len(grads):  # or one that serves two parameters
+            self._in_place = []
+        return bool(self._in_place)
 
     def fill(self) -> list[bool]:
-        """Copy the gradients in and tell which were there; a missing one counts as zero."""
+        """Copy the gradients into one row and tell which were there; a missing one counts as zero."""
+        if not self._views:
+            self._make_row()
         grads = [None if p.grad is None else local_part(p.grad) for p in self.parameters]
         dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
         if len(dense) == len(grads):
-            torch._foreach_copy_(self.views, dense)
+            torch._foreach_copy_(self._views, dense)
             return [True] * len(grads)
-        for view, grad in zip(self.views, grads, strict=True):
+        for view, grad in zip(self._views, grads, strict=True):
             if grad is None:
                 view.zero_()
             else:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
         return [grad is not None for grad in grads]
 
+    def _make_row(self) -> None:
+        own = [local_part(p) for p in self.parameters]
+        sizes = [p.numel() for p in own]
+        self._flat = self.behind.new_zeros(sum(sizes) + self.behind.numel())
+        *pieces, self._tail = self._flat.split([*sizes, self.behind.numel()])
+        self._views = [piece.view_as(p) for piece, p in zip(pieces, own, strict=True)]
+
     def silence(self) -> None:
         """Take out what was copied in: another rank's counts."""
-        for view in self.views:
+        for view in self._views:
             view.zero_()
+
+    def sum(self, world: World) -> None:
+        """Add up over all ranks what was filled in, or lies in place, and `behind`. Called on all ranks."""
+        if self._in_place:
+            world.sum_pieces([*self._in_place, self.behind])
+            return
+        self._tail.copy_(self.behind)
+        world.sum(self._flat)
+        self.behind.copy_(self._tail)
 
     def adopt(self, counts: Sequence[float] | None) -> None:
         """Make the sums the gradients; a parameter that no rank used stays without."""
-        for i, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+        if self._in_place:
+            self._in_place = []
+            return
+        for i, (p, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             p.grad = like(p, view) if counts is None or counts[i] > 0 else None
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    """Tell whether a gradient's numbers are one row in memory, which nobody will ask where they came from."""
+    return not (isinstance(grad, DTensor) or grad.is_sparse or grad.requires_grad) and grad.is_contiguous()
 
 
 class DdpReducer(Reducer):
@@ -90,23 +127,23 @@ class DdpReducer(Reducer):
         num_behind = num_sums + len(self.parameters)
         carrier = next((dtype for dtype in by_dtype if dtype in _COUNTING), None)
         self._buckets = [_Bucket(group, num_behind * (dtype is carrier)) for dtype, group in by_dtype.items()]
-        self._behind = next((bucket.extra for bucket in self._buckets if bucket.extra.numel()), None)
+        self._behind = next((bucket.behind for bucket in self._buckets if bucket.behind.numel()), None)
+        """None: no dtype could carry the sums."""
         self._num_sums = num_sums
         self._device = world.device
-        self._all_used = torch.ones(len(self.parameters))
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        used = [flag for bucket in self._buckets for flag in bucket.fill()]
+        used: list[bool] = []
+        for bucket in self._buckets:
+            in_place = self._counted and self._world.sums_pieces(bucket.dtype) and bucket.take_in_place()
+            used += [True] * len(bucket.parameters) if in_place else bucket.fill()
         for bucket in () if self._counted else self._buckets:
             bucket.silence()
-        flags = self._all_used if all(used) else torch.tensor(used, dtype=torch.float32)
         alone = self._behind is None
-        behind = self._behind if self._behind is not None else torch.empty(len(sums) + len(flags), device=self._device)
-        for i, value in enumerate(sums):
-            behind[i] = value
-        behind[self._num_sums :].copy_(flags)
+        behind = self._behind if self._behind is not None else torch.empty(len(sums) + len(used), device=self._device)
+        _write_behind(behind, sums, used)
         for bucket in self._buckets:
-            self._world.sum(bucket.flat)
+            bucket.sum(self._world)
         if alone:
             self._world.sum(behind)
         # Reading the counts costs a wait for the GPU; a rank that used everything knows them without.
@@ -116,7 +153,20 @@ class DdpReducer(Reducer):
             stop = first + len(bucket.parameters)
             bucket.adopt(counts[first:stop] if counts is not None else None)
             first = stop
-        return behind[: self._num_sums].tolist()
+        numbers: list[float] = _row(behind)[: self._num_sums].tolist()
+        return numbers
+
+
+def _row(behind: torch.Tensor) -> Any:
+    """See a small tensor as numpy does where it can, which is many times as fast."""
+    return behind.numpy() if behind.device.type == "cpu" else behind
+
+
+def _write_behind(behind: torch.Tensor, sums: Sequence[float | torch.Tensor], used: Sequence[bool]) -> None:
+    row = _row(behind)
+    for i, value in enumerate(sums):  # one that is on the GPU stays there
+        row[i] = value
+    row[len(sums) :] = 1.0 if all(used) else torch.tensor(used, dtype=behind.dtype)
 
 
 class Ddp(Strategy):

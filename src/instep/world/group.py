@@ -81,6 +81,15 @@ class SharedGroup(dist.ProcessGroup):
             self._background.drain()
             self._run(self._reduce([tensor], Reduction.SUM))
 
+    def sums_pieces(self, dtype: torch.dtype) -> bool:
+        """Tell whether `sum_pieces_now` can be used for such numbers. All ranks are told the same."""
+        return self.lane is not None and self._between is None and self.lane.sums_pieces(dtype)
+
+    def sum_pieces_now(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Add up what lies in several tensors, in place (World.sum_pieces). Called on all ranks."""
+        self._background.drain()
+        self._run(self._own_lane().sum_pieces(pieces))
+
     def folds(self, out: torch.Tensor) -> bool:
         """Tell whether `fold_now` can be used for such a tensor: all ranks share a machine."""
         return not self.refusal and self._between is None and out.dtype in DTYPES and out.device.type == "cpu"

@@ -186,6 +186,19 @@ class World:
         self.waited_s += time.perf_counter() - begun
         return tensor
 
+    def sums_pieces(self, dtype: torch.dtype) -> bool:
+        """Tell whether there is a `sum_pieces` for such numbers. All ranks are told the same."""
+        return self._lane is not None and self._lane.sums_pieces(dtype)
+
+    def sum_pieces(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Add several tensors up over all ranks, in place, as `sum` adds up the row of their numbers; contiguous and
+        of one dtype. Other ranks may have that row, and call `sum`. Called on all ranks.
+        """
+        begun = time.perf_counter()
+        assert self._lane is not None
+        self._lane.sum_pieces_now(pieces)
+        self.waited_s += time.perf_counter() - begun
+
     def _exchange(self, tensor: torch.Tensor) -> None:
         """Add two ranks' tensors: each sends its own whole, once around instead of gloo's twice.
 

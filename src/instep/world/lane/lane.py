@@ -7,8 +7,9 @@ Everything rests on one operation, the meeting: each rank posts a semaphore for 
 theirs. Nobody leaves a meeting before everyone has come, and what a rank wrote before it came is seen by all who
 have left it ([Note: Hand-over]).
 
-A collective is written as the steps between its meetings: a generator that yields wherever all must meet before it
-goes on. Whoever drives it decides how to wait: `run` in the caller's thread, `begin` for as long as it pays.
+A collective is a generator. It comes to its meetings and looks for the others for a short while; where one keeps it
+waiting it yields whom, and goes on once that one's post was taken. Whoever drives it decides how to wait: `run` in the
+caller's thread, `begin` for as long as it pays.
 
 There are two areas of staging, used in turn, one a chunk. What was written to an area is read before its reader comes
 to a meeting of the next chunk; so when a rank writes to that area again, two chunks later, it has left a meeting to
@@ -27,29 +28,43 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from instep.core.errors import PeerLost
 from instep.world.lane.block import Block
+from instep.world.lane.engine import KINDS, Engine, LaneView, Pieces
+from instep.world.lane.meetings import ALL, NEVER_NS, CompiledMeetings, Meetings, PlainMeetings, incoming
 from instep.world.lane.peers import Peers
 from instep.world.lane.reduction import STEPS, AddUp, Reduction, combine, divide, spare_dtype
-from instep.world.lane.semaphores import CELL_BYTES, create, has_post, post, try_wait, wait
+from instep.world.lane.semaphores import CELL_BYTES, create, has_post, try_wait, wait
 
 _AREA_BYTES = 16 * 2**20
 """What goes around at once: the fewer meetings the better, with more ranks than cores above all."""
 _LARGEST_CHUNK_BYTES = 2 * 2**20
 _SMALLEST_CHUNK_BYTES = 64 * 2**10
 """Smaller chunks stay in the cache, larger ones need fewer meetings; docs/log.md has the measurements."""
+_COMPILED_CHUNK_BYTES = 64 * 2**10
+"""The compiled loops meet so cheaply that a chunk stays in a core's own cache."""
 _DIRECT_BYTES = 128 * 2**10
 """Up to this size every rank adds everything up by itself, which saves meetings."""
 _SPIN_S, _CROWDED_SPIN_S = 2e-3, 5e-4
 """How long to look again and again before sleeping: waking up takes up to 0.4 ms, more than most waits last. With
 more ranks than cores, whoever looks takes time from whom it waits for."""
 _LOOK_AROUND_S = 0.02
-Steps = Iterator[str]
-"""A collective: what lies between its meetings, and each meeting's name."""
 _NUM_AREAS = 2
+
+
+class Late(NamedTuple):
+    """Somebody who keeps a collective waiting: the place, and what is waited in."""
+
+    place: int
+    what: str
+
+
+Steps = Iterator[Late]
+"""A collective, and whom it waits for on its way."""
 
 
 def area_bytes(size: int) -> int:
@@ -88,40 +103,85 @@ def prepare(block: Block, size: int) -> None:
 class Lane:
     """One rank's place among the ranks that share a machine."""
 
-    def __init__(self, block: Block, place: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        block: Block,
+        place: int,
+        ranks: Sequence[int],
+        pids: Sequence[int],
+        timeout_s: float,
+        engine: Engine | None,
+    ) -> None:
         self.size = len(ranks)
         self.place = place
         self.timeout_s = timeout_s
         self._block = block
         self._peers = Peers(ranks, pids, place)
-        others = [other for other in range(self.size) if other != place]
-        cells = block.pointer + Block.HEADER_BYTES
-        self._outgoing = [cells + (place * self.size + other) * CELL_BYTES for other in others]
-        self._incoming = [(other, cells + (other * self.size + place) * CELL_BYTES) for other in others]
         # Two bytes a rank, behind the block's token: whether it has left, and whether it has given up. Then a place
         # each: whom it waited for when it gave up.
         marks = block.bytes[64 : 64 + 4 * self.size]
         self._left, self._gave_up = marks[: self.size], marks[self.size : 2 * self.size]
         self._blamed = marks[2 * self.size :].view(torch.int16)
         self._chunk_bytes = chunk_bytes(self.size)
-        self._spin_s = _SPIN_S if self.size <= len(os.sched_getaffinity(0)) else _CROWDED_SPIN_S
+        self._engine, self._view = engine, self._view_of(block)
+        self._meetings: Meetings = CompiledMeetings(engine, self._view) if engine else PlainMeetings(self._view)
+        self._incoming = incoming(self._view)
+        self._deadline_ns = NEVER_NS
+        """Until when to look for others, if that is sooner than the meetings would give up."""
         self._turn = 0
         self._areas: dict[torch.dtype, list[tuple[torch.Tensor, Sequence[torch.Tensor]]]] = {}
         self._spare: dict[torch.dtype, torch.Tensor] = {}
         self._broken = ""
+
+    def _view_of(self, block: Block) -> LaneView:
+        crowded = self.size > len(os.sched_getaffinity(0))
+        return LaneView(
+            cells=block.pointer + Block.HEADER_BYTES,
+            staging=block.pointer + _staging_start(self.size),
+            size=self.size,
+            place=self.place,
+            slot_bytes=self._chunk_bytes,
+            area_bytes=area_bytes(self.size),
+            chunk_bytes=_COMPILED_CHUNK_BYTES,
+            spin_ns=round(1e9 * (_CROWDED_SPIN_S if crowded else _SPIN_S)),
+            crowded=crowded,
+        )
 
     def all_reduce(self, flat: torch.Tensor, how: Reduction = Reduction.SUM) -> Steps:
         """Combine the ranks' tensors, in place; contiguous and 1-D. Called on all ranks of the lane."""
         if self.size > 2 and flat.nbytes > _DIRECT_BYTES:
             yield from self.all_reduce_around(flat, how, self.size, None, area_bytes(self.size))
             return
+        if self._engine is not None and how is Reduction.SUM and flat.dtype in KINDS:
+            yield from self._sum((flat,))
+            return
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
             slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
             slots[self.place].copy_(piece)
-            yield "all_reduce"
+            yield from self._meet("all_reduce")
             # All do the same, so all hold the same bits. One's own numbers are still in the cache.
             slots[self.place] = piece
             self._combine(how, slots, piece)
+
+    def sums_pieces(self, dtype: torch.dtype) -> bool:
+        """Tell whether `sum_pieces` is there for such numbers. All ranks of a lane are told the same."""
+        return self._engine is not None and self.size == 2 and dtype in KINDS
+
+    def sum_pieces(self, pieces: Sequence[torch.Tensor]) -> Steps:
+        """Add up what lies in several tensors, in place, as if they were one row, which is what another rank may call
+        `all_reduce` with; contiguous. Called on all ranks of the lane.
+        """
+        return self._sum(pieces)
+
+    def _sum(self, tensors: Sequence[torch.Tensor]) -> Steps:
+        assert self._engine is not None
+        if self._broken:
+            raise PeerLost(f"This group is broken: {self._broken}", [])
+        pieces, turn, moment = Pieces(tensors), self._turn, 0
+        self._turn ^= -(-pieces.num_bytes // _COMPILED_CHUNK_BYTES) & 1
+        while (late := self._engine.sum(self._view, turn, pieces, moment, self._deadline_ns)) != ALL:
+            yield Late(late % (self.size + 1), "all_reduce")
+            moment = late + 1
 
     def all_reduce_around(
         self,
@@ -151,7 +211,7 @@ class Lane:
                         pass_on(shares[index][0])
                 if turn == 0 and ready is not None:  # the chunk before: no meeting of its own
                     ready[0].copy_(ready[1])
-                yield "all_reduce"
+                yield from self._meet("all_reduce")
             ready = piece, total
         if ready is not None:
             ready[0].copy_(ready[1])
@@ -164,7 +224,7 @@ class Lane:
             slots = self._next_slots(out.dtype)
             for place, part in enumerate(parts):
                 slots[self.place][place * share : place * share + stop - start].copy_(part[start:stop])
-            yield "reduce_scatter"
+            yield from self._meet("reduce_scatter")
             first = self.place * share
             self._combine(how, [slot[first : first + stop - start] for slot in slots], out[start:stop])
 
@@ -175,7 +235,7 @@ class Lane:
             piece = own[start : start + share]
             slots = self._next_slots(own.dtype)
             slots[self.place][: piece.numel()].copy_(piece)
-            yield "all_gather"
+            yield from self._meet("all_gather")
             for slot, out in zip(slots, outs, strict=True):
                 out[start : start + piece.numel()].copy_(slot[: piece.numel()])
 
@@ -195,7 +255,7 @@ class Lane:
             slots = self._next_slots(out.dtype)
             for number, row in enumerate(own):
                 slots[self.place][number * length :][: piece.numel()].copy_(row[start : start + length])
-            yield "fold"
+            yield from self._meet("fold")
             width = -(-piece.numel() // self.size)
             shares = [slice(width * place, width * (place + 1)) for place in range(self.size)]
             rows = [
@@ -205,7 +265,7 @@ class Lane:
             ]
             total = add_up([row[shares[self.place]] for row in rows])
             slots[self.place][: piece.numel()][shares[self.place]].copy_(total)
-            yield "fold"
+            yield from self._meet("fold")
             for slot, share in zip(slots, shares, strict=True):
                 piece[share].copy_(slot[: piece.numel()][share])
 
@@ -215,41 +275,37 @@ class Lane:
             slot = self._next_slots(flat.dtype)[root][: piece.numel()]
             if self.place == root:
                 slot.copy_(piece)
-            yield "broadcast"
+            yield from self._meet("broadcast")
             if self.place != root:
                 piece.copy_(slot)
 
     def barrier(self) -> Steps:
         """Wait until every rank is here. Called on all ranks of the lane."""
-        yield "barrier"
+        yield from self._meet("barrier")
 
     def run(self, steps: Steps) -> None:
         """Go through a collective, waiting as long as it takes."""
         try:
-            for what in steps:
-                for place, address in self._come():
-                    if try_wait(address) and not self._spin(address, time.perf_counter() + self._spin_s):
-                        self._sleep(place, address, what)
+            for late in steps:
+                self._sleep(*late)
         except BaseException:  # Ctrl-C, say: this rank and the others are out of step from here on
             self._broken = self._broken or "an operation did not come to its end."
             raise
 
     def begin(self, steps: Steps, patience_s: float) -> Callable[[], None] | None:
         """Go through a collective for as long as nobody keeps us waiting; give what is left to do, if anything is."""
-        limit = time.perf_counter() + patience_s
+        self._deadline_ns = time.monotonic_ns() + round(1e9 * patience_s)
         try:
-            for what in steps:
-                missing = [each for each in self._come() if try_wait(each[1]) and not self._spin(each[1], limit)]
-                if missing:
-                    return lambda: self._finish(missing, what, steps)
+            late = next(steps, None)
         except BaseException:
             self._broken = self._broken or "an operation did not come to its end."
             raise
-        return None
+        finally:
+            self._deadline_ns = NEVER_NS
+        return None if late is None else lambda: self._finish(late, steps)
 
-    def _finish(self, missing: list[tuple[int, int]], what: str, steps: Steps) -> None:
-        for place, address in missing:
-            self._sleep(place, address, what)
+    def _finish(self, late: Late, steps: Steps) -> None:
+        self._sleep(*late)
         self.run(steps)
 
     def close(self) -> None:
@@ -288,24 +344,18 @@ class Lane:
         self._next_area(dtype)
         return list(self._areas[dtype][self._turn][1])
 
-    def _come(self) -> list[tuple[int, int]]:
-        """Come to a meeting; give whom to wait for."""
+    def _meet(self, what: str) -> Steps:
+        """Come to a meeting, and wait for the others."""
         if self._broken:
             raise PeerLost(f"This group is broken: {self._broken}", [])
-        for address in self._outgoing:
-            post(address)
-        return self._incoming
+        self._meetings.come()
+        late = ALL
+        while (late := self._meetings.take(late + 1, self._deadline_ns)) != ALL:
+            yield Late(late, what)
 
-    def _spin(self, address: int, limit: float) -> bool:
-        """Look again and again until a moment; tell whether the one waited for has come."""
-        while time.perf_counter() < limit:
-            os.sched_yield()  # with more ranks than cores, the one waited for may need this core
-            if not try_wait(address):
-                return True
-        return False
-
-    def _sleep(self, place: int, address: int, what: str) -> None:
+    def _sleep(self, place: int, what: str) -> None:
         deadline = time.monotonic() + self.timeout_s
+        address = self._incoming[place]
         while not wait(address, _LOOK_AROUND_S):
             if self._broken:
                 raise PeerLost(f"This group is broken: {self._broken}", [])
@@ -318,7 +368,7 @@ class Lane:
 
     def _missing(self, place: int) -> list[int]:
         """Give who has not come to this meeting, of those from `place` on; the ones before have come."""
-        return [other for other, address in self._incoming if other >= place and not has_post(address)]
+        return [other for other, address in self._incoming.items() if other >= place and not has_post(address)]
 
     def _lost(self, place: int) -> int | None:
         """Find out whether everyone can still come; give whom to blame if not.

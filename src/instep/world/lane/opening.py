@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from instep.world.lane import engine
 from instep.world.lane.block import Block, BlockAddress
 from instep.world.lane.lane import Lane, block_bytes, prepare
 from instep.world.lane.machines import MachinesPlan, plan_machines
@@ -55,7 +56,8 @@ def open_lane(
     label: str | None = None,
 ) -> Opened:
     """Bring the ranks of a group together, machine by machine. Called on all ranks of the group."""
-    labels, pids = _introduce(store, rank, size, label)
+    compiled = engine.load()
+    labels, pids, all_compiled = _introduce(store, rank, size, label, compiled is not None)
     plan = plan_machines(labels)
     refusal = next((text[1:] for text in labels if text.startswith("!")), "")
     if refusal:
@@ -72,18 +74,22 @@ def open_lane(
     if refusal or block is None:
         return Opened(None, plan, refusal)
     names = [global_ranks[r] if global_ranks else r for r in ranks]
-    return Opened(Lane(block, place, names, [pids[r] for r in ranks], timeout.total_seconds()), plan)
+    pids_here, timeout_s = [pids[r] for r in ranks], timeout.total_seconds()
+    return Opened(Lane(block, place, names, pids_here, timeout_s, compiled if all_compiled else None), plan)
 
 
-def _introduce(store: Store, rank: int, size: int, label: str | None) -> tuple[list[str], list[int]]:
+def _introduce(
+    store: Store, rank: int, size: int, label: str | None, compiled: bool
+) -> tuple[list[str], list[int], bool]:
+    """Give the ranks' machines and processes, and whether all of them have the compiled loops."""
     try:
         label = label or machine_label()
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:  # not Linux, or an old one, or /proc is not there
         label = f"!rank {rank} cannot see the processes of its machine: {error}"
-    store.set(f"who/{rank}", json.dumps([label, os.getpid()]))
-    found = [json.loads(store.get(f"who/{r}")) for r in range(size)]
-    return [label for label, _ in found], [pid for _, pid in found]
+    store.set(f"who/{rank}", json.dumps([label, os.getpid(), compiled]))
+    labels, pids, have = zip(*(json.loads(store.get(f"who/{r}")) for r in range(size)), strict=True)
+    return list(labels), list(pids), all(have)
 
 
 def _share(store: Store, machine: int, place: int, size: int) -> tuple[Block | None, str]:

@@ -1,0 +1,168 @@
+/* The lane's innermost loops: to meet, and to add up. engine.py loads it, and says what to do without it.
+
+   [Note: Hand-over] holds here as it does in Python: data is handed over by sem_post and taken by sem_trywait, which
+   order memory by what POSIX says of them. Every address that is passed in stays mapped during the call. A call keeps
+   nothing; who calls again tells it where it had come to. */
+
+#define _GNU_SOURCE
+#include <sched.h>
+#include <semaphore.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+enum { CELL_BYTES = 64, LOOKS = 32 };
+_Static_assert(sizeof(sem_t) <= CELL_BYTES, "a semaphore has a cell of its own");
+
+/* One rank's view of the block; engine.py has the same fields in the same order. */
+struct lane {
+    char *cells;         /* size * size semaphores: of each rank, one for each other rank */
+    char *staging;       /* two areas, used in turn */
+    int64_t size;        /* how many ranks */
+    int64_t place;       /* which of them this is */
+    int64_t slot_bytes;  /* from one rank's slot of an area to the next one's */
+    int64_t area_bytes;  /* from the first area to the second */
+    int64_t chunk_bytes; /* how much of a slot a sum uses */
+    int64_t spin_ns;     /* how long to look again and again for one that has not come */
+    int64_t crowded;     /* more ranks than cores: who looks takes time from whom it waits for */
+};
+
+static int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static sem_t *cell(const struct lane *lane, int64_t from, int64_t to) {
+    return (sem_t *)(lane->cells + (from * lane->size + to) * CELL_BYTES);
+}
+
+/* Look for a post for a while; tell whether it was taken. */
+static int take(sem_t *post, int looks, int64_t limit_ns) {
+    if (!sem_trywait(post)) return 1;
+    do {
+        for (int look = 0; look < looks; look++) {
+            relax();
+            if (!sem_trywait(post)) return 1;
+        }
+        sched_yield(); /* the one waited for may need this core */
+        if (!sem_trywait(post)) return 1;
+    } while (now_ns() < limit_ns);
+    return 0;
+}
+
+/* Tell every other rank that this one has come. */
+void lane_come(const struct lane *lane) {
+    for (int64_t other = 0; other < lane->size; other++)
+        if (other != lane->place) sem_post(cell(lane, lane->place, other));
+}
+
+/* Take the posts of the ranks from `first` on; give the place of one that has not come in time, -1 if all have. */
+int64_t lane_take(const struct lane *lane, int64_t first, int64_t deadline_ns) {
+    int looks = lane->crowded ? 1 : LOOKS;
+    for (int64_t other = first; other < lane->size; other++) {
+        if (other == lane->place || !sem_trywait(cell(lane, other, lane->place))) continue;
+        int64_t limit_ns = least(now_ns() + lane->spin_ns, deadline_ns);
+        if (!take(cell(lane, other, lane->place), looks, limit_ns)) return other;
+    }
+    return -1;
+}
+
+#define ADD_UP(name, type)                                                                                           \
+    static void name(char *out, const char *const slot, int64_t stride, int64_t size, int64_t num_bytes) {           \
+        type *total = (type *)out;                                                                                   \
+        const type *first = (const type *)slot, *second = (const type *)(slot + stride);                             \
+        int64_t count = num_bytes / (int64_t)sizeof(type);                                                           \
+        for (int64_t i = 0; i < count; i++) total[i] = (type)(first[i] + second[i]);                                 \
+        for (int64_t place = 2; place < size; place++) {                                                             \
+            const type *next = (const type *)(slot + place * stride);                                                \
+            for (int64_t i = 0; i < count; i++) total[i] = (type)(total[i] + next[i]);                               \
+        }                                                                                                            \
+    }
+ADD_UP(add_float, float)
+ADD_UP(add_double, double)
+ADD_UP(add_int32, uint32_t) /* unsigned: an overflow goes around, as torch's does */
+ADD_UP(add_int64, uint64_t)
+static void (*const ADDERS[])(char *, const char *, int64_t, int64_t, int64_t) = {add_float, add_double, add_int32,
+                                                                                  add_int64};
+
+/* The numbers of a sum lie in pieces, one after the other: a place in that row. */
+struct spot {
+    char *const *pieces;
+    const int64_t *lengths; /* in bytes */
+    int64_t piece, offset;
+};
+
+/* Give how many of the next `num_bytes` lie together. */
+static int64_t together(const struct spot *spot, int64_t num_bytes) {
+    return least(spot->lengths[spot->piece] - spot->offset, num_bytes);
+}
+
+static char *at(const struct spot *spot) { return spot->pieces[spot->piece] + spot->offset; }
+
+static void pass(struct spot *spot, int64_t num_bytes) {
+    spot->offset += num_bytes;
+    if (spot->offset == spot->lengths[spot->piece]) spot->piece++, spot->offset = 0;
+}
+
+static void skip(struct spot *spot, int64_t num_bytes) {
+    while (num_bytes > 0) {
+        int64_t part = together(spot, num_bytes);
+        pass(spot, part);
+        num_bytes -= part;
+    }
+}
+
+static void stage(char *slot, struct spot *from, int64_t num_bytes) {
+    for (int64_t done = 0, part; done < num_bytes; done += part) {
+        part = together(from, num_bytes - done);
+        memcpy(slot + done, at(from), (size_t)part);
+        pass(from, part);
+    }
+}
+
+static void add_up(const struct lane *lane, int64_t kind, struct spot *to, const char *slots, int64_t num_bytes) {
+    for (int64_t done = 0, part; done < num_bytes; done += part) {
+        part = together(to, num_bytes - done);
+        ADDERS[kind](at(to), slots + done, lane->slot_bytes, lane->size, part);
+        pass(to, part);
+    }
+}
+
+/* Add up, in the order of the ranks, what the ranks' pieces hold, in place: `num_bytes` on every rank, in pieces that
+   may differ.
+
+   `turn` is the area that was used last. `moment` is 0 to begin with. Gives -1 when all is done. Else gives a moment:
+   this rank has come to the meeting of chunk moment / (size + 1), the posts of those before place moment % (size + 1)
+   have been taken, and that one has not come. Once it has, call again with the moment after. */
+int64_t lane_sum(const struct lane *lane, int64_t turn, char *const *pieces, const int64_t *lengths, int64_t num_bytes,
+                 int64_t kind, int64_t moment, int64_t deadline_ns) {
+    const int64_t moments = lane->size + 1; /* of a chunk: before each place, and after the last */
+    int64_t chunk = moment / moments, first = moment % moments;
+    int64_t start = chunk * lane->chunk_bytes;
+    struct spot to = {pieces, lengths, 0, 0}, from = to;
+    skip(&to, start);
+    if (moment > 0) skip(&from, least(start + lane->chunk_bytes, num_bytes));
+    for (int staged = moment > 0; start < num_bytes; start += lane->chunk_bytes, chunk++, staged = 0, first = 0) {
+        int64_t part = least(num_bytes - start, lane->chunk_bytes);
+        char *slots = lane->staging + ((turn + 1 + chunk) & 1) * lane->area_bytes;
+        if (!staged) {
+            stage(slots + lane->place * lane->slot_bytes, &from, part);
+            lane_come(lane);
+        }
+        int64_t late = lane_take(lane, first, deadline_ns);
+        if (late >= 0) return chunk * moments + late;
+        add_up(lane, kind, &to, slots, part);
+    }
+    return -1;
+}
