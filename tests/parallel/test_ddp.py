@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.parallel.ddp import DdpReducer
+from instep.world.lane import engine
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -51,3 +52,44 @@ def test_sums_and_missing_gradients(dtype: torch.dtype, world_size: int) -> None
         "table": counts,
         "half": [0.5 * world_size] * 2,
     }
+
+
+def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
+    """Reduce gradients, of which rank 0's are all of the plain kind; tell whether a plain one stays where it lies."""
+    rank = world.rank
+    first, second = nn.Parameter(torch.zeros(40, 1000)), nn.Parameter(torch.zeros(40, 1000))
+    reducer = DdpReducer([first, second], world, num_sums=1)
+    found, stayed = [], False
+    for step in range(3):
+        numbers = torch.arange(40_000.0).view(40, 1000) * (rank + 1) + step
+        first.grad, second.grad = numbers.clone(), numbers.clone()
+        if rank and step != 1:
+            match kind:
+                case "one gradient of two parameters":
+                    second.grad = first.grad
+                case "transposed":
+                    first.grad = numbers.t().contiguous().t()
+                case "with a graph":
+                    first.grad = (numbers.clone().requires_grad_() * 1.0).view(40, 1000)
+                case "missing":
+                    second.grad = None
+        before = second.grad
+        sums = reducer.reduce((1.0,))
+        stayed = second.grad is before
+        found += [sums, first.grad.detach().clone(), second.grad.clone()]
+    return found, stayed
+
+
+@pytest.mark.parametrize("kind", ["plain", "one gradient of two parameters", "transposed", "with a graph", "missing"])
+def test_gradients_that_cannot_be_added_up_where_they_lie(kind: str) -> None:
+    (found, stayed), (other, _) = run_ranks(mixed, 2, kind)
+    assert stayed == (engine.load() is not None)
+    for step in range(3):
+        sums, first, second = found[3 * step : 3 * step + 3]
+        assert sums == other[3 * step] == [2.0]
+        numbers = torch.arange(40_000.0).view(40, 1000)
+        once, both = numbers + step, numbers * 3 + 2 * step
+        assert torch.equal(first, both)
+        assert torch.equal(second, once if kind == "missing" and step != 1 else both)
+        assert torch.equal(first, other[3 * step + 1])
+        assert torch.equal(second, other[3 * step + 2])

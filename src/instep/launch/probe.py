@@ -18,6 +18,7 @@ import torch
 from instep.core.errors import EnvironmentFailed, InstepError
 from instep.core.spec import LaunchSpec
 from instep.launch.local import LogPlan, launch
+from instep.world.lane import engine
 from instep.world.world import World, place_here
 
 Backend = Literal["gloo", "nccl", "shared-memory"]
@@ -39,6 +40,8 @@ class ProbeResult:
     """From the call until both processes were done."""
     sum_s: float = 0.0
     """For one all-reduce of 1 MiB."""
+    compiled: bool = True
+    """Of shared memory: whether its innermost loops are."""
 
 
 def probe(backend: Backend) -> ProbeResult:
@@ -51,7 +54,12 @@ def probe(backend: Backend) -> ProbeResult:
             found = launch(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=silent, stderr=silent)
     except (InstepError, OSError) as error:
         return ProbeResult(backend=backend, error=str(error))
-    return ProbeResult(backend=backend, launch_s=time.monotonic() - begun, sum_s=max(found.values()))
+    return ProbeResult(
+        backend=backend,
+        launch_s=time.monotonic() - begun,
+        sum_s=max(found.values()),
+        compiled=backend != "shared-memory" or engine.load() is not None,
+    )
 
 
 def add_up(attempt: int, backend: Backend) -> float:
