@@ -4,8 +4,9 @@ python benchmarks/scaling.py
 
 The batch a process stays the same, so a perfect second process leaves the time of a step as it was: efficiency is
 ms a step on 1 process / ms a step on 2. "two alone" are two trainings that do not speak with each other, at the
-same time: what the machine itself leaves of the second core. All take turns of some seconds (turns.py). Each net is
-measured with two batches: the gradients stay the same, so the larger has four times the work for the same exchange.
+same time, and the slower one of each step counts: what is left when an exchange takes no time at all, and each still
+waits for the other. All take turns of some seconds (turns.py). Each net is measured with two batches: the gradients
+stay the same, so the larger has four times the work for the same exchange.
 """
 
 import argparse

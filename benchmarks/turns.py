@@ -1,7 +1,8 @@
 """Several trainings at once, of which one works at a time: all meet the same minutes of a machine whose speed changes.
 
 A way to train is one `instep train` command or several that work together. All are started, and then take turns of
-a second or so: the ranks of all others are stopped (SIGSTOP). A step in which a turn ends counts for nobody.
+a second or so: the ranks and launchers of all others are stopped (SIGSTOP). A step in which a turn ends counts for
+nobody.
 """
 
 import bisect
@@ -24,24 +25,30 @@ START_LIMIT_S = 120
 def step_times(ways, rounds, turn_s):
     """Run each way's commands, made by `ways[name](folder)`, in turns; give the ms of the steps by way and turn."""
     with tempfile.TemporaryDirectory() as folder:
-        folders, jobs = {}, []
+        folders, jobs, launchers = {}, [], {}
         try:
             for name, make in ways.items():
                 commands = make(Path(folder) / str(len(folders)))
                 folders[name] = [run_dir for _, run_dir in commands]
                 for command, _ in commands:
                     jobs.append(subprocess.Popen(list(map(str, command)), **_SILENT))
-                pids = wait_for_ranks(folders[name], jobs)
-                signal_all(pids, signal.SIGSTOP)
-            turns = take_turns({name: ranks_of(dirs) for name, dirs in folders.items()}, rounds, turn_s)
-            ends = {name: ends_of(dirs[0]) for name, dirs in folders.items()}
+                launchers[name] = [job.pid for job in jobs[-len(commands) :]]
+                signal_all([*launchers[name], *wait_for_ranks(folders[name], jobs)], signal.SIGSTOP)
+            pids = {name: [*launchers[name], *ranks_of(dirs)] for name, dirs in folders.items()}
+            turns = take_turns(pids, rounds, turn_s)
+            ends = {name: [ends_of(run_dir) for run_dir in dirs] for name, dirs in folders.items()}
         finally:
             for job in jobs:
                 job.kill()
                 job.wait()
             for dirs in folders.values():
                 signal_all(ranks_of(dirs), signal.SIGKILL)
-    return {name: [within(ends[name], turn) for turn in turns[name]] for name in ways}
+    return {name: [in_step([within(each, turn) for each in ends[name]]) for turn in turns[name]] for name in ways}
+
+
+def in_step(of_commands):
+    """Give the ms of a way's steps; where several commands work side by side, of the slower one of each step."""
+    return [max(steps) for steps in zip(*of_commands, strict=False)]
 
 
 _SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -53,16 +60,16 @@ def ratios(times, above, below):
     return [statistics.fmean(a) / statistics.fmean(b) for a, b in pairs if a and b]
 
 
-def take_turns(ranks, rounds, turn_s):
+def take_turns(pids, rounds, turn_s):
     """Let one way work at a time; give each one's turns, as pairs of moments."""
-    turns = {name: [] for name in ranks}
+    turns = {name: [] for name in pids}
     for _ in range(rounds):
-        for name in random.sample(list(ranks), len(ranks)):
+        for name in random.sample(list(pids), len(pids)):
             begun = time.time()
-            signal_all(ranks[name], signal.SIGCONT)
+            signal_all(pids[name], signal.SIGCONT)
             time.sleep(turn_s)
             turns[name].append((begun, time.time()))
-            signal_all(ranks[name], signal.SIGSTOP)
+            signal_all(pids[name], signal.SIGSTOP)
     return turns
 
 

@@ -96,7 +96,7 @@ class TestTraining:
 
     @pytest.mark.timeout(120)
     @pytest.mark.parametrize(
-        "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+        "number", [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM))]
     )
     def test_nothing_is_left_behind(self, tmp_path: Path, hosts: Hosts, number: int) -> None:
         run_dir = tmp_path / "run"

@@ -23,7 +23,7 @@ RECIPE = ("--batch-size", "12", "--drop-last", "--exact", "--shards", "6", "--js
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("kind", MPI)
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_mpirun_passes_a_warning_on(tmp_path: Path, kind: str) -> None:
     """SIGUSR1 to mpirun: the ranks save and leave, and the same command goes on, under torchrun."""
     command = (SLOW, "--steps", "30", *RECIPE, "pause_s=0.03", "--run-dir", str(tmp_path))

@@ -25,6 +25,7 @@ def world_sizes(run_dir: Path) -> list[int]:
     return [event["world_size"] for event in read_events(run_dir) if event["event"] == "start"]
 
 
+@pytest.mark.slow  # tests/clusters/test_network.py does it with real hosts
 @pytest.mark.timeout(180)
 def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
     alone = result_of(run("python", TASK, *OPTIONS, "--json", "pause_s=0.03", "--run-dir", str(tmp_path / "alone")))

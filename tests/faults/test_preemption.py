@@ -50,11 +50,11 @@ def targets(whom: str, job: subprocess.Popen[str], run_dir: Path) -> list[int]:
     ("whom", "number"),
     [
         ("the command", signal.SIGTERM),
-        ("the command", signal.SIGUSR1),
-        ("rank 1", signal.SIGTERM),
+        pytest.param("the command", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("rank 1", signal.SIGTERM, marks=pytest.mark.slow),
         ("rank 1", signal.SIGUSR1),
         ("every process", signal.SIGTERM),
-        ("every process", signal.SIGUSR1),
+        pytest.param("every process", signal.SIGUSR1, marks=pytest.mark.slow),
     ],
 )
 def test_preempted_and_continued(whom: str, number: signal.Signals, tmp_path: Path, undisturbed: str) -> None:

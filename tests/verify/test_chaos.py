@@ -18,12 +18,13 @@ def disturb(task: str, *words: str, timeout_s: float) -> tuple[int, dict[str, ob
 
 
 @pytest.mark.timeout(420)
-def test_twenty_faults() -> None:
-    code, found, said = disturb(DIGITS, "--faults", "20", "--seed", "7", timeout_s=400)
+@pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.slow)])
+def test_some_faults(count: int) -> None:
+    code, found, said = disturb(DIGITS, "--faults", str(count), "--seed", "7", timeout_s=400)
     assert (code, found["same"], found["complaints"]) == (0, True, []), said
-    assert found["faults"] == 20
-    for kind in ("SIGSTOP of a rank", "a bit flipped", "disk full", "SIGKILL of the supervisor", "SIGTERM"):
-        assert kind in said
+    assert found["faults"] == count
+    kinds = ("SIGSTOP of a rank", "a bit flipped", "disk full", "SIGKILL of the supervisor", "SIGTERM")
+    assert sum(kind in said for kind in kinds) >= (len(kinds) if count == 20 else 3), said
 
 
 def test_faults_without_chaos_are_refused() -> None:

@@ -49,7 +49,8 @@ from instep.world.interfaces import interface_of, interfaces, is_loopback, own_a
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
 
-_POLL_S = 0.05
+_POLL_S = 0.1
+"""Each look takes some 0.3 ms of a core, and where all cores train, of one rank, for which the others wait."""
 _ROUND_MEETS_S = 60.0
 """How long the machines of a round may take to start their ranks."""
 

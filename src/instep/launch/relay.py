@@ -17,7 +17,8 @@ from typing import BinaryIO, TextIO
 from instep.launch.logs import LogStart, Stream
 from instep.launch.scratch import Scratch
 
-_POLL_S = 0.05
+_POLL_S, _IDLE_POLL_S = 0.05, 0.4
+"""How often to look for new lines: less and less often where there are none, since a look takes a rank's core."""
 _PROGRESS_EVERY_S = 5.0
 """How often a line that is redrawn in place (a progress bar) is shown."""
 _CHUNK_BYTES = 1 << 16
@@ -64,9 +65,10 @@ class Relay:
                 tail.file.seek(len(data), os.SEEK_CUR)
 
     def _run(self) -> None:
-        while not self._ending.wait(_POLL_S):
+        pause_s = _POLL_S
+        while not self._ending.wait(pause_s):
             with self._lock:
-                self._relay_new()
+                pause_s = _POLL_S if self._relay_new() else min(2 * pause_s, _IDLE_POLL_S)
         with self._lock:
             self._relay_new()
             for tail in self._tails.values():
@@ -74,17 +76,20 @@ class Relay:
                     self._show(tail, [tail.rest])
                 tail.file.close()
 
-    def _relay_new(self) -> None:
+    def _relay_new(self) -> bool:
+        """Show what is new; tell whether anything was."""
+        before = len(self._announced)
         for name, starts in self._scratch.announced_logs(self._announced).items():
             self._announced.add(name)
             for start in starts:
                 self._tails[start.path] = tail = _Tail(start, open(start.path, "rb", buffering=0))  # noqa: SIM115
                 tail.file.seek(start.offset)
-        for tail in self._tails.values():
-            self._follow(tail)
+        return sum([self._follow(tail) for tail in self._tails.values()]) > 0 or len(self._announced) > before
 
-    def _follow(self, tail: _Tail) -> None:
+    def _follow(self, tail: _Tail) -> int:
+        num_bytes = 0
         while data := tail.file.read(_CHUNK_BYTES):
+            num_bytes += len(data)
             *lines, tail.rest = (tail.rest + data).split(b"\n")
             if len(tail.rest) > _CHUNK_BYTES:
                 lines, tail.rest = [*lines, tail.rest], b""
@@ -94,6 +99,7 @@ class Relay:
             if time.monotonic() - tail.shown_s > _PROGRESS_EVERY_S:
                 self._show(tail, [tail.rest])
                 tail.rest = b"\r"  # shown: a mere line end after it adds nothing
+        return num_bytes
 
     def _show(self, tail: _Tail, lines: list[bytes]) -> None:
         texts = [_newest(line).decode(errors="replace") for line in lines if not line or line.strip(b"\r")]
