@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,8 @@ from instep.core.errors import FailureRecord
 from instep.core.stop import taking_over
 from instep.launch.logs import LogStart
 
+_NEW_S = 60.0
+"""A folder so young may belong to a launch that has not opened its lifeline yet."""
 Mark = Literal["asked", "ending", "given-up"]
 
 
@@ -135,6 +140,7 @@ class Scratch:
 @contextlib.contextmanager
 def open_scratch() -> Iterator[Scratch]:
     """Make the folder for one launch and hold its lifeline; at the end, cut that and remove the folder."""
+    _sweep(Path(tempfile.gettempdir()))
     scratch = Scratch(Path(tempfile.mkdtemp(prefix="instep-")))
     try:
         (scratch.folder / "logs").mkdir()
@@ -147,6 +153,21 @@ def open_scratch() -> Iterator[Scratch]:
             os.close(lifeline)
     finally:
         shutil.rmtree(scratch.folder, ignore_errors=True)
+
+
+def _sweep(place: Path) -> None:
+    """Remove the folders of launches that were killed: nobody holds their lifelines any more."""
+    long_ago = time.time() - _NEW_S
+    for lifeline in place.glob("instep-*/lifeline"):
+        with contextlib.suppress(OSError):  # another launch sweeps too, or it is another user's
+            status = lifeline.parent.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mtime > long_ago:
+                continue
+            try:
+                os.close(os.open(lifeline, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # a FIFO that no process has open to read
+                    shutil.rmtree(lifeline.parent, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes) -> None:
