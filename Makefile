@@ -12,11 +12,11 @@ help: ## show the targets
 	$(BIN)/pip install -q --disable-pip-version-check 'torch>=2.11,<2.14'
 	touch $@
 
-.venv/installed: .venv/torch pyproject.toml
+.venv/installed: .venv/torch pyproject.toml src/instep/world/lane/engine.c
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples]'
 	touch $@
 
-.venv/installed-dev: .venv/torch pyproject.toml
+.venv/installed-dev: .venv/torch pyproject.toml src/instep/world/lane/engine.c
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples,dev]'
 	touch $@
 
@@ -42,4 +42,4 @@ test-all: check system ## the long campaigns too
 	$(BIN)/pytest -m 'not gpu' -n 2 --dist loadfile tests/clusters
 
 clean: ## remove what make made
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist src/*.egg-info src/instep/world/lane/_engine* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -72,7 +72,7 @@ RED = [
     findings.judge_scratch(Folder(path="/" + "x" * 75, free_bytes=9 * GIB)),
 ]
 YELLOW = [
-    findings.judge_probe(ProbeResult(backend="shared-memory", launch_s=1.0, sum_s=0.001, compiled=False)),
+    findings.judge_probe(ProbeResult(backend="shared-memory", launch_s=1.0, sum_s=0.001, uncompiled="no reason")),
     findings.judge_torch(TorchBuild(version="2.9.0"), MACHINE),
     findings.judge_torch(TorchBuild(version="3.0.0a0+git1"), MACHINE),
     findings.judge_torch(CPU_BUILD, replace(MACHINE, has_nvidia=True)),

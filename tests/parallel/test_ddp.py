@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from instep.parallel.ddp import DdpReducer
 from instep.world.lane import engine
@@ -73,6 +74,14 @@ def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
                     first.grad = (numbers.clone().requires_grad_() * 1.0).view(40, 1000)
                 case "missing":
                     second.grad = None
+                case "in one another's memory":
+                    row = torch.arange(40_005.0) * 2 + step
+                    first.grad, second.grad = row[:-5].view(40, 1000), row[5:].view(40, 1000)
+                case "of another dtype":
+                    first.grad_dtype = None
+                    first.grad = numbers.double()
+                case "without memory of its own":
+                    first.grad = AsyncCollectiveTensor(numbers)
         before = second.grad
         sums = reducer.reduce((1.0,))
         stayed = second.grad is before
@@ -80,7 +89,13 @@ def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
     return found, stayed
 
 
-@pytest.mark.parametrize("kind", ["plain", "one gradient of two parameters", "transposed", "with a graph", "missing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("plain", "one gradient of two parameters", "transposed", "with a graph", "missing"),
+        *("in one another's memory", "of another dtype", "without memory of its own"),
+    ],
+)
 def test_gradients_that_cannot_be_added_up_where_they_lie(kind: str) -> None:
     (found, stayed), (other, _) = run_ranks(mixed, 2, kind)
     assert stayed == (engine.load() is not None)
@@ -90,6 +105,7 @@ def test_gradients_that_cannot_be_added_up_where_they_lie(kind: str) -> None:
         numbers = torch.arange(40_000.0).view(40, 1000)
         once, both = numbers + step, numbers * 3 + 2 * step
         assert torch.equal(first, both)
-        assert torch.equal(second, once if kind == "missing" and step != 1 else both)
+        odd = {"missing": once, "in one another's memory": both + 10} if step != 1 else {}
+        assert torch.equal(second, odd.get(kind, both))
         assert torch.equal(first, other[3 * step + 1])
         assert torch.equal(second, other[3 * step + 2])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
@@ -148,6 +149,26 @@ def test_compiled_or_not_the_bits_are_the_same(world_size: int) -> None:
     assert {answer[0] for answer in compiled} == {"CompiledMeetings"}
     assert {answer[0] for answer in plain} == {"PlainMeetings"}
     assert {tuple(answer[1:]) for answer in (*compiled, *plain)} == {tuple(compiled[0][1:])}
+
+
+def reduce_odd_tensors(world: World) -> tuple[float, str]:
+    """Add up what a functional collective gives, whose numbers lie elsewhere, and what autograd wants as it was."""
+    given = funcol.all_reduce(torch.ones(1000), "sum", dist.group.WORLD)
+    dist.all_reduce(given)
+    kept = torch.ones(1000, requires_grad=True)
+    grown = kept.exp()
+    dist.all_reduce(grown)
+    try:
+        grown.sum().backward()
+    except RuntimeError as error:
+        return float(given.mean()), str(error)
+    return float(given.mean()), "autograd has not noticed"
+
+
+def test_tensors_that_are_more_than_their_numbers() -> None:
+    for mean, said in run_ranks(reduce_odd_tensors, 2):
+        assert mean == 4.0
+        assert "modified by an inplace operation" in said
 
 
 def odd_numbers(world: World) -> list[str]:

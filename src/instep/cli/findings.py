@@ -122,10 +122,11 @@ def judge_probe(found: ProbeResult) -> Finding:
         f"{PROCESSES} processes started and ended in {found.launch_s:.1f} s; "
         f"they add up 1 MiB in {found.sum_s * 1e3:.2g} ms"
     )
-    if not found.compiled:
-        text += ", in Python: instep was installed where no C compiler is"
+    if found.uncompiled:
+        text += f"; its innermost loops are in Python: {found.uncompiled}"
         advice = (
-            "It takes two to five times as long. Install one (cc), then instep again: pip install --force-reinstall."
+            "Compiled they take half the time or less. Install a C compiler (gcc), then instep again as you did, "
+            "with pip's --force-reinstall --no-deps --no-cache-dir."
         )
         return Finding(found.backend, "yellow", text, advice)
     return Finding(found.backend, "green", text)

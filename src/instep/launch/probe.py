@@ -40,8 +40,8 @@ class ProbeResult:
     """From the call until both processes were done."""
     sum_s: float = 0.0
     """For one all-reduce of 1 MiB."""
-    compiled: bool = True
-    """Of shared memory: whether its innermost loops are."""
+    uncompiled: str = ""
+    """Of shared memory: why its innermost loops are in Python, if they are."""
 
 
 def probe(backend: Backend) -> ProbeResult:
@@ -54,11 +54,12 @@ def probe(backend: Backend) -> ProbeResult:
             found = launch(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=silent, stderr=silent)
     except (InstepError, OSError) as error:
         return ProbeResult(backend=backend, error=str(error))
+    found_engine = engine.find()
     return ProbeResult(
         backend=backend,
         launch_s=time.monotonic() - begun,
         sum_s=max(found.values()),
-        compiled=backend != "shared-memory" or engine.load() is not None,
+        uncompiled=found_engine if backend == "shared-memory" and isinstance(found_engine, str) else "",
     )
 
 

@@ -12,6 +12,7 @@ gloo: docs/log.md has the comparison. Two ranks that share memory add up where t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,12 +56,16 @@ class _Bucket:
 
     def take_in_place(self) -> bool:
         """Get ready to add the gradients up where they lie; tell whether that can be."""
-        grads = [p.grad for p in self.parameters]
-        self._in_place = [grad for grad in grads if grad is not None and _is_plain(grad)]
-        if len({grad.data_ptr() for grad in self._in_place}) < len(grads):  # or one that serves two parameters
-            self._in_place = []
-        return bool(self._in_place)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if len(grads) < len(self.parameters) or not all(_is_plain(grad, self.dtype) for grad in grads):
+            return False
+        spans = sorted((grad.data_ptr(), grad.data_ptr() + grad.nbytes) for grad in grads)
+        if any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans)):  # memory of two gradients
+            return False
+        self._in_place = grads
+        return True
 
+    @torch.no_grad()
     def fill(self) -> list[bool]:
         """Copy the gradients into one row and tell which were there; a missing one counts as zero."""
         if not self._views:
@@ -107,9 +112,13 @@ class _Bucket:
             p.grad = like(p, view) if counts is None or counts[i] > 0 else None
 
 
-def _is_plain(grad: torch.Tensor) -> bool:
-    """Tell whether a gradient's numbers are one row in memory, which nobody will ask where they came from."""
-    return not (isinstance(grad, DTensor) or grad.is_sparse or grad.requires_grad) and grad.is_contiguous()
+def _is_plain(grad: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a gradient is nothing but a row of such numbers in memory: no subclass, whose numbers may lie
+    elsewhere, and no part of a graph.
+    """
+    if type(grad) is not torch.Tensor or grad.dtype != dtype or grad.layout is not torch.strided:
+        return False
+    return grad.is_contiguous() and not grad.requires_grad
 
 
 class DdpReducer(Reducer):

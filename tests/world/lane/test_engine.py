@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shlex
 import shutil
+import sysconfig
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from instep.world.lane import engine
 from instep.world.lane.engine import KINDS, Engine, LaneView, Pieces, load
 from instep.world.lane.meetings import ALL, NEVER_NS, CompiledMeetings, Meetings, PlainMeetings, incoming
 from instep.world.lane.semaphores import CELL_BYTES, create, has_post, wait
@@ -22,7 +28,8 @@ needs_engine = pytest.mark.skipif(_engine is None, reason="instep was installed 
 
 
 def test_it_was_compiled_where_a_compiler_is() -> None:
-    assert (_engine is not None) == (shutil.which("cc") is not None)
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))[0]
+    assert _engine is not None or shutil.which(compiler) is None, engine.find()
 
 
 class Ranks:
@@ -122,6 +129,52 @@ def test_sums_in_the_order_of_the_ranks(
             assert torch.equal(torch.cat(own), total)
     left = [place for view in ranks.views for place, address in incoming(view).items() if has_post(address)]
     assert left == []
+
+
+@needs_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_nan_has_the_same_bits_on_ranks_with_other_pieces(dtype: torch.dtype) -> None:
+    assert _engine is not None
+    bits = torch.int32 if dtype is torch.float32 else torch.int64
+    quiet = 0x7FC00001 if dtype is torch.float32 else 0x7FF8000000000001
+    rows = [torch.full((64,), quiet + place, dtype=bits).view(dtype) for place in range(2)]
+    pieces = [[rows[0].clone()], cut(rows[1], [3, 7, 12, 13, 31, 40])]
+    ranks = Ranks(2)
+    threads = [
+        threading.Thread(target=add_up, args=(_engine, view, [pieces[view.place]], [NEVER_NS])) for view in ranks.views
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    found = [torch.cat(own).view(bits) for own in pieces]
+    assert torch.equal(found[0], found[1])
+    assert bool(torch.cat(pieces[0]).isnan().all())
+
+
+@needs_engine
+@pytest.mark.parametrize("what", ["cut short", "of another state of the source", "not there"])
+def test_a_library_that_cannot_be_used_is_none(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "_engine.abi3.so"
+    if what == "cut short":
+        library.write_bytes(b"\x7fELF")
+    if what == "of another state of the source":
+        library.write_bytes(next(Path(engine.__file__).parent.glob("_engine*.so")).read_bytes())
+        monkeypatch.setattr(engine, "_VERSION", 0)
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
+    assert engine.load() is None
+    words = {
+        "cut short": "file too short",
+        "of another state of the source": "another version",
+        "not there": "not compiled",
+    }
+    assert words[what] in str(engine.find())
+
+
+@needs_engine
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    with pytest.raises(TypeError, match="no memory of its own"):
+        Pieces([AsyncCollectiveTensor(torch.ones(3))])
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_engine), False])

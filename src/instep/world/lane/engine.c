@@ -5,13 +5,14 @@
    nothing; who calls again tells it where it had come to. */
 
 #define _GNU_SOURCE
+#include <math.h>
 #include <sched.h>
 #include <semaphore.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
 
-enum { CELL_BYTES = 64, LOOKS = 32 };
+enum { VERSION = 1, CELL_BYTES = 64, LOOKS = 32 };
 _Static_assert(sizeof(sem_t) <= CELL_BYTES, "a semaphore has a cell of its own");
 
 /* One rank's view of the block; engine.py has the same fields in the same order. */
@@ -26,6 +27,9 @@ struct lane {
     int64_t spin_ns;     /* how long to look again and again for one that has not come */
     int64_t crowded;     /* more ranks than cores: who looks takes time from whom it waits for */
 };
+
+/* What engine.py must know as well; another number for every change of what they share. */
+int lane_version(void) { return VERSION; }
 
 static int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 
@@ -78,21 +82,31 @@ int64_t lane_take(const struct lane *lane, int64_t first, int64_t deadline_ns) {
     return -1;
 }
 
-#define ADD_UP(name, type)                                                                                           \
+/* A NaN's bits depend on the order of the operands, which the compiler may choose anew for each loop: all are one. */
+#define ONE_NAN(total) ((total) == (total) ? (total) : NAN)
+#define ITSELF(total) (total)
+
+#define ADD_UP(name, type, cleaned)                                                                                  \
     static void name(char *out, const char *const slot, int64_t stride, int64_t size, int64_t num_bytes) {           \
         type *total = (type *)out;                                                                                   \
         const type *first = (const type *)slot, *second = (const type *)(slot + stride);                             \
         int64_t count = num_bytes / (int64_t)sizeof(type);                                                           \
-        for (int64_t i = 0; i < count; i++) total[i] = (type)(first[i] + second[i]);                                 \
+        for (int64_t i = 0; i < count; i++) {                                                                        \
+            type sum = (type)(first[i] + second[i]);                                                                 \
+            total[i] = cleaned(sum);                                                                                 \
+        }                                                                                                            \
         for (int64_t place = 2; place < size; place++) {                                                             \
             const type *next = (const type *)(slot + place * stride);                                                \
-            for (int64_t i = 0; i < count; i++) total[i] = (type)(total[i] + next[i]);                               \
+            for (int64_t i = 0; i < count; i++) {                                                                    \
+                type sum = (type)(total[i] + next[i]);                                                               \
+                total[i] = cleaned(sum);                                                                             \
+            }                                                                                                        \
         }                                                                                                            \
     }
-ADD_UP(add_float, float)
-ADD_UP(add_double, double)
-ADD_UP(add_int32, uint32_t) /* unsigned: an overflow goes around, as torch's does */
-ADD_UP(add_int64, uint64_t)
+ADD_UP(add_float, float, ONE_NAN)
+ADD_UP(add_double, double, ONE_NAN)
+ADD_UP(add_int32, uint32_t, ITSELF) /* unsigned: an overflow goes around, as torch's does */
+ADD_UP(add_int64, uint64_t, ITSELF)
 static void (*const ADDERS[])(char *, const char *, int64_t, int64_t, int64_t) = {add_float, add_double, add_int32,
                                                                                   add_int64};
 

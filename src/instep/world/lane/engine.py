@@ -1,6 +1,6 @@
 """The lane's innermost loops, compiled (engine.c) where a compiler was there when instep was installed.
 
-A meeting takes a few microseconds of C and some hundred of Python, so a small sum is ten times as fast, and large ones
+A meeting takes some microseconds of C and up to 150 of Python, so a small sum is several times as fast, and large ones
 can go by chunks that stay in a core's own cache (docs/log.md). Without the library the same is done in Python, by all
 ranks of a lane or by none: the chunks differ.
 """
@@ -17,6 +17,10 @@ import torch
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 """What `lane_sum` adds up, by its number there; of other dtypes and reductions torch is asked."""
 
+_VERSION = 1
+"""Of what Python and the library know of each other; engine.c has the same. A library that an older state of the source
+was compiled to is taken for none.
+"""
 _Address, _Number = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -41,6 +45,8 @@ class Engine:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        if (version := library.lane_version()) != _VERSION:
+            raise OSError(f"{path.name} was compiled from another version of engine.c ({version}, not {_VERSION})")
         view = ctypes.POINTER(LaneView)
         self.come = library.lane_come
         self.come.argtypes, self.come.restype = (view,), None
@@ -64,7 +70,10 @@ class Pieces:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         lengths = [tensor.nbytes for tensor in tensors]
-        self.addresses = (_Address * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if any(size and not address for size, address in zip(lengths, addresses, strict=True)):
+            raise TypeError("a tensor to be added up in place has no memory of its own")
+        self.addresses = (_Address * len(tensors))(*addresses)
         self.lengths = (_Number * len(tensors))(*lengths)
         self.num_bytes = sum(lengths)
         self.kind = KINDS[tensors[0].dtype]
@@ -72,9 +81,18 @@ class Pieces:
 
 
 def load() -> Engine | None:
-    """Load the library that was compiled with this package, if there is one."""
+    """Load the library that was compiled with this package, if there is one that this machine can load."""
+    found = find()
+    return found if isinstance(found, Engine) else None
+
+
+def find() -> Engine | str:
+    """Load the library, or say why it is not used."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_engine{suffix}")
         if path.exists():
-            return Engine(path)
-    return None
+            try:
+                return Engine(path)
+            except (OSError, AttributeError) as error:  # of another processor, C library or state of the source
+                return str(error)
+    return "they were not compiled when instep was installed"

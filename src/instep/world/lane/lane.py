@@ -182,6 +182,8 @@ class Lane:
         while (late := self._engine.sum(self._view, turn, pieces, moment, self._deadline_ns)) != ALL:
             yield Late(late % (self.size + 1), "all_reduce")
             moment = late + 1
+        tracked = [tensor for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(tracked)  # what autograd has kept of them is of no use any more
 
     def all_reduce_around(
         self,
