@@ -125,7 +125,7 @@ def judge_probe(found: ProbeResult) -> Finding:
     if found.uncompiled:
         text += f"; its innermost loops are in Python: {found.uncompiled}"
         advice = (
-            "Compiled they take half the time or less. Install a C compiler (gcc), then instep again as you did, "
+            "Compiled they take up to a third less time. Install a C compiler (gcc), then instep again as you did, "
             "with pip's --force-reinstall --no-deps --no-cache-dir."
         )
         return Finding(found.backend, "yellow", text, advice)

@@ -86,22 +86,29 @@ int64_t lane_take(const struct lane *lane, int64_t first, int64_t deadline_ns) {
 #define ONE_NAN(total) ((total) == (total) ? (total) : NAN)
 #define ITSELF(total) (total)
 
-#define ADD_UP(name, type, cleaned)                                                                                  \
-    static void name(char *out, const char *const slot, int64_t stride, int64_t size, int64_t num_bytes) {           \
-        type *total = (type *)out;                                                                                   \
-        const type *first = (const type *)slot, *second = (const type *)(slot + stride);                             \
-        int64_t count = num_bytes / (int64_t)sizeof(type);                                                           \
-        for (int64_t i = 0; i < count; i++) {                                                                        \
-            type sum = (type)(first[i] + second[i]);                                                                 \
-            total[i] = cleaned(sum);                                                                                 \
-        }                                                                                                            \
-        for (int64_t place = 2; place < size; place++) {                                                             \
-            const type *next = (const type *)(slot + place * stride);                                                \
-            for (int64_t i = 0; i < count; i++) {                                                                    \
-                type sum = (type)(total[i] + next[i]);                                                               \
-                total[i] = cleaned(sum);                                                                             \
-            }                                                                                                        \
-        }                                                                                                            \
+/* For the processor that it runs on, not the oldest that could be; chosen when the library is loaded. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_THIS_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_THIS_PROCESSOR
+#endif
+
+#define ADD_UP(name, type, cleaned)                                                                                    \
+    FOR_THIS_PROCESSOR static void name(char *out, const char *slot, int64_t stride, int64_t size, int64_t num_bytes) {\
+        type *total = (type *)out;                                                                                     \
+        const type *first = (const type *)slot, *second = (const type *)(slot + stride);                               \
+        int64_t count = num_bytes / (int64_t)sizeof(type);                                                             \
+        for (int64_t i = 0; i < count; i++) {                                                                          \
+            type sum = (type)(first[i] + second[i]);                                                                   \
+            total[i] = cleaned(sum);                                                                                   \
+        }                                                                                                              \
+        for (int64_t place = 2; place < size; place++) {                                                               \
+            const type *next = (const type *)(slot + place * stride);                                                  \
+            for (int64_t i = 0; i < count; i++) {                                                                      \
+                type sum = (type)(total[i] + next[i]);                                                                 \
+                total[i] = cleaned(sum);                                                                               \
+            }                                                                                                          \
+        }                                                                                                              \
     }
 ADD_UP(add_float, float, ONE_NAN)
 ADD_UP(add_double, double, ONE_NAN)

@@ -26,6 +26,7 @@ the cache; when all stage everything first, that is half as much again (docs/log
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -45,8 +46,10 @@ _AREA_BYTES = 16 * 2**20
 _LARGEST_CHUNK_BYTES = 2 * 2**20
 _SMALLEST_CHUNK_BYTES = 64 * 2**10
 """Smaller chunks stay in the cache, larger ones need fewer meetings; docs/log.md has the measurements."""
-_COMPILED_CHUNK_BYTES = 64 * 2**10
+_COMPILED_CHUNK_BYTES = 256 * 2**10
 """The compiled loops meet so cheaply that a chunk stays in a core's own cache."""
+_THREADED_BYTES = 256 * 2**10
+"""Beyond this size torch's kernels are faster than the compiled loops, if they have several threads a rank."""
 _DIRECT_BYTES = 128 * 2**10
 """Up to this size every rank adds everything up by itself, which saves meetings."""
 _SPIN_S, _CROWDED_SPIN_S = 2e-3, 5e-4
@@ -111,7 +114,9 @@ class Lane:
         pids: Sequence[int],
         timeout_s: float,
         engine: Engine | None,
+        threads: int,
     ) -> None:
+        """`engine` and `threads`, the most that a rank computes with, are the same on all ranks."""
         self.size = len(ranks)
         self.place = place
         self.timeout_s = timeout_s
@@ -124,6 +129,8 @@ class Lane:
         self._blamed = marks[2 * self.size :].view(torch.int16)
         self._chunk_bytes = chunk_bytes(self.size)
         self._engine, self._view = engine, self._view_of(block)
+        self._compiled_bytes = 0 if engine is None else sys.maxsize if threads == 1 else _THREADED_BYTES
+        """Up to which size sums are the compiled loops' to do."""
         self._meetings: Meetings = CompiledMeetings(engine, self._view) if engine else PlainMeetings(self._view)
         self._incoming = incoming(self._view)
         self._deadline_ns = NEVER_NS
@@ -142,7 +149,7 @@ class Lane:
             place=self.place,
             slot_bytes=self._chunk_bytes,
             area_bytes=area_bytes(self.size),
-            chunk_bytes=_COMPILED_CHUNK_BYTES,
+            chunk_bytes=min(self._chunk_bytes, _COMPILED_CHUNK_BYTES),
             spin_ns=round(1e9 * (_CROWDED_SPIN_S if crowded else _SPIN_S)),
             crowded=crowded,
         )
@@ -152,7 +159,7 @@ class Lane:
         if self.size > 2 and flat.nbytes > _DIRECT_BYTES:
             yield from self.all_reduce_around(flat, how, self.size, None, area_bytes(self.size))
             return
-        if self._engine is not None and how is Reduction.SUM and flat.dtype in KINDS:
+        if flat.nbytes <= self._compiled_bytes and how is Reduction.SUM and flat.dtype in KINDS:
             yield from self._sum((flat,))
             return
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
@@ -165,7 +172,7 @@ class Lane:
 
     def sums_pieces(self, dtype: torch.dtype) -> bool:
         """Tell whether `sum_pieces` is there for such numbers. All ranks of a lane are told the same."""
-        return self._engine is not None and self.size == 2 and dtype in KINDS
+        return self._compiled_bytes == sys.maxsize and self.size == 2 and dtype in KINDS
 
     def sum_pieces(self, pieces: Sequence[torch.Tensor]) -> Steps:
         """Add up what lies in several tensors, in place, as if they were one row, which is what another rank may call
@@ -178,7 +185,7 @@ class Lane:
         if self._broken:
             raise PeerLost(f"This group is broken: {self._broken}", [])
         pieces, turn, moment = Pieces(tensors), self._turn, 0
-        self._turn ^= -(-pieces.num_bytes // _COMPILED_CHUNK_BYTES) & 1
+        self._turn ^= -(-pieces.num_bytes // self._view.chunk_bytes) & 1
         while (late := self._engine.sum(self._view, turn, pieces, moment, self._deadline_ns)) != ALL:
             yield Late(late % (self.size + 1), "all_reduce")
             moment = late + 1

@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
+
 from instep.world.lane import engine
 from instep.world.lane.block import Block, BlockAddress
 from instep.world.lane.lane import Lane, block_bytes, prepare
@@ -57,7 +59,7 @@ def open_lane(
 ) -> Opened:
     """Bring the ranks of a group together, machine by machine. Called on all ranks of the group."""
     compiled = engine.load()
-    labels, pids, all_compiled = _introduce(store, rank, size, label, compiled is not None)
+    labels, pids, ways = _introduce(store, rank, size, label, compiled is not None)
     plan = plan_machines(labels)
     refusal = next((text[1:] for text in labels if text.startswith("!")), "")
     if refusal:
@@ -75,21 +77,30 @@ def open_lane(
         return Opened(None, plan, refusal)
     names = [global_ranks[r] if global_ranks else r for r in ranks]
     pids_here, timeout_s = [pids[r] for r in ranks], timeout.total_seconds()
-    return Opened(Lane(block, place, names, pids_here, timeout_s, compiled if all_compiled else None), plan)
+    return Opened(
+        Lane(block, place, names, pids_here, timeout_s, compiled if ways.compiled else None, ways.threads), plan
+    )
+
+
+class _Ways(NamedTuple):
+    """What all ranks can do: whether they have the compiled loops, and with how many threads one of them computes."""
+
+    compiled: bool
+    threads: int
 
 
 def _introduce(
     store: Store, rank: int, size: int, label: str | None, compiled: bool
-) -> tuple[list[str], list[int], bool]:
-    """Give the ranks' machines and processes, and whether all of them have the compiled loops."""
+) -> tuple[list[str], list[int], _Ways]:
+    """Give the ranks' machines and processes, and what all of them can do."""
     try:
         label = label or machine_label()
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:  # not Linux, or an old one, or /proc is not there
         label = f"!rank {rank} cannot see the processes of its machine: {error}"
-    store.set(f"who/{rank}", json.dumps([label, os.getpid(), compiled]))
-    labels, pids, have = zip(*(json.loads(store.get(f"who/{r}")) for r in range(size)), strict=True)
-    return list(labels), list(pids), all(have)
+    store.set(f"who/{rank}", json.dumps([label, os.getpid(), compiled, torch.get_num_threads()]))
+    labels, pids, have, threads = zip(*(json.loads(store.get(f"who/{r}")) for r in range(size)), strict=True)
+    return list(labels), list(pids), _Ways(all(have), max(threads))
 
 
 def _share(store: Store, machine: int, place: int, size: int) -> tuple[Block | None, str]:
