@@ -129,12 +129,13 @@ def test_it_gives_what_gloo_gives(world_size: int, compiled: bool) -> None:
     compared()
 
 
-def bits_of_sums(world: World, compiled: bool) -> list[str]:
+def bits_of_sums(world: World, compiled: bool, threads: int = 1) -> list[str]:
     """Add up by a group of our own; give the bits, with the name of what met there."""
     if not compiled:
         without_engine(world)
+    torch.set_num_threads(threads if world.rank == 0 else 1)  # all do what one must
     group = group_on(64)
-    bits = [type(group.lane._meetings).__name__]
+    bits = [type(group.lane._meetings).__name__ + " for all" * group.lane.sums_pieces(torch.float32)]
     for numel in (1, 1000, 2**16 + 1, 2**20 + 1):
         tensor = inputs_of(Case("all_reduce", numel, seed=numel), world.world_size)[world.rank]
         dist.all_reduce(tensor, group=group)
@@ -146,9 +147,11 @@ def bits_of_sums(world: World, compiled: bool) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compiled_or_not_the_bits_are_the_same(world_size: int) -> None:
     compiled, plain = run_ranks(bits_of_sums, world_size, True), run_ranks(bits_of_sums, world_size, False)
-    assert {answer[0] for answer in compiled} == {"CompiledMeetings"}
+    threaded = run_ranks(bits_of_sums, world_size, True, 2)
+    assert {answer[0] for answer in compiled} == {"CompiledMeetings" + " for all" * (world_size == 2)}
+    assert {answer[0] for answer in threaded} == {"CompiledMeetings"}
     assert {answer[0] for answer in plain} == {"PlainMeetings"}
-    assert {tuple(answer[1:]) for answer in (*compiled, *plain)} == {tuple(compiled[0][1:])}
+    assert {tuple(answer[1:]) for answer in (*compiled, *plain, *threaded)} == {tuple(compiled[0][1:])}
 
 
 def reduce_odd_tensors(world: World) -> tuple[float, str]:

@@ -1,8 +1,8 @@
 """The lane's innermost loops, compiled (engine.c) where a compiler was there when instep was installed.
 
-A meeting takes some microseconds of C and 30 to 150 of Python, and large sums
-can go by chunks that stay in a core's own cache (docs/log.md). Without the library the same is done in Python, by all
-ranks of a lane or by none: the chunks differ.
+A meeting takes some microseconds of C and 30 to 150 of Python, and large sums can go by chunks that stay in a core's
+own cache (docs/log.md). Without the library the same is done in Python, by all ranks of a lane or by none: the chunks
+differ.
 """
 
 from __future__ import annotations
