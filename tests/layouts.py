@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from instep.core.mesh import Mesh
-from instep.parallel.scope import Scope
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.strategy import Example, Reducer, Strategy
-from instep.train.trained import Trained
+from instep.train.train_state import TrainState
 from instep.world.grid import Grid
 from instep.world.world import World
 
@@ -35,7 +35,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
 
-class Stage(nn.Module):
+class HostBuffer(nn.Module):
     """Some children of a model, under their own names."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ def _both(model: nn.Module, grid: Grid) -> nn.Module:
 
 
 def _stage(model: nn.Module, grid: Grid) -> nn.Module:
-    own = Stage(model, STAGES[grid.mesh.coordinate(grid.world.rank, "pp")])
+    own = HostBuffer(model, STAGES[grid.mesh.coordinate(grid.world.rank, "pp")])
     if "head" in STAGES[grid.mesh.coordinate(grid.world.rank, "pp")]:  # tied over two stages: a copy
         own.head.weight = nn.Parameter(own.head.weight.detach().clone())
     return _fsdp_stage(own, grid) if grid.mesh.fsdp > 1 else own
@@ -119,7 +119,7 @@ class ByHand(Strategy):
     name: ClassVar[str] = "by hand"
 
     def __init__(self, grid: Grid, layout: str) -> None:
-        super().__init__(grid, Scope(grid.world.device, 0))
+        super().__init__(grid, BatchContext(grid.world.device, 0))
         self._layout = LAYOUTS[layout]
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
@@ -141,14 +141,14 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
 
 
-def spread(world: World, layout: str, seed: int = 0) -> tuple[Grid, Trained]:
+def spread(world: World, layout: str, seed: int = 0) -> tuple[Grid, TrainState]:
     """Build the model of a seed on this rank, as a layout says."""
     grid = Grid.open(world, LAYOUTS[layout].mesh)
     torch.manual_seed(seed)
-    return grid, Trained(Net(), make_optimizer, None, ByHand(grid, layout), "")
+    return grid, TrainState(Net(), make_optimizer, None, ByHand(grid, layout), "")
 
 
-def update(trained: Trained, num_steps: int = 3) -> None:
+def update(trained: TrainState, num_steps: int = 3) -> None:
     """Move the weights, by a gradient that each element knows of itself."""
     for _ in range(num_steps):
         for p in trained.model.parameters():

@@ -22,7 +22,7 @@ from instep.checkpoint import files, layout
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.layout import Keeping
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.snapshot import Parts, Stage
+from instep.checkpoint.snapshot import HostBuffer, Parts
 from instep.checkpoint.tree import put_together, take_apart
 from instep.core.errors import CheckpointError
 from states import write_state
@@ -141,8 +141,8 @@ def test_a_write_that_fails_leaves_no_trace(failing: str, tmp_path: Path, monkey
 WRITER = """
 import sys, torch, pathlib
 from instep.checkpoint.files import write_checkpoint
-from instep.checkpoint.snapshot import Parts, Stage
-step, stage = 0, Stage()
+from instep.checkpoint.snapshot import Parts, HostBuffer
+step, stage = 0, HostBuffer()
 while True:
     step += 1
     state = {"model": {"w": torch.full((200_000,), float(step))}}
@@ -171,7 +171,7 @@ def test_killed_while_writing_there_are_only_whole_ones(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for step in (1, 2, 30, 100):
-        directory.save(step, Stage().take(Parts.of({"progress": {"step": step}})), Keeping(newest=2))
+        directory.save(step, HostBuffer().take(Parts.of({"progress": {"step": step}})), Keeping(newest=2))
     assert directory.names() == ["step-00000100", "step-00000030"]
 
 

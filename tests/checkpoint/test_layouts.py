@@ -21,7 +21,7 @@ from instep.checkpoint.inventory import look_at, verify
 from instep.checkpoint.layout import Keeping
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.sharing import Sharing
-from instep.checkpoint.snapshot import Parts, Stage
+from instep.checkpoint.snapshot import HostBuffer, Parts
 from instep.checkpoint.weights import load_weights, spread_weights_sha256, weights_sha256
 from instep.core.errors import CheckpointError, NumericsError
 from instep.world.world import World
@@ -35,10 +35,10 @@ def save(world: World, layout: str, root: Path, step: int, trained: Any, grid: A
     parts = Parts.of({**trained.state(), **(more or {})})
     if grid.mesh.has_whole_models:
         if world.is_main:
-            RunDirectory(root).save(step, Stage().take(parts), Keeping(9))
+            RunDirectory(root).save(step, HostBuffer().take(parts), Keeping(9))
     else:
         shared = Sharing(grid).begin(parts)
-        snapshot = Stage().take(parts, shared.share)
+        snapshot = HostBuffer().take(parts, shared.share)
         if world.is_main:
             RunDirectory(root).save(step, snapshot, Keeping(9), shared=shared)
         else:
@@ -217,7 +217,7 @@ def with_problem(world: World, root: Path, problem: str) -> str:
     save(world, "fsdp@2", root, 1, trained, grid)
     sharing, parts = Sharing(grid), Parts.of(trained.state())
     shared = sharing.begin(parts)
-    snapshot = Stage().take(parts, shared.share)
+    snapshot = HostBuffer().take(parts, shared.share)
     told = ""
     if world.is_main:
         try:
@@ -239,7 +239,7 @@ def with_problem(world: World, root: Path, problem: str) -> str:
         return told
     world.barrier()
     shared = sharing.begin(parts)
-    snapshot = Stage().take(parts, shared.share)
+    snapshot = HostBuffer().take(parts, shared.share)
     if world.is_main:
         RunDirectory(root).save(3, snapshot, Keeping(9), shared=shared)
     else:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.checkpoint.merge import merge
-from instep.checkpoint.pieces import Box, Holding, Holdings, Pieces, SavePlan, cut_out, plan_save
+from instep.checkpoint.pieces import Box, Holdings, LocalShard, Pieces, SavePlan, cut_out, plan_save
 from instep.checkpoint.tree import put_together, take_apart
 from instep.core.errors import CheckpointError
 from instep.core.mesh import Mesh
@@ -46,7 +46,7 @@ def test_every_element_is_written_once_by_a_rank_that_has_it(
 ) -> None:
     dims = max(1, len(shape))
     boxes = held_by(mesh, shape, tp_dim % dims, fsdp_dim % dims)
-    held: list[Holdings] = [{("model", "w"): Holding("F32", shape, box, True)} for box in boxes]
+    held: list[Holdings] = [{("model", "w"): LocalShard("F32", shape, box, True)} for box in boxes]
     plan = plan_save(held)
     pieces = plan.tensors["model"]["w"]
     assert torch.equal(elements(shape, pieces), torch.ones(shape, dtype=torch.int64))
@@ -61,7 +61,7 @@ def test_every_element_is_written_once_by_a_rank_that_has_it(
 @given(st.integers(1, 6), st.lists(st.integers(1 << 14, 1 << 18), min_size=1, max_size=20))
 def test_ranks_write_about_as_much(num_ranks: int, sizes: list[int]) -> None:
     held = [
-        {("model", str(i)): Holding("F32", (size,), Box.whole((size,)), True) for i, size in enumerate(sizes)}
+        {("model", str(i)): LocalShard("F32", (size,), Box.whole((size,)), True) for i, size in enumerate(sizes)}
         for _ in range(num_ranks)
     ]
     loads = [sum(piece.box.numel for piece in share.values()) for share in plan_save(held).shares]
@@ -71,7 +71,7 @@ def test_ranks_write_about_as_much(num_ranks: int, sizes: list[int]) -> None:
 
 @given(st.lists(st.sets(st.integers(0, 6)), min_size=1, max_size=5))
 def test_stages_write_what_they_have(stages: list[set[int]]) -> None:
-    held = [{("model", str(i)): Holding("F32", (5,), Box.whole((5,)), False) for i in names} for names in stages]
+    held = [{("model", str(i)): LocalShard("F32", (5,), Box.whole((5,)), False) for i in names} for names in stages]
     plan = plan_save(held)
     assert set(plan.tensors.get("model", {})) == {str(i) for names in stages for i in names}
     for i in set().union(*stages):
@@ -81,39 +81,42 @@ def test_stages_write_what_they_have(stages: list[set[int]]) -> None:
 
 
 def test_files_are_named_by_who_writes() -> None:
-    small, box = Holding("F32", (3,), Box.whole((3,)), False), Box.whole((4, 2))
-    halves = [Holding("F32", (4, 2), cut_out((4, 2), [(0, 2, i)]), True) for i in range(2)]
+    small, box = LocalShard("F32", (3,), Box.whole((3,)), False), Box.whole((4, 2))
+    halves = [LocalShard("F32", (4, 2), cut_out((4, 2), [(0, 2, i)]), True) for i in range(2)]
     plan = plan_save([{("rng", "a"): small, ("model", "w"): halves[0]}, {("model", "w"): halves[1]}])
     assert plan.tensors["rng"]["a"].pieces[0].file == "rng.safetensors"
     assert [(piece.file, piece.name) for piece in plan.tensors["model"]["w"].pieces] == [
         ("model-rank-00000.safetensors", "w@0,0"),
         ("model-rank-00001.safetensors", "w@2,0"),
     ]
-    whole = Holding("F32", (4, 2), box, True)
+    whole = LocalShard("F32", (4, 2), box, True)
     named = plan_save([{("model", "w"): halves[0], ("model", "w@0,0"): whole}, {("model", "w"): halves[1]}])
     inside = [piece.name for share in named.shares[:1] for piece in share.values()]
     assert len(set(inside)) == 2
 
 
 def test_a_tensor_that_is_not_whole_is_refused() -> None:
-    half = Holding("F32", (4,), Box((0,), (2,)), True)
+    half = LocalShard("F32", (4,), Box((0,), (2,)), True)
     with pytest.raises(CheckpointError, match=r"model: w of shape \[4\] is not whole: .* 2 of its 4 elements"):
         plan_save([{("model", "w"): half}, {("model", "w"): half}])
-    other = Holding("F32", (5,), Box((2,), (3,)), True)
+    other = LocalShard("F32", (5,), Box((2,), (3,)), True)
     with pytest.raises(CheckpointError, match=r"shape \[4\] on rank 0, and F32 of shape \[5\] on rank 1"):
         plan_save([{("model", "w"): half}, {("model", "w"): other}])
 
 
 def test_a_weight_that_is_cut_in_two_ways_is_taken_from_the_first() -> None:
-    halves = [Holding("F32", (12,), cut_out((12,), [(0, 2, i)]), True) for i in range(2)]
-    thirds = [Holding("F32", (12,), cut_out((12,), [(0, 3, i)]), True) for i in range(3)]
+    halves = [LocalShard("F32", (12,), cut_out((12,), [(0, 2, i)]), True) for i in range(2)]
+    thirds = [LocalShard("F32", (12,), cut_out((12,), [(0, 3, i)]), True) for i in range(3)]
     plan = plan_save([{("model", "w"): each} for each in (*halves, *thirds)])
     assert [len(share) for share in plan.shares] == [1, 1, 0, 0, 0]
 
 
 def test_a_plan_for_many_ranks_is_made_quickly() -> None:
     held = [
-        {("model", str(i)): Holding("F32", (4096, 64), cut_out((4096, 64), [(0, 512, rank)]), True) for i in range(50)}
+        {
+            ("model", str(i)): LocalShard("F32", (4096, 64), cut_out((4096, 64), [(0, 512, rank)]), True)
+            for i in range(50)
+        }
         for rank in range(512)
     ]
     plan = plan_save(held)

@@ -39,7 +39,7 @@ SHORT_PATIENCE_S = 1.0
 
 def reduce_once(world: World, tensor: torch.Tensor) -> None:
     tensor.fill_(world.rank + 1)
-    world.sum(tensor)
+    world.all_reduce(tensor)
     expected = world.world_size * (world.world_size + 1) // 2
     assert bool((tensor == expected).all()), f"{tensor.unique()} instead of {expected}"
 
@@ -122,7 +122,7 @@ def reduce_until(world: World, say: Say, seconds: float) -> tuple[int, float]:
     say("going")
     begin = time.monotonic()
     longest, rounds = 0.0, 0
-    while world.tell(time.monotonic() - begin < seconds):
+    while world.broadcast_object(time.monotonic() - begin < seconds):
         since = time.monotonic()
         reduce_once(world, tensor)
         longest, rounds = max(longest, time.monotonic() - since), rounds + 1
@@ -185,10 +185,10 @@ def leave_at_once(world: World, _say: Say, leaver: int) -> list[str]:
         time.sleep(0.3)  # the others wait by then
         raise KeyError("sample 17")
     with pytest.raises(PeerLost) as first:
-        world.sum(tensor)
+        world.all_reduce(tensor)
     assert first.value.ranks == (leaver,)
     texts = [str(first.value)]
-    for again in (lambda: world.sum(tensor), world.barrier, lambda: dist.all_reduce(tensor)):
+    for again in (lambda: world.all_reduce(tensor), world.barrier, lambda: dist.all_reduce(tensor)):
         with pytest.raises(PeerLost) as later:
             again()
         texts.append(str(later.value))
@@ -212,7 +212,7 @@ def notice_one_after_the_other(world: World, say: Say, victim: int, abruptly: bo
     """The victim dies; one survivor notices it in the operation and goes; rank 0 comes when that one has gone."""
     tensor = torch.empty(NUM_ELEMENTS)
     reduce_once(world, tensor)
-    pids = world.tell_all(os.getpid())
+    pids = world.all_gather_object(os.getpid())
     if world.rank == victim:
         kill_self()
     if world.rank == 0:

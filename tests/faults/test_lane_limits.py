@@ -60,7 +60,7 @@ def own_pids(_rank: int) -> None:
 def speak(world: World, _say: Say) -> dict[str, Any]:
     group = dist.group.WORLD
     tensor = torch.full((2**18,), world.rank + 1.0)
-    world.sum(tensor)
+    world.all_reduce(tensor)
     work = dist.all_reduce(torch.ones(3), async_op=True)
     assert work is not None
     work.wait()
@@ -69,8 +69,8 @@ def speak(world: World, _say: Say) -> dict[str, Any]:
         "refusal": getattr(group, "refusal", None),
         "notice": world.comm_notice,
         "sum": tensor.unique().tolist(),
-        "gathered": [part.item() for part in world.gather(torch.tensor(world.rank))],
-        "told": world.tell_all(world.rank),
+        "gathered": [part.item() for part in world.all_gather(torch.tensor(world.rank))],
+        "told": world.all_gather_object(world.rank),
     }
 
 
@@ -141,12 +141,12 @@ def reduce_on_two_cores(world: World, _say: Say, seconds: float) -> dict[str, An
         for kind, tensor in enumerate(tensors):
             tensor.fill_(world.rank + 1)
             since = time.monotonic()
-            world.sum(tensor)
+            world.all_reduce(tensor)
             longest[kind] = max(longest[kind], time.monotonic() - since)
             assert bool((tensor == expected).all())
         rounds += 1
         vote = torch.tensor([float(world.rank == 0 and time.monotonic() - begin < seconds)])
-        going = bool(world.sum(vote))
+        going = bool(world.all_reduce(vote))
     return {"rounds": rounds, "longest 4 KB, s": longest[0], "longest 1 MB, s": longest[1]}
 
 

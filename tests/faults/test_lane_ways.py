@@ -101,12 +101,12 @@ def test_the_launcher_blames_the_killed_rank(tmp_path: Path) -> None:
 
 def wait_in_vain(world: World, say: Say, way: str) -> None:
     tensor = torch.ones(4)
-    world.sum(tensor)
+    world.all_reduce(tensor)
     say("going")
     if world.rank == 1:
         time.sleep(60)
     if way == "sum":
-        world.sum(tensor)
+        world.all_reduce(tensor)
     elif way == "barrier":
         world.barrier()
     work = dist.all_reduce(tensor, async_op=way != "all_reduce")
@@ -129,17 +129,17 @@ def test_interrupted_while_it_waits(way: str) -> None:
 
 def go_on_after_interruption(world: World, say: Say) -> None:
     """Rank 0 is interrupted, as a notebook's cell may be, and tries again; by then the slots are out of step."""
-    world.sum(torch.full((4,), 7.0))
-    world.sum(torch.full((4,), 7.0))
+    world.all_reduce(torch.full((4,), 7.0))
+    world.all_reduce(torch.full((4,), 7.0))
     say("going")
     if world.rank == 0:
         with pytest.raises(KeyboardInterrupt):
-            world.sum(torch.full((4,), 10.0))
+            world.all_reduce(torch.full((4,), 10.0))
         say("interrupted")
     else:
         time.sleep(0.8)
     tensor = torch.full((4,), 20.0)
-    world.sum(tensor)
+    world.all_reduce(tensor)
     raise AssertionError(f"no error, but {tensor.tolist()}")
 
 

@@ -12,8 +12,8 @@ import torch
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import RowDropout
-from instep.parallel.scope import Scope
 from instep.train.worker import worker_main
 from instep.world.world import World, backend_for
 from ranks import run_ranks
@@ -49,10 +49,10 @@ def test_ranks_that_share_a_gpu_use_gloo() -> None:
 def test_masks_are_those_of_the_cpu() -> None:
     masks = []
     for device in (torch.device("cpu"), torch.device(DEVICE)):
-        scope = Scope(device, seed=3)
-        layer = RowDropout(0.3, scope, 1)
-        scope.begin_step(4)
-        scope.begin_part(8, 16, replicated=False)
+        context = BatchContext(device, seed=3)
+        layer = RowDropout(0.3, context, 1)
+        context.begin_step(4)
+        context.begin_part(8, 16, replicated=False)
         masks.append(layer(torch.ones(16, 33, device=device)).cpu())
     assert torch.equal(*masks)
 
@@ -73,14 +73,14 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_row_dropout_compiles_without_compiling_anew_each_step() -> None:
-    scope = Scope(torch.device(DEVICE), seed=3)
-    layer = RowDropout(0.1, scope, 1)
+    context = BatchContext(torch.device(DEVICE), seed=3)
+    layer = RowDropout(0.1, context, 1)
     compiled = torch.compile(layer)
     x = torch.ones(64, 512, device=DEVICE)
     for step in range(4):
-        scope.begin_step(step)
-        scope.begin_part(0, 64, replicated=False)
+        context.begin_step(step)
+        context.begin_part(0, 64, replicated=False)
         expected = layer(x)
-        scope.begin_part(0, 64, replicated=False)
+        context.begin_part(0, 64, replicated=False)
         with torch.compiler.set_stance("fail_on_recompile" if step > 1 else "default"):
             assert torch.equal(compiled(x), expected)

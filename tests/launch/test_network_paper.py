@@ -17,7 +17,6 @@ from instep.launch.machines.checkup import Checkup
 from instep.launch.machines.line import HostGone, Line, Silent, addresses_of, hang_up
 from instep.launch.machines.links import distant_links, duration, pairings, rate, slow_links
 from instep.launch.machines.peers import Address, Link, Listener, measure, reach, unreached
-from instep.world.connections import limit_silence, open_sockets
 from instep.world.interfaces import (
     address_towards,
     interface_of,
@@ -26,6 +25,7 @@ from instep.world.interfaces import (
     own_address,
     socket_variables,
 )
+from instep.world.tcp_timeout import limit_tcp_silence, open_sockets
 from launch_support import hosting
 from ranks import free_port
 
@@ -178,7 +178,7 @@ def replace_port(board: Board, port: int) -> Board:
 
 def test_only_connections_to_other_machines_are_limited() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
-        limit_silence(15)
+        limit_tcp_silence(15)
         assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 

@@ -226,7 +226,7 @@ def train_case(world: World, case: Case, mesh: str | None) -> dict[str, Any]:
     )
     keeper = Keeper()
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = Path(world.tell(scratch))
+        run_dir = Path(world.broadcast_object(scratch))
         result = worker_main(world, Recipe(case=case), spec, RunDirectory(run_dir), witness=keeper)  # type: ignore[arg-type]
         world.barrier()
         events = list(read_events(run_dir))

@@ -264,7 +264,7 @@ def train_case(world: World, case: Case, mesh: str | None = None) -> dict[str, A
     )  # fmt: skip
     data = task.train_data()
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = Path(world.tell(scratch))
+        run_dir = Path(world.broadcast_object(scratch))
         with open_run(world, spec, RunDirectory(run_dir), "Words") as run:
             if case.blind:
                 run.prepare(task.model(), task.optimizer)

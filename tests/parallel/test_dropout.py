@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import RowDropout, own_dropout
-from instep.parallel.scope import Scope
 
 CPU = torch.device("cpu")
 
 
 def mask(shape: tuple[int, ...], first: int, local: int, step: int = 1, p: float = 0.3, layer: int = 0) -> torch.Tensor:
-    scope = Scope(CPU, seed=7)
-    dropout = RowDropout(p, scope, layer)
-    scope.begin_step(step)
-    scope.begin_part(first, local, replicated=False)
+    context = BatchContext(CPU, seed=7)
+    dropout = RowDropout(p, context, layer)
+    context.begin_step(step)
+    context.begin_part(first, local, replicated=False)
     return dropout(torch.ones(shape)) != 0
 
 
@@ -48,10 +48,10 @@ def test_a_part_of_the_columns_gives_those_of_the_whole(
     count = cut.draw(st.integers(1, shape[dim] - first))
     found = []
     for part in (None, (dim, first, count)):
-        scope = Scope(CPU, seed=7)
-        dropout = RowDropout(0.3, scope, 0)
-        scope.begin_step(1)
-        scope.begin_part(3, rows, replicated=False)
+        context = BatchContext(CPU, seed=7)
+        dropout = RowDropout(0.3, context, 0)
+        context.begin_step(1)
+        context.begin_part(3, rows, replicated=False)
         found.append(dropout._keep(torch.Size(shape), CPU, 40000, part))
     whole, own = found
     # Where two parts would share a hash, the whole is drawn.
@@ -79,10 +79,10 @@ def test_rows_columns_steps_layers_and_uses_are_independent() -> None:
     rows = torch.corrcoef(first) - torch.eye(512)
     assert columns.abs().max() < bound
     assert rows.abs().max() < 6 / math.sqrt(256)
-    scope = Scope(CPU, seed=7)
-    layer = RowDropout(0.3, scope, 0)
-    scope.begin_step(1)
-    scope.begin_part(0, 512, replicated=False)
+    context = BatchContext(CPU, seed=7)
+    layer = RowDropout(0.3, context, 0)
+    context.begin_step(1)
+    context.begin_part(0, 512, replicated=False)
     uses = [(layer(torch.ones(size)) != 0).double() for _ in range(2)]
     assert torch.equal(uses[0], first)
     for other in (uses[1], mask(size, 0, 512, step=2).double(), mask(size, 0, 512, layer=1).double()):
@@ -91,23 +91,23 @@ def test_rows_columns_steps_layers_and_uses_are_independent() -> None:
 
 
 def test_the_expectation_is_exact() -> None:
-    scope = Scope(CPU, seed=1)
-    layer = RowDropout(0.1, scope, 0)
+    context = BatchContext(CPU, seed=1)
+    layer = RowDropout(0.1, context, 0)
     total = 0.0
     for step in range(200):
-        scope.begin_step(step)
-        scope.begin_part(0, 64, replicated=False)
+        context.begin_step(step)
+        context.begin_part(0, 64, replicated=False)
         total += float(layer(torch.ones(64, 128)).mean())
     assert total / 200 == pytest.approx(1, abs=4 * math.sqrt(0.11 / (200 * 64 * 128)))
 
 
 def test_every_dropout_of_a_model_is_replaced() -> None:
-    scope = Scope(CPU, seed=1)
+    context = BatchContext(CPU, seed=1)
     twice = nn.Dropout(0.5)
     model = nn.Sequential(
         nn.Linear(2, 2), twice, nn.Sequential(nn.Dropout2d(0.2)), twice, nn.TransformerEncoderLayer(4, 2)
     )
-    owned = own_dropout(model, scope)
+    owned = own_dropout(model, context)
     kinds = [type(m) for m in owned.modules()]
     assert nn.Dropout not in kinds
     assert nn.Dropout2d not in kinds
@@ -116,27 +116,27 @@ def test_every_dropout_of_a_model_is_replaced() -> None:
     assert owned[2][0].channels
     assert isinstance(owned[1], nn.Dropout)
     x = torch.randn(4, 3, 5, 5)
-    scope.begin_part(0, 4, replicated=False)
+    context.begin_part(0, 4, replicated=False)
     y = owned[2](x)
     dropped = (y == 0).flatten(2).all(2)
     assert torch.equal(y, torch.where(dropped[..., None, None], 0.0, x * 65536 / round(0.8 * 65536)))
 
 
 def test_evaluation_and_the_extremes() -> None:
-    scope = Scope(CPU, seed=1)
+    context = BatchContext(CPU, seed=1)
     x = torch.randn(4, 3)
-    assert RowDropout(0.5, scope, 0).eval()(x) is x
-    assert RowDropout(0.0, scope, 0)(x) is x
-    assert torch.equal(RowDropout(1.0, scope, 0)(x), torch.zeros(4, 3))
-    assert isinstance(own_dropout(nn.Dropout(0.1), scope), RowDropout)
+    assert RowDropout(0.5, context, 0).eval()(x) is x
+    assert RowDropout(0.0, context, 0)(x) is x
+    assert torch.equal(RowDropout(1.0, context, 0)(x), torch.zeros(4, 3))
+    assert isinstance(own_dropout(nn.Dropout(0.1), context), RowDropout)
 
 
 def test_a_guess_about_the_rows_is_said() -> None:
-    scope = Scope(CPU, seed=1)
-    layer = RowDropout(0.5, scope, 0, name="drop")
-    scope.begin_part(0, 4, replicated=False)
+    context = BatchContext(CPU, seed=1)
+    layer = RowDropout(0.5, context, 0, name="drop")
+    context.begin_part(0, 4, replicated=False)
     layer(torch.ones(4, 6))
     layer(torch.ones(7, 4, 6))
-    assert not scope.doubts
+    assert not context.doubts
     layer(torch.ones(8, 6))
-    assert "dropout 'drop' sees (8, 6) for 4 rows" in scope.doubts["drop"]
+    assert "dropout 'drop' sees (8, 6) for 4 rows" in context.doubts["drop"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.norm import sync_batch_norm
-from instep.parallel.scope import Scope
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -48,10 +48,10 @@ def through(module: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> dict[s
 def rank_part(world: World, kind: str, replicated: bool) -> dict[str, torch.Tensor]:
     module, x = made(kind)
     weights = torch.linspace(0.5, 2, x.numel(), dtype=torch.float64).view_as(x)
-    scope = Scope(torch.device("cpu"), 0)
-    assert sync_batch_norm(module, world, scope) == 1
+    context = BatchContext(torch.device("cpu"), 0)
+    assert sync_batch_norm(module, world, context) == 1
     low, high = (0, ROWS) if replicated else (ROWS * world.rank // 3, ROWS * (world.rank + 1) // 3)
-    scope.begin_part(low, high - low, replicated)
+    context.begin_part(low, high - low, replicated)
     return through(module, x[low:high], weights[low:high])
 
 

@@ -105,7 +105,7 @@ def spec_of(world: World, **options: Any) -> TrainSpec:
 
 def in_run(world: World, spec: TrainSpec, act: Any) -> Any:
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = Path(world.tell(scratch))
+        run_dir = Path(world.broadcast_object(scratch))
         with open_run(world, spec, RunDirectory(run_dir), "test") as run:
             found = act(run)
         world.barrier()

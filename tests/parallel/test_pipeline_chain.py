@@ -9,21 +9,21 @@ import torch
 from torch import nn
 
 from instep.core.errors import TaskError
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
 from instep.parallel.dropout import own_dropout
 from instep.parallel.pipeline.chain import find_chain
-from instep.parallel.pipeline.holding import keep_only, plan_holding
 from instep.parallel.pipeline.measure import Measured, estimate, measure
+from instep.parallel.pipeline.ownership import keep_only, plan_holding
 from instep.parallel.pipeline.strategy import plan_stages
-from instep.parallel.scope import Scope
 from pipeline_recipes import LENGTH, VOCABULARY, Conv, Nested, Tied, mlp
 
 TOKENS = Call((torch.randint(0, VOCABULARY, (2, LENGTH)),), {})
 ROWS = Call((torch.randn(2, LENGTH),), {})
 
 
-def scope() -> Scope:
-    return Scope(torch.device("cpu"), 0)
+def context() -> BatchContext:
+    return BatchContext(torch.device("cpu"), 0)
 
 
 class Branching(nn.Module):
@@ -94,14 +94,14 @@ def test_what_cannot_be_cut(model: nn.Module, least: int, message: str) -> None:
 def test_a_forward_pass_that_depends_on_the_mode() -> None:
     model = Moody()
     with pytest.raises(TaskError, match="do not give what the model gives"):
-        measure(model, find_chain(model, None, ROWS, 2), ROWS, scope())
+        measure(model, find_chain(model, None, ROWS, 2), ROWS, context())
 
 
 def test_layers_that_leave_something_out() -> None:
     model = mlp()
     assert isinstance(model, nn.Sequential)
     with pytest.raises(TaskError, match="must make up the whole model"):
-        measure(model, find_chain(model, lambda m: list(m)[:-1], ROWS, 2), ROWS, scope())  # type: ignore[call-overload]
+        measure(model, find_chain(model, lambda m: list(m)[:-1], ROWS, 2), ROWS, context())  # type: ignore[call-overload]
 
 
 def test_layers_that_are_no_layers() -> None:
@@ -125,18 +125,18 @@ def test_functions_as_layers_show_what_they_use() -> None:
     last = chain.uses(len(chain.names) - 1)
     assert {id(model.embed.weight), id(model.norm.bias), id(model.scale)} <= last.tensors
     assert id(model.positions) not in last.tensors
-    assert measure(model, chain, TOKENS, scope()).passable[0]
+    assert measure(model, chain, TOKENS, context()).passable[0]
 
 
 def test_equal_layers_cost_the_same_and_larger_ones_more() -> None:
     wide = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4))
     call = Call((torch.randn(2, 512),), {})
-    costs = measure(wide, find_chain(wide, None, call, 2), call, scope()).costs
+    costs = measure(wide, find_chain(wide, None, call, 2), call, context()).costs
     assert costs[0] == costs[1] == costs[2] > costs[3]
 
 
 def test_a_shared_dropout_counts_on_over_the_stages() -> None:
-    shared = scope()
+    shared = context()
     model = own_dropout(Tied(), shared)
     chain = find_chain(model, None, TOKENS, 4)
     measured = measure(model, chain, TOKENS, shared)

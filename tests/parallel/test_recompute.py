@@ -18,8 +18,8 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.recompute import recompute_blocks
-from instep.parallel.scope import Scope
 from instep.train.worker import process_settings, worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Deep, dict[str, Any]]] = {
 def train(world: World, recompute: bool) -> dict[str, Any]:
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(world.tell(scratch))
+        folder = Path(world.broadcast_object(scratch))
         for name, (task, options) in CASES.items():
             spec = TrainSpec(
                 **{"steps": 5, "batch_size": 12, "threads": 1, "eval_every": "3", "recompute": recompute} | options
@@ -140,8 +140,8 @@ def test_exact_mode_has_the_bits_of_one_process() -> None:
 def test_modules_stay_what_they_are() -> None:
     torch.manual_seed(0)
     model = Net(norm=True)
-    before, scope = copy.deepcopy(model), Scope(torch.device("cpu"), seed=1)
-    assert recompute_blocks(model, scope) == "3 Block"
+    before, context = copy.deepcopy(model), BatchContext(torch.device("cpu"), seed=1)
+    assert recompute_blocks(model, context) == "3 Block"
     assert list(model.state_dict()) == list(before.state_dict())
     assert all(isinstance(block, Block) for block in model.blocks)
     x = torch.randn(4, 6)

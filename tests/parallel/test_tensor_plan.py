@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from instep.core.errors import NumericsError, SpecError, TaskError
 from instep.core.mesh import Mesh
 from instep.core.spec import TrainSpec
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.scope import Scope
 from instep.parallel.tensor.plan import brought_plan, compact, given_plan
 from instep.parallel.tensor.reducer import is_split
 from instep.parallel.tensor.strategy import Tensor
@@ -102,7 +102,7 @@ def spread_alone(world: World, kind: type[nn.Module]) -> dict[str, Any]:
     expected = copy.deepcopy(model)
     expected(x).square().sum().backward()
     grid = Grid.open(world, Mesh(tp=world.world_size))
-    strategy = Tensor(grid, Scope(world.device, 0))
+    strategy = Tensor(grid, BatchContext(world.device, 0))
     model = strategy.spread(model, lambda: Call((x[:2],), {}))
     double = copy.deepcopy(model)
     differences = []
@@ -178,7 +178,7 @@ def test_heads_that_do_not_divide_are_refused_with_their_numbers() -> None:
 def gradients_agree(world: World) -> list[Any]:
     """Let the ranks have other gradients for a parameter that each holds whole, as a careless kernel might."""
     grid = Grid.open(world, Mesh(dp=world.world_size // 2, tp=2))
-    strategy = Tensor(grid, Scope(world.device, 0))
+    strategy = Tensor(grid, BatchContext(world.device, 0))
     model = strategy.spread(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8)))
     parameters = list(model.parameters())
     for p in parameters:

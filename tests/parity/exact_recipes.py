@@ -214,7 +214,7 @@ def train_case(world: World, case: Case, steps: int = 7) -> dict[str, Any]:
         precision="fp32",
     )
     with tempfile.TemporaryDirectory() as scratch, process_settings(spec, world.world_size):
-        run_dir = Path(world.tell(scratch))
+        run_dir = Path(world.broadcast_object(scratch))
         result = worker_main(world, task, spec, RunDirectory(run_dir))
         world.barrier()
         records = [e for e in read_events(run_dir) if e["event"] == "step"]

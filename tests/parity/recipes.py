@@ -250,7 +250,7 @@ def train_case(world: World, case: Case, **options: Any) -> dict[str, Any]:
     }
     spec = TrainSpec(**{**given, **options})
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = Path(world.tell(scratch))
+        run_dir = Path(world.broadcast_object(scratch))
         result = worker_main(world, task, spec, RunDirectory(run_dir))
         world.barrier()
         steps = [e for e in read_events(run_dir) if e["event"] == "step"]

@@ -102,7 +102,7 @@ EXACT = [name for name in CASES if name.startswith("exact")]
 def train_all(world: World, names: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = world.tell(scratch)
+        folder = world.broadcast_object(scratch)
         for name in names:
             task, options = CASES[name]
             found[name] = train(world, task, f"{folder}/{name}", STEPS, **options)
@@ -143,7 +143,7 @@ def train_spread(world: World) -> dict[str, dict[str, dict[str, Any]]]:
     """Train on two processes under all strategies, in one launch."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = world.tell(scratch)
+        folder = world.broadcast_object(scratch)
         for way, names in SPREAD.items():
             found[way] = {}
             more = {"strategy": "fsdp", "narrow_gather": True} if way == "narrow" else {"strategy": way}

@@ -16,7 +16,7 @@ import instep
 from instep.checkpoint.background import Background
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.snapshot import Parts, Stage
+from instep.checkpoint.snapshot import HostBuffer, Parts
 from instep.core.errors import CheckpointError, SpecError, TaskError
 from instep.events.read import read_events
 from instep.train import saver
@@ -38,7 +38,7 @@ def in_background() -> bool:
 
 
 def test_a_snapshot_is_of_its_moment_and_its_memory_is_used_again() -> None:
-    stage, weight = Stage(), torch.arange(6.0).view(2, 3)
+    stage, weight = HostBuffer(), torch.arange(6.0).view(2, 3)
     first = stage.take(Parts.of({"model": {"w": weight.t()}, "progress": {"step": 1}}))
     place = first.tensors["model"]["w"].data_ptr()
     weight.zero_()

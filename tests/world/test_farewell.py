@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from instep.world.farewell import keep_destroyed_groups
+from instep.world.destroyed_groups import keep_destroyed_groups
 from instep.world.world import World
 from ranks import run_ranks
 

@@ -135,7 +135,7 @@ def bits_of_sums(world: World, compiled: bool, threads: int = 1) -> list[str]:
         without_engine(world)
     torch.set_num_threads(threads if world.rank == 0 else 1)  # all do what one must
     group = group_on(64)
-    bits = [type(group.lane._meetings).__name__ + " for all" * group.lane.sums_pieces(torch.float32)]
+    bits = [type(group.lane._meetings).__name__ + " for all" * group.lane.can_coalesce(torch.float32)]
     for numel in (1, 1000, 2**16 + 1, 2**20 + 1):
         tensor = inputs_of(Case("all_reduce", numel, seed=numel), world.world_size)[world.rank]
         dist.all_reduce(tensor, group=group)

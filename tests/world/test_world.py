@@ -16,14 +16,14 @@ def speak(world: World) -> dict[str, Any]:
     rank = world.rank
     tensors = [torch.full((3,), rank), torch.full((2, 2), float(rank)), torch.full((), rank, dtype=torch.bool)]
     world.broadcast(tensors)
-    total = world.sum(torch.tensor([1.0, rank]))
+    total = world.all_reduce(torch.tensor([1.0, rank]))
     world.barrier()
     return {
         "broadcast": [tensor.tolist() for tensor in tensors],
         "sum": total.tolist(),
-        "gather": [part.tolist() for part in world.gather(torch.tensor([rank]))],
-        "tell": world.tell({"rank": rank, "text": "größer"} if world.is_main else None),
-        "tell_all": world.tell_all("x" * (rank + 1)),
+        "gather": [part.tolist() for part in world.all_gather(torch.tensor([rank]))],
+        "tell": world.broadcast_object({"rank": rank, "text": "größer"} if world.is_main else None),
+        "tell_all": world.all_gather_object("x" * (rank + 1)),
         "backend": world.backend,
     }
 
@@ -48,7 +48,7 @@ def sums(world: World) -> list[torch.Tensor]:
     parts = [torch.randn(size, generator=generator) for size in sizes]
     parts += [torch.randn(50, generator=generator).to(dtype) for dtype in (torch.float64, torch.bfloat16)]
     parts.append(torch.arange(9) * (world.rank + 1))
-    return [world.sum(part) for part in parts]
+    return [world.all_reduce(part) for part in parts]
 
 
 @pytest.mark.parametrize("comm", ["auto", "shared-memory", "gloo"])
@@ -73,7 +73,7 @@ def test_a_world_of_one_has_no_process_group() -> None:
 def fail_on_one(world: World) -> None:
     if world.rank == 1:
         raise KeyError("sample 17")
-    world.sum(torch.ones(1))
+    world.all_reduce(torch.ones(1))
 
 
 def test_a_failing_rank_ends_the_others() -> None:

@@ -74,7 +74,7 @@ def cut_out(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """What one rank has of a tensor."""
 
     dtype: str
@@ -90,7 +90,7 @@ class Holding:
         return [self.dtype, self.shape, self.box.offset, self.box.shape, self.spread]
 
     @classmethod
-    def from_json(cls, data: Sequence[Any]) -> Holding:
+    def from_json(cls, data: Sequence[Any]) -> LocalShard:
         """Read what `to_json` gave."""
         dtype, shape, offset, size, spread = data
         return cls(dtype, tuple(shape), Box(tuple(offset), tuple(size)), spread)
@@ -136,12 +136,12 @@ class SavePlan:
     """By rank."""
 
 
-Holdings = Mapping[Key, Holding]
+Holdings = Mapping[Key, LocalShard]
 
 
 def plan_save(held: Sequence[Holdings]) -> SavePlan:
     """Decide from what each rank holds which rank writes what."""
-    by_key: dict[Key, list[tuple[int, Holding]]] = {}
+    by_key: dict[Key, list[tuple[int, LocalShard]]] = {}
     for rank, holdings in enumerate(held):
         for key, holding in holdings.items():
             by_key.setdefault(key, []).append((rank, holding))
@@ -174,7 +174,7 @@ def element_size(dtype: str) -> int:
     return int(digits[0]) // 8 if digits else 1
 
 
-def _holders(key: Key, found: Sequence[tuple[int, Holding]]) -> dict[Box, list[int]]:
+def _holders(key: Key, found: Sequence[tuple[int, LocalShard]]) -> dict[Box, list[int]]:
     """Choose boxes that cover a tensor once; give the ranks that have each of them."""
     first_rank, first = found[0]
     if not first.spread:

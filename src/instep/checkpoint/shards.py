@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from instep.checkpoint.pieces import SPREAD_BYTES, Box, Holding, Key, cut_out
+from instep.checkpoint.pieces import SPREAD_BYTES, Box, Key, LocalShard, cut_out
 from instep.checkpoint.stored import Stored
 from instep.checkpoint.stream import name_of_dtype
 from instep.checkpoint.tree import local_of
@@ -66,12 +66,12 @@ def _check_stride(tensor: DTensor, axis: int, placement: _StridedShard) -> None:
         )
 
 
-def holding_of(key: Key, tensor: torch.Tensor) -> Holding:
+def holding_of(key: Key, tensor: torch.Tensor) -> LocalShard:
     """Describe what this rank has of a tensor."""
     is_shard = isinstance(tensor, DTensor)
     # Of what else is kept, rank 0 may know more than others: on_step of a Task runs there alone.
     is_dealt_out = not key[0].startswith("kept-") and tensor.numel() * tensor.element_size() >= SPREAD_BYTES
-    return Holding(name_of_dtype(tensor.dtype), tuple(tensor.shape), box_of(tensor), is_shard or is_dealt_out)
+    return LocalShard(name_of_dtype(tensor.dtype), tuple(tensor.shape), box_of(tensor), is_shard or is_dealt_out)
 
 
 def read_like(stored: Stored, like: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from instep.checkpoint import layout
 from instep.checkpoint.files import write_parts
 from instep.checkpoint.merge import merge
 from instep.checkpoint.notes import Note, Patience, remove_notes, wait_for_notes
-from instep.checkpoint.pieces import Holding, Key, Piece, SavePlan, plan_save
+from instep.checkpoint.pieces import Key, LocalShard, Piece, SavePlan, plan_save
 from instep.checkpoint.shards import holding_of
 from instep.checkpoint.snapshot import Parts, Snapshot
 from instep.world.grid import Grid
@@ -113,7 +113,7 @@ class Sharing:
             if not any(grid.mesh.coordinate(rank, axis) for axis in ("dp", "fsdp", "tp"))
         )
         self.patience = Patience()
-        self._run = str(self._world.tell(secrets.token_hex(4)))
+        self._run = str(self._world.broadcast_object(secrets.token_hex(4)))
         self._number = 0
         self._structure: list[Any] = []
         self._plan = SavePlan({}, ())
@@ -121,14 +121,14 @@ class Sharing:
     def any(self, flag: bool) -> bool:
         """Tell whether it is so on any rank. Called on all ranks."""
         own = torch.tensor([float(flag)], device=self._world.device)
-        return float(self._world.sum(own)) > 0
+        return float(self._world.all_reduce(own)) > 0
 
     def plan(self, parts: Parts) -> SavePlan:
         """Agree on who writes what. Called on all ranks."""
         structure = _structure(parts)
         if self.any(structure != self._structure):
             held = {key: holding_of(key, tensor) for key, tensor in parts.tensors.items()}
-            told = self._world.tell_all([[*key, *holding.to_json()] for key, holding in held.items()])
+            told = self._world.all_gather_object([[*key, *holding.to_json()] for key, holding in held.items()])
             self._plan = plan_save([_holdings(rows) for rows in told])
         self._structure = structure
         return self._plan
@@ -149,5 +149,5 @@ def _structure(parts: Parts) -> list[Any]:
     ]
 
 
-def _holdings(rows: list[list[Any]]) -> dict[Key, Holding]:
-    return {(part, name): Holding.from_json(rest) for part, name, *rest in rows}
+def _holdings(rows: list[list[Any]]) -> dict[Key, LocalShard]:
+    return {(part, name): LocalShard.from_json(rest) for part, name, *rest in rows}

@@ -59,7 +59,7 @@ class Snapshot:
     """By part: the file that they go to."""
 
 
-class Stage:
+class HostBuffer:
     """The memory for one snapshot at a time: a new one is made over the last one."""
 
     def __init__(self) -> None:

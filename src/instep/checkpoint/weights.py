@@ -60,7 +60,9 @@ def spread_weights_sha256(state: Mapping[str, Any], world: World) -> str:
     own = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     for name, value in own.items():
         check_dtype(name, value.dtype)
-    told = world.tell_all({name: [name_of_dtype(value.dtype), list(value.shape)] for name, value in own.items()})
+    told = world.all_gather_object(
+        {name: [name_of_dtype(value.dtype), list(value.shape)] for name, value in own.items()}
+    )
     digest = _Hash()
     for name in sorted(set().union(*told)):
         holders = [rank for rank, names in enumerate(told) if name in names]

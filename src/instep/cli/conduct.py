@@ -171,7 +171,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
         spec = dataclasses.replace(spec, fresh=False)
     with (
         process_settings(spec, place.local_world_size),
-        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+        World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
     ):
         directory = agree_on_directory(world, lambda: settle_directory(task, spec))
         try:

@@ -146,7 +146,7 @@ class LaunchSpec:
         return seconds
 
     @property
-    def silence_s(self) -> float:
+    def tcp_timeout_s(self) -> float:
         """How long nothing may be heard over a rank's connection: launching processes notice first, and say more."""
         return 1.5 * self.lost_after_s
 

@@ -21,7 +21,9 @@ def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> N
     # ask whether it is the main process.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
-    from instep.world.farewell import keep_destroyed_groups  # not above: the launching process needs no torch for it
+    from instep.world.destroyed_groups import (
+        keep_destroyed_groups,
+    )  # not above: the launching process needs no torch for it
 
     keep_destroyed_groups()
     _count_steps()

@@ -89,7 +89,7 @@ class _Bucket:
         *pieces, self._tail = self._flat.split([*sizes, self.behind.numel()])
         self._views = [piece.view_as(p) for piece, p in zip(pieces, own, strict=True)]
 
-    def silence(self) -> None:
+    def drop(self) -> None:
         """Take out what was copied in: another rank's counts."""
         for view in self._views:
             view.zero_()
@@ -97,10 +97,10 @@ class _Bucket:
     def sum(self, world: World) -> None:
         """Add up over all ranks what was filled in, or lies in place, and `behind`. Called on all ranks."""
         if self._in_place:
-            world.sum_pieces([*self._in_place, self.behind])
+            world.all_reduce_coalesced([*self._in_place, self.behind])
             return
         self._tail.copy_(self.behind)
-        world.sum(self._flat)
+        world.all_reduce(self._flat)
         self.behind.copy_(self._tail)
 
     def adopt(self, counts: Sequence[float] | None) -> None:
@@ -144,17 +144,17 @@ class DdpReducer(Reducer):
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         used: list[bool] = []
         for bucket in self._buckets:
-            in_place = self._counted and self._world.sums_pieces(bucket.dtype) and bucket.take_in_place()
+            in_place = self._counted and self._world.can_coalesce(bucket.dtype) and bucket.take_in_place()
             used += [True] * len(bucket.parameters) if in_place else bucket.fill()
         for bucket in () if self._counted else self._buckets:
-            bucket.silence()
+            bucket.drop()
         alone = self._behind is None
         behind = self._behind if self._behind is not None else torch.empty(len(sums) + len(used), device=self._device)
         _write_behind(behind, sums, used)
         for bucket in self._buckets:
             bucket.sum(self._world)
         if alone:
-            self._world.sum(behind)
+            self._world.all_reduce(behind)
         # Reading the counts costs a wait for the GPU; a rank that used everything knows them without.
         counts = None if all(used) else behind[self._num_sums :].tolist()
         first = 0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from instep.parallel.scope import Scope, mix64, signed32
+from instep.parallel.batch_context import BatchContext, mix64, signed32
 
 _LEVELS = 1 << 16
 
@@ -72,14 +72,14 @@ def _elements(
 class RowDropout(nn.Dropout):
     """nn.Dropout with masks by row; `channels` makes it nn.Dropout1d, 2d or 3d."""
 
-    def __init__(self, p: float, scope: Scope, layer: int, name: str = "", channels: bool = False) -> None:
+    def __init__(self, p: float, context: BatchContext, layer: int, name: str = "", channels: bool = False) -> None:
         super().__init__(p)
         self.channels = channels
         self.uses = 0
-        self._scope = scope
+        self._context = context
         self._name = name
         self._salt = mix64(layer + 1)
-        scope.noisy.append(self)
+        context.noisy.append(self)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, by row"
@@ -107,8 +107,10 @@ class RowDropout(nn.Dropout):
         part = part if part is not None and _has_whole_pairs(shape, part, row_dim) else None
         row_keys, pairs, wanted = _elements(shape, row_dim, part, device)
         halves = _halves(
-            _scramble((row_keys + self._scope.noise[2] * rows_each) * _ODD_3 + (self._scope.noise[0] ^ signed32(salt))),
-            _scramble(pairs * _ODD_3 + (self._scope.noise[1] ^ signed32(salt >> 32))),
+            _scramble(
+                (row_keys + self._context.noise[2] * rows_each) * _ODD_3 + (self._context.noise[0] ^ signed32(salt))
+            ),
+            _scramble(pairs * _ODD_3 + (self._context.noise[1] ^ signed32(salt >> 32))),
         )
         others = math.prod(wanted) // max(wanted[row_dim], 1)
         keep = halves[:, :others] < levels - _LEVELS // 2
@@ -124,7 +126,7 @@ class RowDropout(nn.Dropout):
         with something (tokens), which its size cannot prove; so that guess is said. What is neither
         (position embeddings) gets one mask, the same on all ranks: its rows are nobody's.
         """
-        num_rows = self._scope.num_rows
+        num_rows = self._context.num_rows
         if not num_rows:
             return 0, 0
         if shape[0] == num_rows:
@@ -135,7 +137,7 @@ class RowDropout(nn.Dropout):
         if rest:
             return 0, 0
         if not torch.compiler.is_compiling():
-            self._scope.doubts[self._name] = (
+            self._context.doubts[self._name] = (
                 f"dropout {self._name!r} sees {tuple(shape)} for {num_rows} rows, and takes it for {each} a row. "
                 "If its first dimension is not the batch's, its noise differs with the number of processes."
             )
@@ -150,13 +152,13 @@ class RowDropout(nn.Dropout):
 _BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
-def own_dropout(model: nn.Module, scope: Scope) -> nn.Module:
+def own_dropout(model: nn.Module, context: BatchContext) -> nn.Module:
     """Replace the dropout modules of a model by ones whose masks do not depend on the split."""
     found = [(name, m) for name, m in model.named_modules() if type(m) in (nn.Dropout, *_BY_CHANNEL)]
     made: dict[int, RowDropout] = {}
     for layer, (name, module) in enumerate(found):
         assert isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
-        own = RowDropout(module.p, scope, layer, name, channels=isinstance(module, _BY_CHANNEL))
+        own = RowDropout(module.p, context, layer, name, channels=isinstance(module, _BY_CHANNEL))
         made[id(module)] = own.train(module.training)
     if id(model) in made:
         return made[id(model)]

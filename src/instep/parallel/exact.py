@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from instep.core.tree import TreeSum, cover, run_of
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import own_dropout
-from instep.parallel.scope import Scope
 from instep.parallel.shard_norm import own_batch_norm
 from instep.parallel.strategy import Example, Reducer, Strategy
 from instep.world.determinism import first_matmul
@@ -78,9 +78,9 @@ class _Rows:
 class ExactReducer(Reducer):
     """Adds the shards' gradients up over their canonical tree ([Note: Exact mode])."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, scope: Scope, num_sums: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext, num_sums: int) -> None:
         super().__init__(parameters)
-        self._world, self._scope, self._num_sums = world, scope, num_sums
+        self._world, self._context, self._num_sums = world, context, num_sums
         self._rows = _Rows(self.parameters)
         self._passes: list[TreeSum[_Row]] = []
         self._counted: list[list[list[float | torch.Tensor]]] = []
@@ -97,9 +97,9 @@ class ExactReducer(Reducer):
 
     def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
         """Take a shard's gradient, and what it counted."""
-        shard = self._scope.shard
+        shard = self._context.shard
         if not self._passes or shard < self._passes[-1].parts[-1][0][1]:  # the step goes through its shards again
-            self._passes.append(TreeSum(self._scope.num_shards, self._rows.add))
+            self._passes.append(TreeSum(self._context.num_shards, self._rows.add))
             self._counted.append([])
         grads = [p.grad for p in self.parameters]
         self._counted[-1].append([*sums, *(float(grad is not None) for grad in grads)])
@@ -114,7 +114,7 @@ class ExactReducer(Reducer):
         num_passes = len(self._passes)
         if self._has_idle_ranks():  # sums came shard by shard, but a rank without one may have something to say, too
             own = [] if self._passes else [float(value) for value in sums]
-            told = self._world.tell_all([num_passes, own])
+            told = self._world.all_gather_object([num_passes, own])
             num_passes = max(passes for passes, _ in told)
             for rank_sums in filter(None, (each for _, each in told)):
                 totals[: self._num_sums] += torch.tensor(rank_sums, dtype=torch.float64)
@@ -133,21 +133,21 @@ class ExactReducer(Reducer):
         return totals[: self._num_sums].tolist()
 
     def _has_idle_ranks(self) -> bool:
-        return self._scope.num_shards < self._world.world_size
+        return self._context.num_shards < self._world.world_size
 
     def _gather(self, counted: list[list[float | torch.Tensor]]) -> torch.Tensor:
         """Bring together what the shards counted, in their order. Called on all ranks."""
-        num_shards, size = self._scope.num_shards, self._world.world_size
+        num_shards, size = self._context.num_shards, self._world.world_size
         runs = [run_of(rank, size, num_shards) for rank in range(size)]
         width = self._num_sums + len(self.parameters)
         own = torch.zeros(max(last - first for first, last in runs), width, dtype=torch.float64)
         own[: len(counted)] = _as_numbers(counted, width)
-        gathered = self._world.gather(own.to(self._world.device))
+        gathered = self._world.all_gather(own.to(self._world.device))
         return torch.cat([part[: last - first] for part, (first, last) in zip(gathered, runs, strict=True)]).cpu()
 
     def _add_up(self, parts: list[_Row]) -> _Row:
         """Add the ranks' subtrees up to the whole. Called on all ranks."""
-        num_shards, size = self._scope.num_shards, self._world.world_size
+        num_shards, size = self._context.num_shards, self._world.world_size
         if size == 1:
             return parts[0]
         nodes = [cover(*run_of(rank, size, num_shards), num_shards) for rank in range(size)]
@@ -161,11 +161,11 @@ class ExactReducer(Reducer):
         counts = [len(covered) for covered in nodes]
         if counts == [1, 1]:  # two halves: any way to add two numbers gives the same
             for flat in parts[0].flats:
-                self._world.sum(flat)
+                self._world.all_reduce(flat)
             return parts[0]
         whole = self._rows.get()
         for number, out in enumerate(whole.flats):
-            self._world.fold([row.flats[number] for row in parts], counts, add_up, out)
+            self._world.ordered_reduce([row.flats[number] for row in parts], counts, add_up, out)
         for row in parts:
             self._rows.put_back(row)
         return whole
@@ -196,8 +196,8 @@ class Exact(Strategy):
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         del example  # the model is taken as it is
         first_matmul(self.grid.world.device)
-        model = own_dropout(model, self.scope)
-        own_batch_norm(model, self.scope)
+        model = own_dropout(model, self.context)
+        own_batch_norm(model, self.context)
         model = model.to(self.grid.world.device)
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
@@ -211,4 +211,4 @@ class Exact(Strategy):
                     group["fused"] = optimizer.defaults["fused"] = False
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return ExactReducer(parameters, self.grid.data, self.scope, num_sums)
+        return ExactReducer(parameters, self.grid.data, self.context, num_sums)

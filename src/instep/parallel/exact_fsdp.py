@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.exact import Exact, ExactReducer
 from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.scope import Scope
 from instep.parallel.strategy import Example, Reducer
 from instep.world.grid import Grid
 
@@ -28,7 +28,9 @@ from instep.world.grid import Grid
 class ExactShardedReducer(ExactReducer):
     """Adds up whole gradients, and gives each rank its piece of the sums ([Note: Exact sharding])."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, scope: Scope, num_sums: int):
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, context: BatchContext, num_sums: int
+    ):
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._pieces = list(parameters)
         self._place, self._num_places = grid.mesh.coordinate(grid.world.rank, "fsdp"), grid.mesh.fsdp
@@ -37,7 +39,7 @@ class ExactShardedReducer(ExactReducer):
             module.set_requires_gradient_sync(False)
         self.be_ready()
         whole = dict(model.named_parameters())
-        super().__init__([whole[names[id(p)]] for p in parameters], grid.data, scope, num_sums)
+        super().__init__([whole[names[id(p)]] for p in parameters], grid.data, context, num_sums)
         self.end_step()
 
     def be_ready(self) -> None:
@@ -80,9 +82,9 @@ class ExactFsdp(Exact):
     name = "exact fsdp"
     in_step = True
 
-    def __init__(self, grid: Grid, scope: Scope) -> None:
-        super().__init__(grid, scope)
-        self._sharding = Fsdp(grid, scope, Sharding())
+    def __init__(self, grid: Grid, context: BatchContext) -> None:
+        super().__init__(grid, context)
+        self._sharding = Fsdp(grid, context, Sharding())
         self._models: dict[int, nn.Module] = {}
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
@@ -94,4 +96,4 @@ class ExactFsdp(Exact):
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
         model = self._models[id(parameters[0])]
-        return ExactShardedReducer(model, parameters, self.grid, self.scope, num_sums)
+        return ExactShardedReducer(model, parameters, self.grid, self.context, num_sums)

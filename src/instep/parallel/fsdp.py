@@ -5,7 +5,7 @@ The repeated blocks of a model are its units, and what is left of it is one more
 when it computes, and its gradients are added up and cut again as soon as backward has left it. The contract asks for
 sums rather than means (C4), so the division that FSDP2 makes is set to 1; the step's own sums travel by themselves.
 All ranks go through the same units in the same order, also a rank whose part counts nothing: its backward pass runs
-with zeros ([Note: Silent parts]), and in evaluation one without a chunk computes along.
+with zeros ([Note: Parts of weight 0]), and in evaluation one without a chunk computes along.
 
 A block that shares a parameter with something outside of it is no unit of its own: a tied weight is gathered once.
 """
@@ -25,9 +25,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError, TaskError
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
-from instep.parallel.scope import Scope
 from instep.parallel.spread import SpreadReducer
 from instep.parallel.strategy import Example, Reducer, Strategy
 from instep.world.grid import Grid
@@ -74,7 +74,7 @@ def sum_over_world(grid: Grid, sums: Sequence[float | torch.Tensor]) -> list[flo
     """Add a step's sums up over all ranks, by themselves. Called on all ranks."""
     device = grid.world.device
     row = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in sums])
-    return grid.world.sum(row).tolist()
+    return grid.world.all_reduce(row).tolist()
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Fsdp(Strategy):
     name: ClassVar[str] = "fsdp"
     in_step = True
 
-    def __init__(self, grid: Grid, scope: Scope, sharding: Sharding) -> None:
-        super().__init__(grid, scope)
+    def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
+        super().__init__(grid, context)
         if sharding.offload and grid.world.device.type == "cpu":
             raise SpecError("offload keeps parameters in the host's memory, and on CPU they are there. Leave it out.")
         self._sharding = sharding

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import TaskError
-from instep.parallel.scope import Scope
+from instep.parallel.batch_context import BatchContext
 from instep.world.world import World
 
 
@@ -39,7 +39,7 @@ class SyncedBatchNorm(torch.autograd.Function):
         deviations = (wide - _by_channel(local_mean, x)).square().sum(dims)
         parts = [torch.cat([local_mean, deviations, count])]
         if world is not None:
-            parts = world.gather(parts[0])
+            parts = world.all_gather(parts[0])
         stacked = torch.stack(parts)
         means, squares, counts = stacked.split([num_channels, num_channels, 1], dim=1)
         total = counts.sum()
@@ -64,7 +64,7 @@ class SyncedBatchNorm(torch.autograd.Function):
         grad_weight = (grad_wide * normal).sum(ctx.dims)
         sums = torch.cat([grad_bias, grad_weight])
         if ctx.world is not None:
-            sums = ctx.world.sum(sums.clone())
+            sums = ctx.world.all_reduce(sums.clone())
         mean_bias, mean_weight = (sums / total).chunk(2)
         scale = inverse if weight is None else inverse * weight
         grad_x = (grad_wide - _by_channel(mean_bias, normal) - normal * _by_channel(mean_weight, normal)) * (
@@ -81,18 +81,18 @@ def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class _Synced(_BatchNorm):
     """Stands between a BatchNorm class and torch's own forward pass, so that a subclass's own one goes on working."""
 
-    _scope: Scope
+    _context: BatchContext
     _world: World
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scope = self._scope
-        if not self.training or not scope.num_rows:
+        context = self._context
+        if not self.training or not context.num_rows:
             return super().forward(x)
         self._check_input_dim(x)
-        refuse_single_values(x, scope)
+        refuse_single_values(x, context)
         if self._world.world_size == 1:
             return super().forward(x)
-        world = None if scope.replicated else self._world
+        world = None if context.replicated else self._world
         y, mean, variance, count = SyncedBatchNorm.apply(x, self.weight, self.bias, self.eps, world)
         if self.track_running_stats:
             _update_running(self, mean, variance, count)
@@ -107,12 +107,12 @@ def _update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor, cou
     module.running_var.mul_(1 - factor).add_(unbiased.to(module.running_var.dtype), alpha=factor)
 
 
-def refuse_single_values(x: torch.Tensor, scope: Scope) -> None:
+def refuse_single_values(x: torch.Tensor, context: BatchContext) -> None:
     """Say before the first update what would fail at the epoch's end."""
-    if scope.smallest_part * (x.numel() // (x.shape[1] * scope.num_rows)) != 1:
+    if context.smallest_part * (x.numel() // (x.shape[1] * context.num_rows)) != 1:
         return
-    what = "shard of one" if scope.num_shards else "part of one, with --accumulate"
-    remedy = "--drop-last, fewer --shards" if scope.num_shards else "--drop-last"
+    what = "shard of one" if context.num_shards else "part of one, with --accumulate"
+    remedy = "--drop-last, fewer --shards" if context.num_shards else "--drop-last"
     raise TaskError(
         f"a BatchNorm gets {tuple(x.shape[1:])} values a sample, and the smallest batch of an epoch (or {what}) is a "
         f"single sample: one value a channel has no variance. Use {remedy}, or another --batch-size."
@@ -122,7 +122,7 @@ def refuse_single_values(x: torch.Tensor, scope: Scope) -> None:
 _synced_classes: dict[type, type] = {}
 
 
-def sync_batch_norm(model: nn.Module, world: World, scope: Scope) -> int:
+def sync_batch_norm(model: nn.Module, world: World, context: BatchContext) -> int:
     """Make the BatchNorms of a model compute over all ranks; give their number.
 
     The modules stay what they are (names, state, hooks, the user's subclass): in the order in which Python
@@ -138,7 +138,7 @@ def sync_batch_norm(model: nn.Module, world: World, scope: Scope) -> int:
                 _synced_classes[kind] = type(f"Synced{kind.__name__}", (kind, _Synced), {})
             module.__class__ = _synced_classes[kind]
             synced: Any = module
-            synced._scope, synced._world = scope, world
+            synced._context, synced._world = context, world
             num_synced += 1
     return num_synced
 

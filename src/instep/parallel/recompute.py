@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.dropout import RowDropout
-from instep.parallel.scope import Scope
 
 
 class _Recomputed(nn.Module):
     """Stands before a block's class, and goes through its forward pass again when gradients are asked for."""
 
-    _scope: Scope
+    _context: BatchContext
     _restless: set[tuple[str, str]] | None
     """The buffers that a forward pass writes to: module and name; None: not known yet."""
 
@@ -73,9 +73,9 @@ class _Moment:
             self._buffers = {key: self._buffers[key] for key in block._restless}
 
     def __enter__(self) -> None:
-        scope = self._block._scope
-        self._put_back.callback(setattr, scope, "again", scope.again)
-        scope.again = True
+        context = self._block._context
+        self._put_back.callback(setattr, context, "again", context.again)
+        context.again = True
         for layer, uses in self._uses:
             self._put_back.callback(setattr, layer, "uses", layer.uses)
             layer.uses = uses
@@ -91,7 +91,7 @@ class _Moment:
 _classes: dict[type, type] = {}
 
 
-def recompute_blocks(model: nn.Module, scope: Scope, given: Blocks | None = None) -> str:
+def recompute_blocks(model: nn.Module, context: BatchContext, given: Blocks | None = None) -> str:
     """Have the repeated blocks of a model recomputed; name them, with their number, or nothing where there are none.
 
     The modules stay what they are (names, state, hooks): only their class gets one that stands before it.
@@ -105,5 +105,5 @@ def recompute_blocks(model: nn.Module, scope: Scope, given: Blocks | None = None
             _classes[kind] = type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {})
         block.__class__ = _classes[kind]
         own: Any = block
-        own._scope, own._restless = scope, None
+        own._context, own._restless = context, None
     return ", ".join(f"{count} {name}" for name, count in names.items())

@@ -113,7 +113,7 @@ class ShardBuffers:
             return
         # The last shard is always the last rank's.
         own = [number for number, watched in enumerate(self._watched) if watched.left is not None]
-        changed = world.tell_all(own)[-1]
+        changed = world.all_gather_object(own)[-1]
         for number, watched in enumerate(self._watched):
             if number not in changed:
                 watched.left = None

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.tree import run_of
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.norm import refuse_own_way, refuse_single_values
-from instep.parallel.scope import Scope
 from instep.world.world import World
 
 Statistics = tuple[float, torch.Tensor, torch.Tensor]
@@ -28,22 +28,22 @@ Statistics = tuple[float, torch.Tensor, torch.Tensor]
 class _ByShard(_BatchNorm):
     """Stands between a BatchNorm class and torch's own forward pass, so that a subclass's own one goes on working."""
 
-    _scope: Scope
+    _context: BatchContext
     _seen: dict[int, list[Statistics]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scope = self._scope
-        if not self.training or not scope.num_rows:
+        context = self._context
+        if not self.training or not context.num_rows:
             return super().forward(x)
         self._check_input_dim(x)
-        refuse_single_values(x, scope)
+        refuse_single_values(x, context)
         if not self.track_running_stats:
             return super().forward(x)
         mean, variance = (torch.zeros(x.shape[1], dtype=self._statistics_dtype(x), device=x.device) for _ in range(2))
         # With a momentum of 1 the kernel leaves the batch's own statistics in what it takes for running ones.
         y = F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
-        if not scope.again:
-            self._seen.setdefault(scope.shard, []).append((x.numel() / x.shape[1], mean, variance))
+        if not context.again:
+            self._seen.setdefault(context.shard, []).append((x.numel() / x.shape[1], mean, variance))
         return y
 
     def _statistics_dtype(self, x: torch.Tensor) -> torch.dtype:
@@ -58,7 +58,7 @@ def is_by_shard(module: nn.Module) -> bool:
     return isinstance(module, _ByShard)
 
 
-def own_batch_norm(model: nn.Module, scope: Scope) -> None:
+def own_batch_norm(model: nn.Module, context: BatchContext) -> None:
     """Make the BatchNorms of a model keep to one shard; the modules stay what they are."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -68,23 +68,23 @@ def own_batch_norm(model: nn.Module, scope: Scope) -> None:
                 _classes[kind] = type(f"Shard{kind.__name__}", (kind, _ByShard), {})
             module.__class__ = _classes[kind]
             own: Any = module
-            own._scope, own._seen = scope, {}
+            own._context, own._seen = context, {}
 
 
-def settle_running_statistics(model: nn.Module, world: World, scope: Scope, apply: bool) -> None:
+def settle_running_statistics(model: nn.Module, world: World, context: BatchContext, apply: bool) -> None:
     """Make the step's update of all running statistics, or drop it. Called on all ranks."""
     norms: list[Any] = [m for m in model.modules() if isinstance(m, _ByShard) and m.track_running_stats]
     if not norms:
         return
     if apply:
-        runs = [run_of(rank, world.world_size, scope.num_shards) for rank in range(world.world_size)]
+        runs = [run_of(rank, world.world_size, context.num_shards) for rank in range(world.world_size)]
         first, last = runs[world.rank]
         own = [torch.cat([_flat(_pooled(m._seen.get(s, [])), m) for m in norms]) for s in range(first, last)]
         width = sum(2 * m.num_features + 1 for m in norms)
         padded = torch.zeros(max(b - a for a, b in runs), width, dtype=torch.float64)
         for row, values in zip(padded, own, strict=False):
             row.copy_(values)
-        gathered = world.gather(padded.to(world.device))
+        gathered = world.all_gather(padded.to(world.device))
         rows = torch.cat([part[: b - a] for part, (a, b) in zip(gathered, runs, strict=True)]).cpu()
         for module, columns in zip(norms, rows.split([2 * m.num_features + 1 for m in norms], dim=1), strict=True):
             _update(module, [_from_row(row) for row in columns])

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks
 from instep.parallel.capture import Call
 from instep.parallel.dropout import own_dropout
 from instep.parallel.norm import sync_batch_norm
-from instep.parallel.scope import Scope
-from instep.parallel.silence import silence_outputs
+from instep.parallel.zero_weight import zero_gradient_of_outputs
 from instep.world.grid import Grid
 
 Example = Callable[[], Call]
@@ -69,11 +69,11 @@ class Strategy(ABC):
     in_step = False
     """Whether the ranks that share a batch speak in every forward pass, so that all must make as many."""
 
-    def __init__(self, grid: Grid, scope: Scope) -> None:
+    def __init__(self, grid: Grid, context: BatchContext) -> None:
         self.grid = grid
-        self.scope = scope
+        self.context = context
         self._loud: list[nn.Module] = []
-        """Models that have no need for silence ([Note: Silent parts]), as long as no model has."""
+        """Models that have no need for silence ([Note: Parts of weight 0]), as long as no model has."""
         self.said: list[str] = []
         """What a person should know of how the model was spread."""
         self.layers: Layers | None = None
@@ -101,16 +101,16 @@ class Strategy(ABC):
 
     def replace_layers(self, model: nn.Module) -> nn.Module:
         """Let the layers that depend on the whole batch know of it."""
-        model = own_dropout(model, self.scope)
-        self.connect(model, bool(sync_batch_norm(model, self.grid.data, self.scope)))
+        model = own_dropout(model, self.context)
+        self.connect(model, bool(sync_batch_norm(model, self.grid.data, self.context)))
         return model
 
     def connect(self, model: nn.Module, connected: bool) -> None:
         """Note whether ranks exchange something in a model's backward pass; if so in one, all are to be silenced."""
         self._loud.append(model)
-        self.scope.connected |= connected
-        while self._loud and self.scope.connected:
-            silence_outputs(self._loud.pop(), self.scope)
+        self.context.connected |= connected
+        while self._loud and self.context.connected:
+            zero_gradient_of_outputs(self._loud.pop(), self.context)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are spread."""

@@ -35,7 +35,7 @@ def total_norm(
         norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(local_gradients(held))])
         copies = [_copies(p, grid) * (stages_with or {}).get(p, 1) for p in held]
         square += (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
-    return grid.world.sum(square).sqrt()
+    return grid.world.all_reduce(square).sqrt()
 
 
 def _copies(parameter: nn.Parameter, grid: Grid) -> float:

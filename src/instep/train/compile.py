@@ -40,7 +40,7 @@ def wants_compiling(engine: Engine) -> bool:
         return spec.compile
     if engine.on_cpu or spec.exact or spec.recompute or engine.witness is not None:
         return False
-    if engine.scope.connected and engine.world.world_size > 1:
+    if engine.context.connected and engine.world.world_size > 1:
         return False  # a trial that fails on one rank would speak once more than the others
     return engine.strategy.name in ("single", "ddp") and not any(is_compiled(t.model) for t in engine.trained)
 
@@ -56,7 +56,7 @@ class Trials:
 
     def is_due(self) -> bool:
         """Tell whether this part is to be computed by compiled code."""
-        return not self._failed and self._engine.is_full and self._engine.scope.num_rows > 0
+        return not self._failed and self._engine.is_full and self._engine.context.num_rows > 0
 
     @property
     def is_first(self) -> bool:
@@ -85,7 +85,7 @@ class Trials:
     @property
     def cannot_repeat(self) -> bool:
         """Whether layers exchange something: then no rank can go through a part once more by itself."""
-        return self._engine.scope.connected and self._engine.world.world_size > 1
+        return self._engine.context.connected and self._engine.world.world_size > 1
 
     def refusal(self, error: Exception) -> CompileError:
         """Say that compiled code failed, where nothing can be computed once more without it."""
@@ -169,7 +169,7 @@ class Before:
     """What a trial may change besides gradients: buffers, and how often layers have drawn noise."""
 
     def __init__(self, engine: Engine) -> None:
-        self._uses = [(layer, layer.uses) for layer in engine.scope.noisy]
+        self._uses = [(layer, layer.uses) for layer in engine.context.noisy]
         self._buffers = [(b, b.detach().clone()) for trained in engine.trained for b in trained.model.buffers()]
 
     def put_back(self) -> None:

@@ -82,7 +82,7 @@ def agree_on_directory(world: World, decide: Callable[[], RunDirectory]) -> RunD
             told["path"] = str(decided.path)
         except CheckpointError as error:
             told["error"] = str(error)
-    told = world.tell(told)
+    told = world.broadcast_object(told)
     if "error" in told:
         raise CheckpointError(told["error"])
     return decided if decided is not None else RunDirectory(Path(told["path"]))

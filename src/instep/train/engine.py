@@ -1,4 +1,4 @@
-"""What a step works with: the models in training, the layers' scope, the numbers that scale a loss."""
+"""What a step works with: the models in training, the layers' context, the numbers that scale a loss."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
 from instep.guard.slowness import Pace
+from instep.parallel.batch_context import BatchContext, mix64
 from instep.parallel.ddp import Ddp
 from instep.parallel.dp import Dp
 from instep.parallel.exact import Exact
 from instep.parallel.exact_fsdp import ExactFsdp
 from instep.parallel.fsdp import Fsdp, Sharding
 from instep.parallel.pipeline.strategy import Pipeline
-from instep.parallel.scope import Scope, mix64
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import settle_running_statistics
 from instep.parallel.single import Single
@@ -28,7 +28,7 @@ from instep.parallel.strategy import Strategy
 from instep.parallel.tensor.sharded import ShardedTensor
 from instep.parallel.tensor.strategy import Tensor
 from instep.train.precision import LossScale, Precision
-from instep.train.trained import Trained
+from instep.train.train_state import TrainState
 from instep.train.witness import Witness
 from instep.world.grid import Grid
 from instep.world.seeds import derive
@@ -42,12 +42,12 @@ class Engine:
         self.world = world
         self.spec = spec
         self.on_cpu = world.device.type == "cpu"
-        self.trained: list[Trained] = []
-        self.scope = Scope(world.device, derive(spec.seed, "noise"))
+        self.trained: list[TrainState] = []
+        self.context = BatchContext(world.device, derive(spec.seed, "noise"))
         self.grid = Grid.open(world, spec.mesh_of(world.world_size))
         self.precision = Precision(spec, world.device, remembers=self.grid.mesh.fsdp == 1)
         narrow = self.precision.dtype if spec.narrow_gather else None
-        self.strategy = _choose_strategy(spec, self.grid, self.scope, narrow)
+        self.strategy = _choose_strategy(spec, self.grid, self.context, narrow)
         self.on_nan: Callable[[int, float], None] = _ignore
         """Told of a step whose loss is not finite, before anything is updated; may raise."""
         self.wants_save: Callable[[], bool] = _never
@@ -73,8 +73,8 @@ class Engine:
 
     def begin_step(self, step: int, num_shards: int) -> None:
         """Set the step's noise, and remember what a step that is skipped must not change."""
-        self.scope.begin_step(step)
-        self.scope.num_shards = num_shards
+        self.context.begin_step(step)
+        self.context.num_shards = num_shards
         for trained in self.trained if num_shards else ():
             trained.begin_step()
             trained.reducer.be_ready()
@@ -104,16 +104,16 @@ class Engine:
 
         `passes` counts how often this step went through its parts before.
         """
-        self.scope.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
+        self.context.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
         self.seed_noise(plan.first_row, passes)
 
     def seed_noise(self, first_row: int, passes: int) -> None:
         """Seed the noise that the layers do not own, for the rows that begin there."""
-        self._seed(mix64(self.scope.step_key + first_row + (passes << 40)) >> 1)
+        self._seed(mix64(self.context.step_key + first_row + (passes << 40)) >> 1)
 
     def begin_update(self) -> None:
         """Seed the noise of an optimizer that draws some: not by what this rank's parts left."""
-        self._seed(mix64(self.scope.step_key ^ 0x55504441) >> 1)
+        self._seed(mix64(self.context.step_key ^ 0x55504441) >> 1)
 
     def _seed(self, seed: int) -> None:
         for generator in self._generators:
@@ -132,7 +132,7 @@ class Engine:
         """In exact mode, let what the shards left in the models be what the next step finds. Called on all ranks."""
         for trained in self.trained:
             trained.reducer.end_step()
-            settle_running_statistics(trained.model, self.world, self.scope, apply)
+            settle_running_statistics(trained.model, self.world, self.context, apply)
             if trained.shard_buffers is not None and buffers_changed:
                 trained.shard_buffers.end_step(self.world, apply)
 
@@ -145,17 +145,17 @@ class Engine:
             self._scalars[key] = torch.full((), value, dtype=like.dtype, device=like.device)
         return self._scalars[key].view_as(like)
 
-    def backward_in_silence(self, loss: torch.Tensor) -> None:
-        """Go through the backward pass of a part of weight 0, if there is anything in it ([Note: Silent parts])."""
-        if not self.scope.connected:
+    def backward_without_weight(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of a part of weight 0, if layers need it ([Note: Parts of weight 0])."""
+        if not self.context.connected:
             return
-        self.scope.be_silent(True)
+        self.context.set_zero_weight(True)
         try:
             loss.backward(self.scalar(0.0, loss))
         finally:
-            self.scope.be_silent(False)
+            self.context.set_zero_weight(False)
 
-    def trained_by(self, optimizer: torch.optim.Optimizer) -> Trained:
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> TrainState:
         """Find what an optimizer trains."""
         for trained in self.trained:
             if trained.optimizer is optimizer:
@@ -198,17 +198,17 @@ def _say_nothing(text: str) -> None:
     del text
 
 
-def _choose_strategy(spec: TrainSpec, grid: Grid, scope: Scope, narrow: torch.dtype | None) -> Strategy:
+def _choose_strategy(spec: TrainSpec, grid: Grid, context: BatchContext, narrow: torch.dtype | None) -> Strategy:
     if grid.mesh.pp > 1:
         spec.check_pipeline(grid.mesh)
-        return Pipeline(grid, scope, spec.schedule, spec.microbatches)
+        return Pipeline(grid, context, spec.schedule, spec.microbatches)
     if spec.exact:
-        return ExactFsdp(grid, scope) if grid.mesh.fsdp > 1 else Exact(grid, scope)
+        return ExactFsdp(grid, context) if grid.mesh.fsdp > 1 else Exact(grid, context)
     if grid.mesh.fsdp > 1:
         sharding = Sharding(spec.reshard, spec.offload, spec.meta_init, narrow)
-        return ShardedTensor(grid, scope, sharding) if grid.mesh.tp > 1 else Fsdp(grid, scope, sharding)
+        return ShardedTensor(grid, context, sharding) if grid.mesh.tp > 1 else Fsdp(grid, context, sharding)
     if grid.mesh.tp > 1:
-        return Tensor(grid, scope)
+        return Tensor(grid, context)
     if grid.world.world_size > 1:
-        return Ddp(grid, scope)
-    return Dp(grid, scope) if spec.strategy == "dp" else Single(grid, scope)
+        return Ddp(grid, context)
+    return Dp(grid, context) if spec.strategy == "dp" else Single(grid, context)

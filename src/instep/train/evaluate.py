@@ -49,7 +49,7 @@ class _Mean:
 
     def agree(self, world: World) -> float:
         total, weight = ExactSum(), ExactSum()
-        for values, weights in world.tell_all([self._values.to_json(), self._weights.to_json()]):
+        for values, weights in world.all_gather_object([self._values.to_json(), self._weights.to_json()]):
             total.merge(values)
             weight.merge(weights)
         return total.over(weight)
@@ -94,13 +94,15 @@ class _Summed:
 
     def agree(self, world: World) -> float:
         # A rank without a sample has made no object; rank 0 has one if anybody has.
-        shapes = world.tell({key: [list(t.shape), t.is_floating_point()] for key, t in self._first().items()})
+        shapes = world.broadcast_object(
+            {key: [list(t.shape), t.is_floating_point()] for key, t in self._first().items()}
+        )
         totals = {key: self._total(world, key, shape, is_float) for key, (shape, is_float) in shapes.items()}
         if not world.is_main:
-            return float(world.tell(None))
+            return float(world.broadcast_object(None))
         whole = copy.copy(self._metric)  # the Task may keep its own, and count on
         vars(whole).update(totals)
-        return float(world.tell(float(whole.compute())))
+        return float(world.broadcast_object(float(whole.compute())))
 
     def _first(self) -> dict[str, torch.Tensor]:
         return self._states[0] if self._states else {}
@@ -108,11 +110,11 @@ class _Summed:
     def _total(self, world: World, key: str, shape: list[int], is_float: bool) -> torch.Tensor:
         """Add one tensor up over all chunks of all ranks. Called on all ranks."""
         dtype = torch.float64 if is_float else torch.int64
-        counts = [int(count) for count in world.tell_all(len(self._states))]
+        counts = [int(count) for count in world.all_gather_object(len(self._states))]
         padded = torch.zeros(max(counts), *shape, dtype=dtype)
         for row, state in zip(padded, self._states, strict=False):
             row.copy_(state[key])
-        by_rank = [part.cpu() for part in world.gather(padded.to(world.device))]
+        by_rank = [part.cpu() for part in world.all_gather(padded.to(world.device))]
         total = torch.zeros(shape, dtype=dtype)
         for number in range(max(counts)):  # chunk c was rank c % world_size's
             for part, count in zip(by_rank, counts, strict=True):
@@ -144,7 +146,7 @@ def evaluate(
             found.setdefault(name, kind()).add(name, value, num_rows, exact)
     # A rank may have had no chunk, or none in which a metric came up; all need all names, in one order.
     kinds: dict[str, bool] = {}
-    for told in world.tell_all({name: type(entry) is _Mean for name, entry in found.items()}):
+    for told in world.all_gather_object({name: type(entry) is _Mean for name, entry in found.items()}):
         kinds |= {name: is_mean for name, is_mean in told.items() if name not in kinds}
     return {name: found.get(name, _Mean() if mean else _Summed()).agree(world) for name, mean in kinds.items()}
 

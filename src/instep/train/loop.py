@@ -85,7 +85,7 @@ class Loop:
             self._task.on_step(record)
         if not self._asks_to_stop:
             return False
-        return bool(self._run.world.tell(bool(self._task.stop(record)) if self._run.is_main else None))
+        return bool(self._run.world.broadcast_object(bool(self._task.stop(record)) if self._run.is_main else None))
 
     def _is_eval_due(self, step: Step) -> bool:
         if self._eval_data is None:

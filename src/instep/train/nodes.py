@@ -65,18 +65,20 @@ def look_around(world: World, code: list[Path], exact: bool, compare: bool) -> t
     Called on all ranks.
     """
     host = socket.gethostname()
-    told = [(str(host), int(local_rank)) for host, local_rank in world.tell_all((host, world.place.local_rank))]
+    told = [
+        (str(host), int(local_rank)) for host, local_rank in world.all_gather_object((host, world.place.local_rank))
+    ]
     first_on = {host: rank for rank, (host, _) in reversed(list(enumerate(told)))}
     firsts = sorted({*first_on.values(), *(rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0)})
     own = look_at_node(code) if world.rank in firsts else None
     if not compare or len(firsts) == 1:
         return own, []
-    found = world.tell_all(dataclasses.asdict(own) if own is not None else None)
+    found = world.all_gather_object(dataclasses.asdict(own) if own is not None else None)
     hosts = [told[rank][0] for rank in firsts]
     names = {rank: told[rank][0] + (f" (rank {rank})" if hosts.count(told[rank][0]) > 1 else "") for rank in firsts}
     nodes = {names[rank]: NodeRecord(**found[rank]) for rank in firsts}
     packages = {}
     if len({node.packages_sha256 for node in nodes.values()}) > 1:
-        listed = world.tell_all(installed_packages() if own is not None else None)
+        listed = world.all_gather_object(installed_packages() if own is not None else None)
         packages = {names[rank]: dict(listed[rank]) for rank in firsts}
     return own, warnings(nodes, packages, exact)

@@ -24,11 +24,13 @@ _Found = tuple[int, int, str]
 
 def find_origin(step: Step, model: nn.Module, loss_of: LossOf, world: World) -> str:
     """Say in a sentence where a step's numbers ceased to be finite. Called on all ranks."""
-    if lost := next(filter(None, world.tell_all(lost_parameter(model))), ""):  # a rank may hold a piece of it only
+    if lost := next(
+        filter(None, world.all_gather_object(lost_parameter(model))), ""
+    ):  # a rank may hold a piece of it only
         return f"It begins {lost}."
     with torch.compiler.set_stance("force_eager"), torch.enable_grad(), Trace(model) as trace:
         for backward in (False, True):  # the second only if the loss is finite on all ranks
-            told = world.tell_all(_look(step, model, loss_of, trace, backward))
+            told = world.all_gather_object(_look(step, model, loss_of, trace, backward))
             found = [(*each[:2], rank, each[2]) for rank, each in enumerate(told) if each is not None]
             if found:
                 *_, rank, where = min(found)

@@ -31,11 +31,11 @@ from instep.train.compile import compile_model, wants_compiling
 from instep.train.directory import agree_on_directory, describe_run
 from instep.train.engine import Engine
 from instep.train.evaluate import evaluate
-from instep.train.lookout import Lookout
 from instep.train.precision import resolve_precision
+from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
 from instep.train.step import Step
-from instep.train.trained import MakeOptimizer, MakeScheduler, Trained
+from instep.train.train_state import MakeOptimizer, MakeScheduler, TrainState
 from instep.train.witness import Witness
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
@@ -67,7 +67,7 @@ class Run:
         self.engine.say = self.notice
         self._saver = Saver(self.engine.grid, spec, directory, log)
         self.engine.wants_save = self._saver.wants
-        self._lookout = Lookout(self.engine.grid, spec, self._saver, self.engine.pace, self.notice)
+        self._replica_check = ReplicaCheck(self.engine.grid, spec, self._saver, self.engine.pace, self.notice)
         if self.engine.loss_scale is not None and "loss_scale" in self._saver.progress:
             self.engine.loss_scale.restore(self._saver.progress["loss_scale"])
         self.compiled = False
@@ -116,7 +116,7 @@ class Run:
         suffix = f"-{len(self.engine.trained)}" if self.engine.trained else ""
         if self.spec.init_from is not None and self._saver.checkpoint is None and not self.engine.trained:
             _load_into(model, Path(self.spec.init_from))
-        trained = Trained(
+        trained = TrainState(
             *(model, make_optimizer, make_scheduler, self.engine.strategy, suffix, example),
             recompute=self.spec.recompute,
             exact=self.spec.exact,
@@ -163,7 +163,7 @@ class Run:
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.look(self.engine.trained)
-            if self._lookout.is_due(self.step):
+            if self._replica_check.is_due(self.step):
                 self.compare()
             if step.stop_asked:
                 self._leave()
@@ -180,7 +180,7 @@ class Run:
     def _begin(self, plan: BatchPlan, num_steps: int) -> None:
         """Bring all to where the steps begin, and say what is about to happen. Called on all ranks."""
         self.steps_per_epoch = plan.num_batches
-        self.engine.scope.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
+        self.engine.context.smallest_part = self.engine.strategy.smallest_part(plan.smallest_part)
         self.engine.full_batch = min(plan.batch_size, plan.num_samples)
         for trained in self.engine.trained:
             trained.begin(num_steps, self._saver.checkpoint)
@@ -219,7 +219,7 @@ class Run:
             put_back()  # which chunks a rank has gone through before must not matter, now or later
             return found
 
-        self.engine.scope.end_part()
+        self.engine.context.end_part()
         with torch.no_grad():
             chunks = self._chunks(dataset, collate)
             found = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact)
@@ -232,7 +232,7 @@ class Run:
 
     def compare(self) -> None:
         """Find out whether all ranks hold the same ([Note: Drift]); raise if they do not. Called on all ranks."""
-        self._lookout.compare(self.step, self.engine.trained)
+        self._replica_check.compare(self.step, self.engine.trained)
 
     def save(self) -> None:
         """Take a checkpoint of this moment; it is written beside the training. Called on all ranks."""
@@ -305,7 +305,7 @@ class Run:
 
     def _pass_on_notices(self) -> None:
         assert self._loader is not None
-        doubts = self.engine.scope.doubts
+        doubts = self.engine.context.doubts
         while self._loader.notices:
             self.notice(self._loader.notices.pop(0))
         for name in [name for name in doubts if name not in self._doubted]:
@@ -331,7 +331,7 @@ class Run:
             found += " " + self.find_origin(self._step)
         self._saver.close()  # the checkpoint that is named may still be on its way
         # All ranks wait for it: the first to leave would have rank 0 ended while it writes.
-        newest = self.world.tell(self._saver.newest() if self.is_main else None)
+        newest = self.world.broadcast_object(self._saver.newest() if self.is_main else None)
         raise NumericsError(
             f"{found} This update was not made{self._already_lost()}. {newest} "
             "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."
@@ -340,7 +340,7 @@ class Run:
     def _already_lost(self) -> str:
         weights = [p for trained in self.engine.trained for p in trained.model.parameters()]
         own = not all(bool(torch.isfinite(local_part(p)).all()) for p in weights)
-        lost = any(self.world.tell_all(own))  # each may hold a piece only
+        lost = any(self.world.all_gather_object(own))  # each may hold a piece only
         return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
 
     def _scores(self) -> dict[str, float]:

@@ -36,12 +36,12 @@ from instep.checkpoint.notes import Note
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.shards import fit
 from instep.checkpoint.sharing import SharedSave, Sharing
-from instep.checkpoint.snapshot import Parts, Snapshot, Stage
+from instep.checkpoint.snapshot import HostBuffer, Parts, Snapshot
 from instep.core.errors import CheckpointError, NumericsError, TaskError
 from instep.core.spec import Cadence, TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
-from instep.train.trained import Trained
+from instep.train.train_state import TrainState
 from instep.world.determinism import platform_of
 from instep.world.grid import Grid
 from instep.world.world import World
@@ -92,7 +92,7 @@ class Saver:
         self._saved_at = time.monotonic()
         self._retry_at: float | None = None
         self._kept: dict[str, Any] = {}
-        self._stage = Stage()
+        self._stage = HostBuffer()
         self._reserved = self._cadence == Cadence()  # nothing will be saved before the end, when nobody waits
         self._reserving = False
         self._background: Background[_Saved | None] = Background()
@@ -164,7 +164,9 @@ class Saver:
             return self._is_time() or self._is_best(scores)
         if is_asked or not (scores and self._keeping.best_by):
             return is_asked
-        return bool(self._world.tell(self._is_best(scores)))  # rank 0 alone knows what became of earlier ones
+        return bool(
+            self._world.broadcast_object(self._is_best(scores))
+        )  # rank 0 alone knows what became of earlier ones
 
     def _is_time(self) -> bool:
         now = time.monotonic()
@@ -175,12 +177,12 @@ class Saver:
     def is_saved(self, step: int) -> bool:
         """Tell whether a step's checkpoint was taken, and is not known to have failed. Called on all ranks."""
         is_saved = self.saved_step == step
-        return is_saved if self._sharing is None else bool(self._world.tell(is_saved))
+        return is_saved if self._sharing is None else bool(self._world.broadcast_object(is_saved))
 
     def save(
         self,
         step: int,
-        trained: list[Trained],
+        trained: list[TrainState],
         progress: Mapping[str, Any],
         scores: Mapping[str, float],
         may_skip: bool,
@@ -216,7 +218,7 @@ class Saver:
         if self._is_main:
             self._log.write(NoticeRecord(text=text))
 
-    def look(self, trained: list[Trained]) -> None:
+    def look(self, trained: list[TrainState]) -> None:
         """See what became of a save, if it has ended since; called between steps, on all ranks."""
         if self._background.done:
             self._collect()
@@ -343,7 +345,7 @@ class Saver:
             else "There is no checkpoint yet."
         )
 
-    def _state(self, trained: list[Trained], progress: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(self, trained: list[TrainState], progress: Mapping[str, Any]) -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state(legacy=True)
         state: dict[str, Any] = {}
         for each in trained:
@@ -365,7 +367,7 @@ class Saver:
             newest, complaints = self._directory.take_stock()
             for complaint in complaints:
                 self._log.write(NoticeRecord(text=complaint + " An older checkpoint is used."))
-        name, host = world.tell([newest.path.name if newest is not None else None, socket.gethostname()])
+        name, host = world.broadcast_object([newest.path.name if newest is not None else None, socket.gethostname()])
         if name is None:
             return None
         problem = ""
@@ -374,7 +376,7 @@ class Saver:
                 newest = self._open_here(world, name, is_verified=host == socket.gethostname())
             except CheckpointError as error:
                 problem = str(error)
-        problems = [f"rank {rank}: {text}" for rank, text in enumerate(world.tell_all(problem)) if text]
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(world.all_gather_object(problem)) if text]
         if problems:
             raise CheckpointError(
                 f"{problems[0]} Rank 0 can read it: is the run directory on a disk that all nodes share?"

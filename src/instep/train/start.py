@@ -36,7 +36,7 @@ def start(**options: Any) -> Iterator[Run]:
     spec = resolve_precision(spec, place.device)
     with (
         process_settings(spec, place.local_world_size),
-        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+        World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
     ):
         name = Path(sys.argv[0]).stem or "loop"
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))

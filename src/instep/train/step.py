@@ -5,7 +5,7 @@ The gradient of a step is the mean over the global batch, whatever the split (C4
 over its rows, so it counts with its share of the rows; that share is known on every rank without asking, and
 scales the loss before backward. When the user gives weights (tokens), their total is known only after the
 reduction: losses count as mean times weight, and gradients are divided by the total afterwards. A part of
-weight 0 contributes nothing, even if its mean is 0/0 ([Note: Silent parts]).
+weight 0 contributes nothing, even if its mean is 0/0 ([Note: Parts of weight 0]).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from instep.train.arriving import Arriving
 from instep.train.compile import Before, CompiledLoss, LossOf, is_compiled
 from instep.train.engine import Engine
 from instep.train.microbatches import cut_batch
-from instep.train.trained import Trained
+from instep.train.train_state import TrainState
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -173,7 +173,7 @@ class Step:
                 loss, scale = _wide(loss), scale * self._loss_factor
                 loss.backward(None if scale == 1.0 else self._engine.scalar(scale, loss))
             else:
-                self._engine.backward_in_silence(loss)
+                self._engine.backward_without_weight(loss)
 
     def _count(self, loss: torch.Tensor, weight: float | torch.Tensor | None, num_rows: int) -> float:
         """Add the loss of some rows of the current part to the step's; give what its gradient counts."""
@@ -258,14 +258,14 @@ class Step:
         self._on_finish(self.record)
         return self.record
 
-    def _update(self, trained: Trained) -> None:
+    def _update(self, trained: TrainState) -> None:
         apply = self._agree(trained)
         if apply:
             self._engine.begin_update()
             trained.optimizer.step()
         trained.end_update(apply)
 
-    def _agree(self, trained: Trained) -> bool:
+    def _agree(self, trained: TrainState) -> bool:
         """Bring gradients and loss together over all ranks; tell whether to apply them."""
         self._count_time()
         if not self._has_gradient:  # no backward pass since the last update: there is no gradient

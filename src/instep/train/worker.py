@@ -45,7 +45,7 @@ def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: st
     task = source.load()
     with (
         process_settings(spec, place.local_world_size),
-        World.join(place, comm=spec.comm, silence_s=spec.silence_s) as world,
+        World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
     ):
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, compared=True).to_json()
 
@@ -65,7 +65,7 @@ def placed_main(
 
 def _refuse_unshared(world: World, sees_run: bool, run_dir: str) -> None:
     """Raise on every rank if one is on a machine that the run directory is not on. Called on all ranks."""
-    told = world.tell_all({"host": socket.gethostname(), "sees": sees_run})
+    told = world.all_gather_object({"host": socket.gethostname(), "sees": sees_run})
     blind = [(rank, each["host"]) for rank, each in enumerate(told) if not each["sees"]]
     if blind:
         who = ", ".join(f"rank {rank} on {host}" for rank, host in blind)
@@ -166,7 +166,7 @@ def make_result(run: Run, begun: float, attempt: int) -> Result:
     state = run.engine.trained[0].model.state_dict()
     is_whole = run.engine.grid.mesh.has_whole_models
     own = weights_sha256(state) if is_whole else spread_weights_sha256(state, run.world)
-    hashes = run.world.tell_all(own)
+    hashes = run.world.all_gather_object(own)
     if run.engine.witness is not None:
         run.engine.witness.ended(hashes)
     others = [rank for rank, hash_ in enumerate(hashes) if hash_ != own]

@@ -4,8 +4,9 @@ Room: the c10d side of `world.lane`; `autoload` registers it with PyTorch.
 Ranks: all of the group.
 
 CPU tensors of ranks that share a machine go through shared memory, over several machines hierarchically
-([Note: Rails]). What the lane does not have (point to point, all-to-all, products, complex numbers, …) goes to the
-gloo group that every such group holds, and so does everything where memory cannot be shared; `refusal` says why.
+([Note: Hierarchical all-reduce]). What the lane does not have (point to point, all-to-all, products, complex numbers,
+…) goes to the gloo group that every such group holds, and so does everything where memory cannot be shared; `refusal`
+says why.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch.distributed as dist
 from instep.world.background import Background, done
 from instep.world.flat import as_bytes, flattened
 from instep.world.gloo_side import GlooSide
+from instep.world.inter_node_group import InterNodeGroup
 from instep.world.lane.between import Between
 from instep.world.lane.lane import Lane, Steps
 from instep.world.lane.opening import open_lane
 from instep.world.lane.reduction import DTYPES, AddUp, Reduction
-from instep.world.rail import GlooRail
 
 _REDUCTIONS = (
     (dist.ReduceOp.SUM, Reduction.SUM),
@@ -73,7 +74,7 @@ class SharedGroup(dist.ProcessGroup):
         machines = len(self.plan.machines)
         return "shared memory" if machines == 1 else f"shared memory and gloo between {machines} machines"
 
-    def sum_now(self, tensor: torch.Tensor) -> None:
+    def all_reduce_now(self, tensor: torch.Tensor) -> None:
         """Add the ranks' tensors up, in place: no options, no work object. Called on all ranks."""
         if self.refusal or tensor.dtype not in DTYPES:
             self._gloo.allreduce([tensor], dist.AllreduceOptions()).wait()
@@ -81,20 +82,20 @@ class SharedGroup(dist.ProcessGroup):
             self._background.drain()
             self._run(self._reduce([tensor], Reduction.SUM))
 
-    def sums_pieces(self, dtype: torch.dtype) -> bool:
-        """Tell whether `sum_pieces_now` can be used for such numbers. All ranks are told the same."""
-        return self.lane is not None and self._between is None and self.lane.sums_pieces(dtype)
+    def can_coalesce(self, dtype: torch.dtype) -> bool:
+        """Tell whether `all_reduce_coalesced_now` can be used for such numbers. All ranks are told the same."""
+        return self.lane is not None and self._between is None and self.lane.can_coalesce(dtype)
 
-    def sum_pieces_now(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Add up what lies in several tensors, in place (World.sum_pieces). Called on all ranks."""
+    def all_reduce_coalesced_now(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Add up what lies in several tensors, in place (World.all_reduce_coalesced). Called on all ranks."""
         self._background.drain()
-        self._run(self._own_lane().sum_pieces(pieces))
+        self._run(self._own_lane().all_reduce_coalesced(pieces))
 
-    def folds(self, out: torch.Tensor) -> bool:
-        """Tell whether `fold_now` can be used for such a tensor: all ranks share a machine."""
+    def can_ordered_reduce(self, out: torch.Tensor) -> bool:
+        """Tell whether `ordered_reduce_now` can be used for such a tensor: all ranks share a machine."""
         return not self.refusal and self._between is None and out.dtype in DTYPES and out.device.type == "cpu"
 
-    def fold_now(
+    def ordered_reduce_now(
         self,
         own: Sequence[torch.Tensor],
         counts: Sequence[int],
@@ -103,7 +104,7 @@ class SharedGroup(dist.ProcessGroup):
     ) -> None:
         """Add up the ranks' rows in a way of the caller's (World.fold). Called on all ranks."""
         self._background.drain()
-        self._run(self._own_lane().fold(own, counts, add_up, out))
+        self._run(self._own_lane().ordered_reduce(own, counts, add_up, out))
 
     # Called by PyTorch, spelled as PyTorch spells it.
 
@@ -296,12 +297,12 @@ class SharedGroup(dist.ProcessGroup):
             return None
         return next((reduction for theirs, reduction in _REDUCTIONS if op == theirs), None)
 
-    def _open_rail(self, store: dist.Store, timeout: timedelta) -> GlooRail | None:
+    def _open_rail(self, store: dist.Store, timeout: timedelta) -> InterNodeGroup | None:
         machine, place = self._place
         if place >= self.plan.num_rails:
             return None
         rail = dist.PrefixStore(f"rail/{place}", store)
-        return GlooRail(dist.ProcessGroupGloo(rail, machine, len(self.plan.machines), timeout))
+        return InterNodeGroup(dist.ProcessGroupGloo(rail, machine, len(self.plan.machines), timeout))
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:

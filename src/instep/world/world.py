@@ -25,15 +25,15 @@ import torch.distributed as dist
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.topology import Place
 from instep.world import autoload
-from instep.world.connections import SILENCE_S, Silence, open_sockets
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp
-from instep.world.meeting import choose_interface, meeting, spans_machines
+from instep.world.rendezvous import choose_interface, meeting, spans_machines
 from instep.world.slurm import gpus_of_node, judge_allocation
+from instep.world.tcp_timeout import TCP_TIMEOUT_S, TcpTimeout, open_sockets
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
-_FOLD_ELEMENTS = 2**20
+_ORDERED_REDUCE_ELEMENTS = 2**20
 """What is on its way at once: bounded memory, and what comes in is still in the cache when it is added up."""
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -81,12 +81,12 @@ class World:
         place: Place,
         backend: str,
         group: dist.ProcessGroup | None = None,
-        silence: Silence | None = None,
+        tcp_timeout: TcpTimeout | None = None,
     ) -> None:
         self.place = place
-        self._silence = silence
-        if silence is not None:  # the group's connections are there by now
-            silence.limit()
+        self._tcp_timeout = tcp_timeout
+        if tcp_timeout is not None:  # the group's connections are there by now
+            tcp_timeout.limit()
         self._group = group
         """None: a world of one, or all processes."""
         self._lane = group if isinstance(group, SharedGroup) and not group.refusal else None
@@ -101,7 +101,7 @@ class World:
         self.is_main = place.is_main
         self.device = torch.device(place.device)
         self.waited_s = 0.0
-        """Time spent in `sum` and `gather`, most of it for others."""
+        """Time spent in `all_reduce` and `all_gather`, most of it for others."""
         self._spare = torch.empty(0)
 
     @classmethod
@@ -110,11 +110,11 @@ class World:
         place: Place,
         timeout: datetime.timedelta = TIMEOUT,
         comm: str = "auto",
-        silence_s: float = SILENCE_S,
+        tcp_timeout_s: float = TCP_TIMEOUT_S,
     ) -> World:
         """Enter the process group that this process was launched for; a world of one enters none.
 
-        `silence_s` is how long nothing may be heard of another machine.
+        `tcp_timeout_s` is how long nothing may be heard of another machine.
         """
         if place.device.startswith("cuda"):
             torch.cuda.set_device(torch.device(place.device))
@@ -146,12 +146,12 @@ class World:
                 f"comm=shared-memory was asked for, but {group.refusal}. With --comm auto gloo is used then."
             )
         spans = spans_machines(place) and backend != "nccl"
-        return cls(place, backend, group, Silence(silence_s, before) if spans else None)
+        return cls(place, backend, group, TcpTimeout(tcp_timeout_s, before) if spans else None)
 
     def within(self, group: dist.ProcessGroup) -> World:
         """Give the world of a group of these ranks."""
         place = replace(self.place, rank=group.rank(), world_size=group.size())
-        return World(place, self.backend, group, self._silence)
+        return World(place, self.backend, group, self._tcp_timeout)
 
     def __deepcopy__(self, _memo: object) -> World:
         return self  # there is one, whoever copies a module that knows it
@@ -174,11 +174,11 @@ class World:
         gc.collect()
         dist.destroy_process_group()
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add the tensor up over all ranks, in place; it must be contiguous. Called on all ranks."""
         begun = time.perf_counter()
         if self._lane is not None:
-            self._lane.sum_now(tensor)
+            self._lane.all_reduce_now(tensor)
         elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
             self._exchange(tensor)
         elif self.world_size > 1:
@@ -186,17 +186,18 @@ class World:
         self.waited_s += time.perf_counter() - begun
         return tensor
 
-    def sums_pieces(self, dtype: torch.dtype) -> bool:
-        """Tell whether there is a `sum_pieces` for such numbers. All ranks are told the same."""
-        return self._lane is not None and self._lane.sums_pieces(dtype)
+    def can_coalesce(self, dtype: torch.dtype) -> bool:
+        """Tell whether there is a `all_reduce_coalesced` for such numbers. All ranks are told the same."""
+        return self._lane is not None and self._lane.can_coalesce(dtype)
 
-    def sum_pieces(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Add several tensors up over all ranks, in place, as `sum` adds up the row of their numbers; contiguous and
-        of one dtype. Other ranks may have that row, and call `sum`. Called on all ranks.
+    def all_reduce_coalesced(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Sum several tensors over all ranks, in place: contiguous, of one dtype. Called on all ranks.
+
+        Other ranks may hold the same elements in one flat tensor and call `all_reduce`.
         """
         begun = time.perf_counter()
         assert self._lane is not None
-        self._lane.sum_pieces_now(pieces)
+        self._lane.all_reduce_coalesced_now(pieces)
         self.waited_s += time.perf_counter() - begun
 
     def _exchange(self, tensor: torch.Tensor) -> None:
@@ -222,7 +223,7 @@ class World:
         """Begin to receive a tensor from the other one of two ranks."""
         return dist.irecv(tensor, group=self._group, group_src=1 - self.rank)
 
-    def fold(
+    def ordered_reduce(
         self,
         own: Sequence[torch.Tensor],
         counts: Sequence[int],
@@ -237,16 +238,16 @@ class World:
         if self.world_size == 1:
             out.copy_(add_up(own))
             return
-        if self._lane is not None and self._lane.folds(out):
-            self._lane.fold_now(own, counts, add_up, out)
+        if self._lane is not None and self._lane.can_ordered_reduce(out):
+            self._lane.ordered_reduce_now(own, counts, add_up, out)
             return
-        for start in range(0, out.numel(), _FOLD_ELEMENTS):
-            pieces = [row[start : start + _FOLD_ELEMENTS] for row in own]
-            piece = out[start : start + _FOLD_ELEMENTS]
+        for start in range(0, out.numel(), _ORDERED_REDUCE_ELEMENTS):
+            pieces = [row[start : start + _ORDERED_REDUCE_ELEMENTS] for row in own]
+            piece = out[start : start + _ORDERED_REDUCE_ELEMENTS]
             if self.world_size == 2:
                 piece.copy_(add_up(self._swap(pieces, counts, piece)))
             else:
-                self._fold_by_shares(pieces, counts, add_up, piece)
+                self._ordered_reduce_by_shares(pieces, counts, add_up, piece)
 
     def _swap(self, own: list[torch.Tensor], counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
         """Give both ranks' rows: each sends its own whole."""
@@ -254,7 +255,7 @@ class World:
             padded = like.new_zeros(max(counts), like.numel())
             for row, mine in zip(padded, own, strict=False):
                 row.copy_(mine)
-            return [row for rank, rows in enumerate(self.gather(padded)) for row in rows[: counts[rank]]]
+            return [row for rank, rows in enumerate(self.all_gather(padded)) for row in rows[: counts[rank]]]
         theirs = [torch.empty_like(like) for _ in range(counts[1 - self.rank])]
         works = [*map(self._send, own), *map(self._receive, theirs)]
         for work in works:
@@ -262,7 +263,7 @@ class World:
             work.wait()
         return [*theirs, *own] if self.rank else [*own, *theirs]
 
-    def _fold_by_shares(
+    def _ordered_reduce_by_shares(
         self,
         own: list[torch.Tensor],
         counts: Sequence[int],
@@ -286,9 +287,9 @@ class World:
             group=self._group,
         )
         total = add_up(got.view(-1, length).unbind())
-        out.copy_(torch.cat(self.gather(total))[: out.numel()])
+        out.copy_(torch.cat(self.all_gather(total))[: out.numel()])
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Collect the ranks' tensors of one shape, by rank. Called on all ranks."""
         if self.world_size == 1:
             return [tensor]
@@ -298,7 +299,7 @@ class World:
         self.waited_s += time.perf_counter() - begun
         return parts
 
-    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Send `send[rank]` of these rows to each rank, in order; give what comes, by rank. Called on all ranks."""
         begun = time.perf_counter()
         # gloo knows too little of GPUs
@@ -324,7 +325,7 @@ class World:
         ):
             tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
-    def carry(self, tensor: torch.Tensor, source: int, target: int) -> None:
+    def send_recv(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Bring one rank's tensor, contiguous, to another one, which has one of that form. Called on these two."""
         travelling = tensor.to(self.wire)
         if self.rank == source:
@@ -338,7 +339,7 @@ class World:
         """Where tensors must be to travel from one rank to another one: gloo knows too little of GPUs."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
-    def tell(self, value: Any, source: int = 0) -> Any:
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Give every rank rank 0's value, or another one's. It travels as JSON, not pickled. Called on all ranks."""
         if self.world_size == 1:
             return value
@@ -352,15 +353,15 @@ class World:
         dist.broadcast(payload, group=self._group, group_src=source)
         return json.loads(bytes(payload.tolist()))
 
-    def tell_all(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Give every rank every rank's value, by rank, as JSON. Called on all ranks."""
         if self.world_size == 1:
             return [value]
         text = json.dumps(value).encode()
-        sizes = [int(size.item()) for size in self.gather(torch.tensor([len(text)], device=self.device))]
+        sizes = [int(size.item()) for size in self.all_gather(torch.tensor([len(text)], device=self.device))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
-        texts = [bytes(part[:size].tolist()) for part, size in zip(self.gather(padded), sizes, strict=True)]
+        texts = [bytes(part[:size].tolist()) for part, size in zip(self.all_gather(padded), sizes, strict=True)]
         return [json.loads(text) for text in texts]
 
     def barrier(self) -> None:

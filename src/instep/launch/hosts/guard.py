@@ -26,7 +26,7 @@ from instep.core.errors import EXIT_ENVIRONMENT
 _PR_SET_PDEATHSIG = 1
 BEAT_S = 5.0
 """How often the other side gives a sign of life."""
-SILENCE_S = 60.0
+TCP_TIMEOUT_S = 60.0
 _LEAVE_S = (10.0, 5.0)
 """How long an agent may take to leave after the first, and after the second SIGTERM."""
 
@@ -64,7 +64,7 @@ class Guard:
         ended = os.pidfd_open(self.agent.pid)
         rest = b""
         while not select.select([ended], [], [], 0)[0]:
-            ready, _, _ = select.select([0, ended], [], [], SILENCE_S)
+            ready, _, _ = select.select([0, ended], [], [], TCP_TIMEOUT_S)
             if 0 in ready:
                 data = os.read(0, 4096)
                 *lines, rest = (rest + data).split(b"\n")

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from instep.core.errors import TaskError
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
 from instep.parallel.pipeline.chain import Chain, StageFunction, quietly
 from instep.parallel.pipeline.wire import is_passable
-from instep.parallel.scope import Scope
 
 _REPEATS, _MOST_REPEATS = 3, 20
 _ENOUGH_S = 2e-3
@@ -35,30 +35,30 @@ class Measured:
     passable: list[bool]
     """Whether what a layer gives can travel to another rank."""
     noise_uses: list[list[int]]
-    """How often each noisy layer of the scope was used until a layer ended."""
+    """How often each noisy layer of the context was used until a layer ended."""
 
     def to_json(self) -> dict[str, Any]:
         """Give the fields as plain values."""
         return asdict(self)
 
 
-def measure(model: nn.Module, chain: Chain, call: Call, scope: Scope) -> Measured:
+def measure(model: nn.Module, chain: Chain, call: Call, context: BatchContext) -> Measured:
     """Go through a chain with the arguments of one call, and check that it gives what the model gives.
 
     The layers take turns on the device, where the whole model may not fit.
     """
-    layers = [_Layer(model, chain, number, scope.noise.device) for number in range(len(chain.names))]
-    scope.end_part()
+    layers = [_Layer(model, chain, number, context.noise.device) for number in range(len(chain.names))]
+    context.end_part()
     with quietly(model):
         expected = model(*call.positional, **call.named)
-        there = _to_device(call, scope.noise.device)
+        there = _to_device(call, context.noise.device)
         costs, values = [], [None]
         for layer in layers:
             seconds, found = layer.time(there, values[-1])
             costs.append(seconds)
             values.append(found)
         _check_same(model, expected, values[-1])
-        uses = list(_noise_uses(layers, there, scope))
+        uses = list(_noise_uses(layers, there, context))
     passable = [is_passable(value) for value in values[1:]]
     return Measured(_even_out(costs, _kinds(model, chain, call, values)), passable, uses)
 
@@ -139,20 +139,20 @@ def estimate(model: nn.Module, chain: Chain) -> Measured:
     return Measured(costs, [True] * len(costs), [])
 
 
-def _noise_uses(layers: Sequence[_Layer], call: Call, scope: Scope) -> Iterator[list[int]]:
+def _noise_uses(layers: Sequence[_Layer], call: Call, context: BatchContext) -> Iterator[list[int]]:
     """Count how often each noisy layer is used: each use draws noise of its own ([Note: Row noise])."""
-    for layer in scope.noisy:
+    for layer in context.noisy:
         if isinstance(layer, nn.Module):
             layer.train()
-    doubts = dict(scope.doubts)
-    scope.begin_part(0, 1, replicated=True)
+    doubts = dict(context.doubts)
+    context.begin_part(0, 1, replicated=True)
     value: Any = None
     for compute in layers:
         value = compute(call, value)
-        yield [layer.uses for layer in scope.noisy]
-    scope.end_part()
-    scope.doubts.clear()  # these rows are nobody's
-    scope.doubts.update(doubts)
+        yield [layer.uses for layer in context.noisy]
+    context.end_part()
+    context.doubts.clear()  # these rows are nobody's
+    context.doubts.update(doubts)
 
 
 def _check_same(model: nn.Module, expected: Any, found: Any) -> None:

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_flatten
 
 from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, scheduled
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
 from instep.parallel.pipeline.chain import StageFunction, quietly
-from instep.parallel.pipeline.schedule import Clock, Machine, Microbatch, Round, Work
+from instep.parallel.pipeline.schedule import Clock, Microbatch, ScheduleInputs, ScheduleRunner, Work
 from instep.parallel.pipeline.wire import Form, describe_output, rebuild_output
-from instep.parallel.scope import Scope
 from instep.world.world import World
 
 _MOST_KEPT = 32
@@ -40,7 +40,7 @@ class Pipe:
         schedule: Schedule,
         everyone: World,
         group: dist.ProcessGroup,
-        scope: Scope,
+        context: BatchContext,
         noise_uses: Mapping[int, Sequence[int]],
     ) -> None:
         self._model = model
@@ -51,11 +51,11 @@ class Pipe:
         self._world = everyone.within(group)
         """The ranks of this pipeline, in the order of the stages."""
         self._group = group
-        self._scope = scope
+        self._context = context
         self._noise_uses = noise_uses
         """By stage: how often each noisy layer was used before it."""
         self._forms: dict[Any, tuple[Form, ...]] = {}
-        self._machines: dict[Any, Machine] = {}
+        self._machines: dict[Any, ScheduleRunner] = {}
         self.clock = Clock()
         self._is_warm = False
 
@@ -73,13 +73,13 @@ class Pipe:
         lengths = tuple(_longest(boundary) for boundary in zip(*forms, strict=True))
 
         def begin(microbatch: Microbatch, stage: int) -> None:
-            self._scope.begin_part(microbatch.first_row, microbatch.num_rows, replicated)
-            for layer, uses in zip(self._scope.noisy, self._noise_uses.get(stage, ()), strict=False):
+            self._context.begin_part(microbatch.first_row, microbatch.num_rows, replicated)
+            for layer, uses in zip(self._context.noisy, self._noise_uses.get(stage, ()), strict=False):
                 layer.uses = uses
 
         machine = self._machine_of(count, lengths)
         total_s, busy_s = self.clock.total_s, self.clock.busy_s
-        machine.run(Round([*microbatches, *empty], forms, work, begin))
+        machine.run(ScheduleInputs([*microbatches, *empty], forms, work, begin))
         self._everyone.waited_s += max(0.0, self.clock.total_s - total_s - (self.clock.busy_s - busy_s))
         if not self._is_warm:  # the first round opens connections
             self._is_warm, self.clock.total_s, self.clock.busy_s = True, 0.0, 0.0
@@ -91,7 +91,7 @@ class Pipe:
             output = self._carry(call, to_end=True)
             is_last = self._world.rank == last
             tensors: list[torch.Tensor] = []
-            described = self._world.tell(describe_output(output, tensors) if is_last else None, source=last)
+            described = self._world.broadcast_object(describe_output(output, tensors) if is_last else None, source=last)
             if not is_last:
                 output = rebuild_output(described, self._world.device, tensors)
             self._world.broadcast(tensors, source=last)
@@ -119,7 +119,7 @@ class Pipe:
 
     def _tell_form(self, value: Any, owner: int) -> Form:
         own = Form.of(value).to_json() if self._world.rank == owner else None
-        return Form.from_json(self._world.tell(own, source=owner))
+        return Form.from_json(self._world.broadcast_object(own, source=owner))
 
     def _pass_on(self, value: Any, form: Form, owner: int) -> Any:
         target = (owner + 1) % self._world.world_size
@@ -128,13 +128,13 @@ class Pipe:
         is_owner = self._world.rank == owner
         tensors = form.tensors_of(value) if is_owner else form.empty(self._world.device)
         for tensor in tensors:
-            self._world.carry(tensor, owner, target)
+            self._world.send_recv(tensor, owner, target)
         return None if is_owner else form.whole(tensors)
 
     def _forms_of(self, call: Call) -> tuple[Form, ...]:
         key = self._signature(call)
         if key not in self._forms:
-            self._scope.end_part()
+            self._context.end_part()
             with quietly(self._model):
                 self._carry(call, to_end=False)
         return self._forms[key]
@@ -148,12 +148,12 @@ class Pipe:
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), str(leaf)) for leaf in leaves
         )
 
-    def _machine_of(self, count: int, lengths: tuple[Any, ...]) -> Machine:
+    def _machine_of(self, count: int, lengths: tuple[Any, ...]) -> ScheduleRunner:
         key = (count, lengths)
         if key not in self._machines:
             if len(self._machines) >= _MOST_KEPT:
                 self._machines.clear()
-            self._machines[key] = Machine(
+            self._machines[key] = ScheduleRunner(
                 self._schedule,
                 self._functions,
                 self._num_stages,

@@ -33,12 +33,12 @@ class Shared:
         if not chosen:
             return
         counts = torch.tensor([float(p.grad is not None) for p in chosen], device=chosen[0].device)
-        is_used = self.world.sum(counts).tolist()
+        is_used = self.world.all_reduce(counts).tolist()
         for p, used in zip(chosen, is_used, strict=True):
             if not used:
                 continue
             whole = torch.zeros_like(p) if p.grad is None else _dense(p.grad).contiguous()
-            p.grad = self.world.sum(whole.detach())
+            p.grad = self.world.all_reduce(whole.detach())
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class PipelineReducer(SpreadReducer):
         for shared in self._shared:
             shared.add_up(self._ids)
         whole = torch.tensor(totals, dtype=torch.float64, device=self._pipe.device)
-        return self._pipe.sum(whole).tolist()
+        return self._pipe.all_reduce(whole).tolist()
 
     def forget(self) -> None:
         self._copies.forget()

@@ -46,7 +46,7 @@ Work = Callable[[Callable[..., Any], Microbatch], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Round:
+class ScheduleInputs:
     """What the stages look up while a schedule is at work ([Note: Rounds])."""
 
     microbatches: Sequence[Microbatch]
@@ -85,7 +85,7 @@ class _Body(nn.Module):
         super().__init__()
         self.number = number
         self._device, self._wire = device, wire
-        self.round: Round | None = None
+        self.round: ScheduleInputs | None = None
         self._is_first, self._is_last = number == 0, number == num_stages - 1
         self._function = function
         self._lengths = lengths
@@ -182,7 +182,7 @@ class _Stage(PipelineStage):
         return self.submod
 
 
-class Machine:
+class ScheduleRunner:
     """A schedule with this rank's stages, for a number of microbatches and lengths of what travels."""
 
     def __init__(
@@ -221,7 +221,7 @@ class Machine:
         else:
             self._schedule = (ScheduleGPipe if schedule == "gpipe" else Schedule1F1B)(stages[0], **options)
 
-    def run(self, round_: Round) -> None:
+    def run(self, round_: ScheduleInputs) -> None:
         """Take all microbatches forward and back. Called on all ranks of the pipeline."""
         for body in self._bodies:
             body.round = round_

@@ -15,15 +15,15 @@ from torch import nn
 from instep.core.balance import balance
 from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
 from instep.parallel.dropout import own_dropout
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.pipeline.chain import Chain, StageFunction, Uses, find_chain
-from instep.parallel.pipeline.holding import keep_only, plan_holding
 from instep.parallel.pipeline.measure import Measured, estimate, measure
+from instep.parallel.pipeline.ownership import keep_only, plan_holding
 from instep.parallel.pipeline.pipe import Pipe, stage_model
 from instep.parallel.pipeline.reducer import PipelineReducer, Shared
-from instep.parallel.scope import Scope
 from instep.parallel.strategy import Example, Reducer, Strategy
 from instep.world.grid import Grid
 
@@ -43,8 +43,8 @@ class Pipeline(Strategy):
 
     name = "pipeline"
 
-    def __init__(self, grid: Grid, scope: Scope, schedule: Schedule, microbatches: int | None) -> None:
-        super().__init__(grid, scope)
+    def __init__(self, grid: Grid, context: BatchContext, schedule: Schedule, microbatches: int | None) -> None:
+        super().__init__(grid, context)
         assert grid.devices is not None
         self._schedule: Schedule = schedule
         self._asked = microbatches
@@ -64,8 +64,8 @@ class Pipeline(Strategy):
         return self.grid.mesh.pp * stages_a_rank(self._schedule)
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        model = own_dropout(model, self.scope)
-        self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.scope) > 0
+        model = own_dropout(model, self.context)
+        self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.context) > 0
         call = example() if example is not None else None
         self._num_parameters[model] = sum(p.numel() for p in model.parameters())
         chain = find_chain(model, self.layers, call, self.num_stages)
@@ -77,7 +77,9 @@ class Pipeline(Strategy):
             for stage in functions
             if stage and len(measured.noise_uses) >= plan.bounds[stage]
         }
-        pipe = Pipe(model, functions, self.num_stages, self._schedule, self.grid.world, self._group, self.scope, before)
+        pipe = Pipe(
+            model, functions, self.num_stages, self._schedule, self.grid.world, self._group, self.context, before
+        )
         stage_model(model, pipe)
         self._pipes.append(pipe)
         self._layouts.append(_describe(chain, plan))
@@ -117,7 +119,7 @@ class Pipeline(Strategy):
     def report(self) -> list[str]:
         if self.grid.world.device.type != "cpu" or not self._pipes[0].clock.total_s:
             return []
-        told = self.grid.world.tell_all(self._pipes[0].clock.idle_share)
+        told = self.grid.world.all_gather_object(self._pipes[0].clock.idle_share)
         shares = ", ".join(f"{share:.0%}" for share in told)
         mean = f"{sum(told) / len(told):.0%}"
         return [
@@ -131,10 +133,10 @@ class Pipeline(Strategy):
         found: dict[str, object] | None = None
         if self.grid.world.is_main:
             try:
-                found = measure(model, chain, call, self.scope).to_json()
+                found = measure(model, chain, call, self.context).to_json()
             except TaskError as error:
                 found = {"error": str(error)}
-        told = self.grid.world.tell(found)
+        told = self.grid.world.broadcast_object(found)
         if "error" in told:
             raise TaskError(told["error"])
         return Measured(**told)

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.deferred import Deferred
 from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.scope import Scope
 from instep.parallel.strategy import Example
 from instep.parallel.tensor.slice import Slice
 from instep.parallel.tensor.strategy import split_model
@@ -25,8 +25,8 @@ class ShardedTensor(Fsdp):
 
     name: ClassVar[str] = "fsdp×tensor"
 
-    def __init__(self, grid: Grid, scope: Scope, sharding: Sharding) -> None:
-        super().__init__(grid, scope, sharding)
+    def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
+        super().__init__(grid, context, sharding)
         if sharding.meta_init:
             raise SpecError(
                 f"meta_init: how layers are split along tp({grid.mesh.tp}) is found by trying, and a model without its "

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from instep.core.errors import TaskError
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.scope import Scope
 from instep.parallel.strategy import Example, Reducer, Strategy, TensorPlanOf
 from instep.parallel.tensor.apply import Changes, settle, split_layers
 from instep.parallel.tensor.check import Answer, answer_of, difference, on_device
@@ -25,8 +25,8 @@ class Tensor(Strategy):
 
     name = "tensor"
 
-    def __init__(self, grid: Grid, scope: Scope) -> None:
-        super().__init__(grid, scope)
+    def __init__(self, grid: Grid, context: BatchContext) -> None:
+        super().__init__(grid, context)
         self.team = Team.of(grid)
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
@@ -126,4 +126,4 @@ def _best(plan: TensorPlan, model: nn.Module, grid: Grid, team: Team, call: Call
 
 def _agreed(wrong: str, grid: Grid) -> str:
     """Give the first rank's complaint to all: rounding may lie on both sides of the limit. Called on all ranks."""
-    return next((str(told) for told in grid.world.tell_all(wrong) if told), "")
+    return next((str(told) for told in grid.world.all_gather_object(wrong) if told), "")

@@ -71,7 +71,7 @@ class Team:
             missing = list(part.shape)
             missing[dim] = lengths[0] - part.shape[dim]
             part = torch.cat([part, part.new_zeros(missing)], dim)
-        parts = self.world.gather(part)
+        parts = self.world.all_gather(part)
         return torch.cat([each.narrow(dim, 0, length) for each, length in zip(parts, lengths, strict=True)], dim)
 
 
@@ -83,7 +83,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.team.world.sum(grad.clone(memory_format=torch.contiguous_format)), None
+        return ctx.team.world.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Cut(torch.autograd.Function):
@@ -112,7 +112,7 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, term: torch.Tensor, team: Team) -> torch.Tensor:
         ctx.mark_dirty(term)
-        return team.world.sum(term)
+        return team.world.all_reduce(term)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
@@ -180,7 +180,7 @@ class _Route:
         if self._send.device != part.device:  # to stay there: a process has one device
             self._send, self._order = self._send.to(part.device), self._order.to(part.device)
         rows = part.movedim(dim, 0).index_select(0, self._send)
-        got = world.exchange(rows, self.send_counts, self.receive_counts)
+        got = world.all_to_all(rows, self.send_counts, self.receive_counts)
         return (got if self._is_sorted else got.index_select(0, self._order)).movedim(0, dim)
 
 

@@ -2,7 +2,7 @@
 
 Ranks: all of the group, in the same order.
 
-[Note: Rails]
+[Note: Hierarchical all-reduce]
 A machine's ranks add a chunk up in shared memory ([Note: Around the ranks]); then the ranks at the same place of all
 machines exchange the share that they completed over gloo (a rail), side by side with the other rails; then everyone
 takes all shares from shared memory. Machines may have different numbers of ranks: there are as many rails as the

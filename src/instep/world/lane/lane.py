@@ -170,11 +170,11 @@ class Lane:
             slots[self.place] = piece
             self._combine(how, slots, piece)
 
-    def sums_pieces(self, dtype: torch.dtype) -> bool:
-        """Tell whether `sum_pieces` is there for such numbers. All ranks of a lane are told the same."""
+    def can_coalesce(self, dtype: torch.dtype) -> bool:
+        """Tell whether `all_reduce_coalesced` is there for such numbers. All ranks of a lane are told the same."""
         return self._compiled_bytes == sys.maxsize and self.size == 2 and dtype in KINDS
 
-    def sum_pieces(self, pieces: Sequence[torch.Tensor]) -> Steps:
+    def all_reduce_coalesced(self, pieces: Sequence[torch.Tensor]) -> Steps:
         """Add up what lies in several tensors, in place, as if they were one row, which is what another rank may call
         `all_reduce` with; contiguous. Called on all ranks of the lane.
         """
@@ -248,7 +248,7 @@ class Lane:
             for slot, out in zip(slots, outs, strict=True):
                 out[start : start + piece.numel()].copy_(slot[: piece.numel()])
 
-    def fold(
+    def ordered_reduce(
         self,
         own: Sequence[torch.Tensor],
         counts: Sequence[int],

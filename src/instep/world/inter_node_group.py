@@ -1,4 +1,4 @@
-"""Gloo between machines, for the lane's hierarchy ([Note: Rails])."""
+"""Gloo between machines, for the lane's hierarchy ([Note: Hierarchical all-reduce])."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instep.world.lane.reduction import Reduction
 _OPS = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX, Reduction.MIN: dist.ReduceOp.MIN}
 
 
-class GlooRail:
+class InterNodeGroup:
     """The ranks at one place of all machines, over gloo."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:

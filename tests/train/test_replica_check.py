@@ -18,7 +18,7 @@ import instep
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import DivergenceError
 from instep.events.read import read_events
-from instep.train import lookout
+from instep.train import replica_check
 from instep.train.worker import worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -218,5 +218,5 @@ def test_a_rank_that_holds_the_others_up_is_named_once(tmp_path: Path) -> None:
 
 
 def test_a_world_of_one_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout, "fingerprints", None)
+    monkeypatch.setattr(replica_check, "fingerprints", None)
     instep.train(Small(), steps=4, check_every=1, quiet=True, run_dir=str(tmp_path))

@@ -1,9 +1,9 @@
 """What the layers of a model must know of the part of the global batch that runs through them.
 
-[Note: Scope]
+[Note: BatchContext]
 BatchNorm and dropout depend on the whole batch: the statistics on all its rows, a mask on where a row
 stands in it. A rank sees its own rows only, so the loop tells the layers before each forward pass which
-rows those are, through one Scope that all replaced layers of a model share. Numbers that change from step
+rows those are, through one BatchContext that all replaced layers of a model share. Numbers that change from step
 to step live in a tensor, so that a compiled model is not compiled anew for each of them.
 """
 
@@ -37,7 +37,7 @@ class Noisy(Protocol):
     """How often the layer was used since the part began: each use draws its own."""
 
 
-class Scope:
+class BatchContext:
     """The part of the global batch that the next forward pass works on."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -54,12 +54,12 @@ class Scope:
         """In exact mode, the shards of this step; else 0."""
         self.replicated = False
         """Whether every rank computes this whole part, so that nothing is to be exchanged."""
-        self.silent = False
-        """Whether this rank's part has weight 0 ([Note: Silent parts])."""
-        self.silence = torch.zeros((), dtype=torch.bool, device=device)
+        self.has_zero_weight = False
+        """Whether this rank's part has weight 0 ([Note: Parts of weight 0])."""
+        self.zero_weight_flag = torch.zeros((), dtype=torch.bool, device=device)
         """The same for compiled code."""
         self.connected = False
-        """Whether layers exchange something in backward, so that even a silent part must go through it."""
+        """Whether layers exchange something in backward, so that even a part of weight 0 must go through it."""
         self.again = False
         """Whether a block is gone through once more for its gradients: what is counted was counted before."""
         self.noisy: list[Noisy] = []
@@ -69,7 +69,7 @@ class Scope:
         self.step_key = 0
         """64 bits that stand for (seed, step)."""
 
-    def __deepcopy__(self, _memo: object) -> Scope:
+    def __deepcopy__(self, _memo: object) -> BatchContext:
         return self  # a copy of a model (an average of its weights) is of the same training
 
     def begin_step(self, step: int) -> None:
@@ -86,10 +86,10 @@ class Scope:
             words = (signed32(self.step_key), signed32(self.step_key >> 32), first_row)
             self.noise.copy_(torch.tensor(words, dtype=torch.int32))
 
-    def be_silent(self, silent: bool) -> None:
+    def set_zero_weight(self, has_zero_weight: bool) -> None:
         """Announce that the coming backward pass is that of a part of weight 0, or that it is over."""
-        self.silent = silent
-        self.silence.data.fill_(silent)  # unnoticed by autograd, which has saved it for this very moment
+        self.has_zero_weight = has_zero_weight
+        self.zero_weight_flag.data.fill_(has_zero_weight)  # past autograd, which has saved this tensor
 
     def end_part(self) -> None:
         """Announce that what follows is no part of a training step."""

@@ -40,7 +40,7 @@ class Parameters(list[nn.Parameter]):
         super().__init__(p for _, p in self.named)
 
 
-class Trained:
+class TrainState:
     """One prepared model. Its state is the parts `model`, `optimizer` and `scheduler` of a checkpoint."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Trained:
             raise TaskError(
                 "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
             )
-        self.recomputed = recompute_blocks(model, strategy.scope, strategy.blocks) if recompute else ""
+        self.recomputed = recompute_blocks(model, strategy.context, strategy.blocks) if recompute else ""
         """The blocks that are computed twice, in words."""
         self.model = strategy.spread(model, example)
         parameters = Parameters(self.model.named_parameters())

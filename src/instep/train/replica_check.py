@@ -25,11 +25,11 @@ from instep.core.spec import TrainSpec
 from instep.guard.fingerprint import Drift, buffers_of, find_drift, fingerprint, fingerprints, updated_state
 from instep.guard.slowness import Pace, Share, Slowness
 from instep.train.saver import Saver
-from instep.train.trained import Trained
+from instep.train.train_state import TrainState
 from instep.world.grid import Grid
 
 
-class Lookout:
+class ReplicaCheck:
     """Compares this rank with the others."""
 
     def __init__(self, grid: Grid, spec: TrainSpec, saver: Saver, pace: Pace, notice: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class Lookout:
         """Tell whether the time for a comparison has come."""
         return self._every > 0 and step % self._every == 0
 
-    def compare(self, step: int, trained: Sequence[Trained]) -> None:
+    def compare(self, step: int, trained: Sequence[TrainState]) -> None:
         """Compare the ranks, unless this step's were compared already; raise if they differ. Called on all ranks."""
         if not self._every or step == self._agreed:
             return
@@ -68,7 +68,7 @@ class Lookout:
         for sentence in self._slowness.judge([Share(n[3] / 1e9, n[4] / 1e9, n[5] / 1000) for n in told]):
             self._notice(sentence)
 
-    def _state(self, trained: Sequence[Trained]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _state(self, trained: Sequence[TrainState]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Name what must be the same on all ranks, and what may differ."""
         strict: dict[str, torch.Tensor] = {}
         loose: dict[str, torch.Tensor] = {}
@@ -87,7 +87,7 @@ class Lookout:
         """Tell every rank every rank's numbers and times, in one collective. Called on all ranks."""
         times = [int(share.data_s * 1e9), int(share.compute_s * 1e9), int(share.num_rows * 1000)]
         own = torch.tensor([*map(int, numbers), *times], dtype=torch.int64, device=self._world.device)
-        return [list(map(int, part.tolist())) for part in self._world.gather(own)]
+        return [list(map(int, part.tolist())) for part in self._world.all_gather(own)]
 
     def _disagreeing(self, told: Sequence[list[int]]) -> tuple[int, ...] | None:
         """Find ranks that should have told the same, and did not."""
@@ -97,7 +97,7 @@ class Lookout:
         self, named: Mapping[str, torch.Tensor], numbers: torch.Tensor, group: Sequence[int]
     ) -> tuple[Drift, list[str]]:
         """Find out what differs in a group, and on which machines the ranks are. Called on all ranks."""
-        told = self._world.tell_all(
+        told = self._world.all_gather_object(
             {"host": socket.gethostname(), "held": dict(zip(named, numbers.tolist(), strict=True))}
         )
         drift = find_drift({rank: told[rank]["held"] for rank in group})
@@ -107,7 +107,7 @@ class Lookout:
     def _raise(self, step: int, found: tuple[Drift, list[str]]) -> None:
         drift, hosts = found
         # The others wait for rank 0: a rank that ends brings the rest to an end, in the middle of what they do.
-        doubtful = self._world.tell(self._saver.doubt(self._agreed) if self._world.is_main else None)
+        doubtful = self._world.broadcast_object(self._saver.doubt(self._agreed) if self._world.is_main else None)
         suspects = sorted({hosts[rank] for rank in drift.ranks})
         on = f", on {', '.join(suspects)}" if len(set(hosts)) > 1 else ""
         aside = f" Set aside: {', '.join(doubtful)}." if doubtful else ""

@@ -15,7 +15,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-SILENCE_S = 15.0
+TCP_TIMEOUT_S = 15.0
 """Longer than the launching processes take to notice a lost machine (`--lost-after`), who say more about it."""
 
 
@@ -28,7 +28,7 @@ def open_sockets() -> frozenset[str]:
     return frozenset(found)
 
 
-def limit_silence(seconds: float, others: frozenset[str] = frozenset()) -> int:
+def limit_tcp_silence(seconds: float, others: frozenset[str] = frozenset()) -> int:
     """Set how long nothing may be heard over connections to other machines, but for `others`; give their number."""
     count = 0
     for name in _fds():
@@ -72,7 +72,7 @@ def _leads_elsewhere(connection: socket.socket) -> bool:
 
 
 @dataclass(frozen=True)
-class Silence:
+class TcpTimeout:
     """How long nothing may be heard over the group's connections to other machines."""
 
     seconds: float
@@ -81,4 +81,4 @@ class Silence:
 
     def limit(self) -> None:
         """Let connections end that are silent for longer."""
-        limit_silence(self.seconds, self.others)
+        limit_tcp_silence(self.seconds, self.others)

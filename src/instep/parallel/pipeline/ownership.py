@@ -21,7 +21,7 @@ class Elsewhere(nn.Module):
 
 
 @dataclass(frozen=True)
-class Holding:
+class StageOwnership:
     """Which ranks of a pipeline hold what."""
 
     by_rank: tuple[Uses, ...]
@@ -29,7 +29,7 @@ class Holding:
     """Trainable parameters that several ranks hold, by name, with these ranks."""
 
 
-def plan_holding(model: nn.Module, by_rank: Sequence[Uses]) -> Holding:
+def plan_holding(model: nn.Module, by_rank: Sequence[Uses]) -> StageOwnership:
     """Decide who holds what. What no layer uses goes to the first rank, to be saved with the rest."""
     known = set().union(*(uses.tensors for uses in by_rank))
     leftover = Uses(set(), {id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in known})
@@ -39,7 +39,7 @@ def plan_holding(model: nn.Module, by_rank: Sequence[Uses]) -> Holding:
         ranks = tuple(rank for rank, each in enumerate(uses) if id(parameter) in each.tensors)
         if len(ranks) > 1 and parameter.requires_grad:
             shared.append((name, ranks))
-    return Holding(tuple(uses), tuple(shared))
+    return StageOwnership(tuple(uses), tuple(shared))
 
 
 def keep_only(model: nn.Module, uses: Uses) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from instep.world.world import _FOLD_ELEMENTS, World
+from instep.world.world import _ORDERED_REDUCE_ELEMENTS, World
 from ranks import run_ranks
 
-SIZES = (1, 3, 1000, _FOLD_ELEMENTS - 1, _FOLD_ELEMENTS + 5)
+SIZES = (1, 3, 1000, _ORDERED_REDUCE_ELEMENTS - 1, _ORDERED_REDUCE_ELEMENTS + 5)
 
 
 def rows_of(counts: Sequence[int], numel: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -32,7 +32,7 @@ def folded(world: World, counts: Sequence[int]) -> list[bool]:
         for numel in SIZES:
             by_rank = rows_of(counts, numel, dtype)
             out = torch.empty(numel, dtype=dtype)
-            world.fold([row.clone() for row in by_rank[world.rank]], counts, odd_sum, out)
+            world.ordered_reduce([row.clone() for row in by_rank[world.rank]], counts, odd_sum, out)
             right = odd_sum([row.clone() for rows in by_rank for row in rows])
             same.append(torch.equal(out, right))
     return same
