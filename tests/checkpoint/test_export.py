@@ -129,7 +129,7 @@ def test_nothing_is_written_over_without_force(tmp_path: Path) -> None:
     export(checkpoint, ExportSpec(out, 1000))
     before = {each.name: each.read_bytes() for each in out.iterdir()}
     model, newer = write(tmp_path, step=4)
-    with pytest.raises(CheckpointError, match=r"model-00001-of-.* are there already.*--force"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-.* already exist.*--force"):
         export(newer, ExportSpec(out))
     assert {each.name: each.read_bytes() for each in out.iterdir()} == before
     (out / "config.json").write_text("{}")
@@ -149,9 +149,9 @@ def test_a_target_that_cannot_be(tmp_path: Path) -> None:
     for target, text in (
         (tmp_path / "file", "is a file"),
         (tmp_path / "d.safetensors", "is a folder"),
-        (checkpoint, "among a run's checkpoints"),
-        (checkpoint / "model.safetensors", "among a run's checkpoints"),
-        (checkpoint.parent / "out", "among a run's checkpoints"),
+        (checkpoint, "inside a run's checkpoints"),
+        (checkpoint / "model.safetensors", "inside a run's checkpoints"),
+        (checkpoint.parent / "out", "inside a run's checkpoints"),
         (tmp_path / "file" / "out", "cannot be written"),
     ):
         with pytest.raises(CheckpointError, match=text):

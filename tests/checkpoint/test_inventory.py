@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from instep.checkpoint import inventory
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.inventory import Entry, Inventory, Kind, look_at, take_inventory, verify
+from instep.checkpoint.inventory import Entry, Inventory, Kind, inspect_checkpoint, take_inventory, verify
 from instep.checkpoint.prune import plan_pruning, prune
 from instep.core.errors import CheckpointError
 from states import write_state
@@ -45,7 +45,7 @@ def make_pipe(path: Path) -> None:
 
 
 def checked(path: Path) -> Entry:
-    entry = look_at(path)
+    entry = inspect_checkpoint(path)
     assert entry is not None
     entry = verify(entry)
     assert entry is not None
@@ -85,7 +85,7 @@ def test_a_list_is_newest_first_and_names_each_kind(tmp_path: Path) -> None:
 def test_each_damaged_file_is_named(name: str, damage: Any, text: str, seen_at_once: bool, tmp_path: Path) -> None:
     (path,) = write(tmp_path, 5)
     damage(path / name)
-    quick = look_at(path)
+    quick = inspect_checkpoint(path)
     assert quick is not None
     assert quick.is_damaged is seen_at_once
     entry = checked(path)
@@ -112,7 +112,7 @@ def test_a_broken_manifest_is_a_damaged_checkpoint(content: str | None, text: st
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_text(content)
-    for entry in (look_at(path), checked(path), take_inventory(path).entries[0]):
+    for entry in (inspect_checkpoint(path), checked(path), take_inventory(path).entries[0]):
         assert entry is not None
         assert entry.is_damaged
         assert entry.problems[0].file == "manifest.json"
@@ -145,16 +145,16 @@ def test_another_format_is_no_damage_and_is_never_deleted(tmp_path: Path) -> Non
 
 def test_what_a_training_deletes_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 5)
-    entry = look_at(path)
+    entry = inspect_checkpoint(path)
     shutil.rmtree(path)
     assert entry is not None
     assert verify(entry) is None
-    assert look_at(path) is None
+    assert inspect_checkpoint(path) is None
 
 
 def test_what_a_training_is_deleting_is_not_damaged(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 5)
-    entry = look_at(path)
+    entry = inspect_checkpoint(path)
     assert entry is not None
     (path / "model.safetensors").unlink()
 
@@ -173,7 +173,7 @@ def test_what_a_training_is_deleting_is_not_damaged(tmp_path: Path) -> None:
 def test_progress_counts_every_byte(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(inventory, "_CHUNK_BYTES", 1000)
     (path,) = write(tmp_path, 5)
-    entry, counts = look_at(path), []
+    entry, counts = inspect_checkpoint(path), []
     assert entry is not None
     verify(entry, counts.append)
     assert sum(counts) == entry.num_bytes - (path / "manifest.json").stat().st_size
@@ -183,7 +183,7 @@ def test_progress_counts_every_byte(tmp_path: Path, monkeypatch: Any) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "mine", 5)
     (tmp_path / "mine" / "spec.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"is no run: .* holds runs, though: mine"):
+    with pytest.raises(CheckpointError, match=r"is not a run: .* contains runs, though: mine"):
         take_inventory(tmp_path)
     with pytest.raises(CheckpointError, match="is not there"):
         take_inventory(tmp_path / "nowhere")

@@ -369,7 +369,7 @@ class Run:
             has_schedule = any(trained.has_schedule for trained in self.engine.trained)
 
             def decide() -> RunDirectory:
-                self.directory.settle(description, may_extend=not has_schedule)
+                self.directory.write_spec(description, may_extend=not has_schedule)
                 return self.directory
 
             agree_on_directory(self.world, decide)
