@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from instep.core.errors import TaskError
-from instep.data.nested import map_tensors, num_rows, tensors
+from instep.data.nested import map_tensors, tensors
 
 
 class Pair(NamedTuple):
@@ -52,10 +51,6 @@ def test_a_frozen_dataclass_is_copied_not_changed() -> None:
     assert str(tree) == str(Frozen({"a": one}))
 
 
-def test_the_rows_are_the_first_tensors() -> None:
-    assert num_rows((one, two)) == 2
-    assert num_rows({"n": 7, "x": Frozen(two)}) == 3
-    assert num_rows([torch.tensor(1.0), two]) == 3
+def test_tensors_are_found_at_any_depth() -> None:
     assert [len(tensor) for tensor in tensors(Pair(one, {"a": [two]}))] == [2, 3]
-    with pytest.raises(TaskError, match="dict holds no tensor"):
-        num_rows({"a": "b"})
+    assert list(tensors({"a": "b"})) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep.data.loader import TrainLoader
+from instep.data.loader import LoadOptions, TrainLoader
 from instep.data.order import BatchPlan, SampleOrder
 from instep.data.transfer import to_device
 
@@ -63,7 +63,7 @@ def test_a_loader_brings_its_parts_to_the_gpu(home: str) -> None:
     data = torch.arange(100, device=home)
     loader = TrainLoader(
         (data, data * 2), BatchPlan(100, 16, 2), SampleOrder(0, 100),
-        rank=0, world_size=1, device=torch.device("cuda"), seed=0,
+        LoadOptions(device=torch.device("cuda"), seed=0),
     )  # fmt: skip
     for batch in loader.steps(0, 14):
         x, y = (torch.cat(columns) for columns in zip(*(part.batch for part in batch.parts), strict=True))

@@ -198,7 +198,7 @@ def leave_alone(world: World, run_dir: Path) -> float:
 def test_after_an_error_rank_0_does_not_wait_long_for_a_rank_that_is_gone(tmp_path: Path) -> None:
     assert max(run_ranks(leave_alone, 2, tmp_path)) < 5
     (failed,) = events(tmp_path, "save_failed")
-    assert "on rank 1, nothing was heard of it" in failed["error"]
+    assert "on rank 1, no sign of life" in failed["error"]
     assert RunDirectory(tmp_path).names() == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from instep.core.errors import DataError
 from instep.data.datasets.split import Split, check_split
@@ -16,14 +17,16 @@ _TEST_PART = 10  # the last tenth of the file
 class Text(Windows):
     """Next-character samples; `vocabulary[id]` is the character of an id."""
 
-    vocabulary: str
+    def __init__(self, ids: npt.NDArray[np.uint32], length: int, vocabulary: str) -> None:
+        super().__init__(ids, length)
+        self.vocabulary = vocabulary
 
 
 def text(path: str | Path, length: int, split: Split = "train") -> Text:
-    """Read a UTF-8 text file as next-character samples; the last tenth of it is the test half.
+    """Read a UTF-8 text file as next-character samples; its last tenth is the test split.
 
-    A batch is `(x, y)`, both int64 (B, length): ids over the sorted characters of the whole file, so that
-    both halves have the same; `.vocabulary` holds the characters.
+    A batch is `(x, y)`, both int64 (B, length): ids of the sorted characters of the whole file, so that
+    both splits have the same ids; `.vocabulary` holds the characters.
     """
     check_split(split)
     path = Path(path)
@@ -35,16 +38,14 @@ def text(path: str | Path, length: int, split: Split = "train") -> Text:
             f"{path} has {len(part)} characters for {split}; one sample of length {length} needs "
             f"{length + 1}. Use a longer file or a smaller length."
         )
-    found = Text(part, length)
-    found.vocabulary = "".join(map(chr, codes))
-    return found
+    return Text(part, length, "".join(map(chr, codes)))
 
 
-def _characters(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+def _characters(path: Path) -> npt.NDArray[np.uint32]:
     try:
         content = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a text file in UTF-8: byte {error.start} ({error.reason}).") from error
+        raise DataError(f"{path} is not a UTF-8 text file: byte {error.start} ({error.reason}).") from error
     return np.frombuffer(content.encode("utf-32-le"), dtype="<u4")
