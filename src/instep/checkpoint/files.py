@@ -17,17 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.checkpoint import inventory
-from instep.checkpoint.manifest import (
-    FORMAT_VERSION,
-    MANIFEST,
-    PIECES,
-    STATE,
-    FileEntry,
-    Manifest,
-    checkpoint_name,
-    replaced_name,
-)
+from instep.checkpoint import inventory, manifest
 from instep.checkpoint.reader import StoredTensor, TensorReader
 from instep.checkpoint.snapshot import Snapshot
 from instep.checkpoint.state_tree import unflatten_state
@@ -51,7 +41,7 @@ def write_checkpoint(
     Other steps are never touched. An earlier checkpoint of this step stays until the new one is complete.
     `sharded`: other ranks write their shares of it ([Note: Writing together]); this is rank 0.
     """
-    final = root / checkpoint_name(step)
+    final = root / manifest.checkpoint_name(step)
     scratch = sharded.scratch(root, step) if sharded is not None else root / f".{final.name}.{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -61,7 +51,7 @@ def write_checkpoint(
             sharded.clear_earlier(root, step)
         scratch.mkdir(exist_ok=sharded is not None)
         num_bytes = _write_into(scratch, step, snapshot, scores or {}, sharded)
-        old = root / replaced_name(final.name)
+        old = root / manifest.replaced_name(final.name)
         if final.exists():
             os.replace(final, old)
         try:
@@ -87,15 +77,15 @@ def _write_into(
     if sharded is not None:
         others, skeletons = sharded.collect(directory, skeletons)
         files |= others
-        files[PIECES] = write_synced(directory / PIECES, [sharded.pieces_json()])
-    files[STATE] = write_synced(directory / STATE, [json.dumps(skeletons).encode()])
-    manifest = Manifest(FORMAT_VERSION, step, files, scores)
-    write_synced(directory / MANIFEST, [json.dumps(asdict(manifest), indent=1).encode()])
+        files[manifest.PIECES] = write_synced(directory / manifest.PIECES, [sharded.pieces_json()])
+    files[manifest.STATE] = write_synced(directory / manifest.STATE, [json.dumps(skeletons).encode()])
+    content = asdict(manifest.Manifest(manifest.FORMAT_VERSION, step, files, scores))
+    write_synced(directory / manifest.MANIFEST, [json.dumps(content, indent=1).encode()])
     sync_directory(directory)
     return sum(entry.num_bytes for entry in files.values())
 
 
-def write_parts(directory: Path, snapshot: Snapshot) -> dict[str, FileEntry]:
+def write_parts(directory: Path, snapshot: Snapshot) -> dict[str, manifest.FileEntry]:
     """Write the tensors of a snapshot, one file per part; return the files."""
     return {
         snapshot.files[part]: write_tensors(directory / snapshot.files[part], tensors)
@@ -115,9 +105,9 @@ class Checkpoint:
         if not is_verified:
             self.verify(self.files)
         try:
-            self._skeletons: dict[str, Any] = json.loads((path / STATE).read_bytes())
+            self._skeletons: dict[str, Any] = json.loads((path / manifest.STATE).read_bytes())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}/{STATE} cannot be read: {error}.") from error
+            raise CheckpointError(f"{path}/{manifest.STATE} cannot be read: {error}.") from error
         self._tensors = TensorReader(path, self._manifest)
 
     def __contains__(self, part: str) -> bool:
@@ -153,12 +143,12 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}/{name} is damaged: {problem.text}.")
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> manifest.Manifest:
     """Read the manifest of a checkpoint; raise CheckpointError if it is not complete."""
-    manifest = inventory.read_manifest(path)
-    if isinstance(manifest, inventory.Problem):
-        raise CheckpointError(f"{path} is not a complete checkpoint: {manifest}.")
-    return manifest
+    content = inventory.read_manifest(path)
+    if isinstance(content, inventory.Problem):
+        raise CheckpointError(f"{path} is not a complete checkpoint: {content}.")
+    return content
 
 
 def replace_synced(path: Path, data: bytes) -> None:

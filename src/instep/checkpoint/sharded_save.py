@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from instep.checkpoint import manifest
 from instep.checkpoint.files import write_parts
+from instep.checkpoint.manifest import FileEntry, checkpoint_name
 from instep.checkpoint.save_plan import Key, LocalShard, Piece, SavePlan, plan_save
 from instep.checkpoint.shards import local_shard
 from instep.checkpoint.snapshot import FlatState, Snapshot
@@ -50,7 +50,7 @@ class ShardedSave:
 
     def scratch(self, root: Path, step: int) -> Path:
         """Return the directory into which all ranks write."""
-        return root / f".{manifest.checkpoint_name(step)}.{self.token}"
+        return root / f".{checkpoint_name(step)}.{self.token}"
 
     def clear_earlier(self, root: Path, step: int) -> None:
         """Delete what earlier, failed saves of this run left; no rank writes to it any more."""
@@ -85,12 +85,10 @@ class ShardedSave:
             directory.mkdir(parents=True, exist_ok=True)
             report.write(directory, self.rank)
 
-    def collect(
-        self, directory: Path, skeletons: dict[str, Any]
-    ) -> tuple[dict[str, manifest.FileEntry], dict[str, Any]]:
+    def collect(self, directory: Path, skeletons: dict[str, Any]) -> tuple[dict[str, FileEntry], dict[str, Any]]:
         """Wait for the other ranks; return their files, and the skeletons of all ranks merged. On rank 0 only."""
         reports = wait_for_reports(directory, self._reporting_ranks, self.timeout)
-        files: dict[str, manifest.FileEntry] = {}
+        files: dict[str, FileEntry] = {}
         for rank in sorted(reports):
             files |= reports[rank].files
             skeletons = merge_skeletons(skeletons, reports[rank].skeletons)

@@ -49,20 +49,16 @@ def as_columns(dataset: Any, samples_wanted: bool) -> Columns | None:
         return Columns(dataset)
     if type(dataset) is TensorDataset:
         return Columns(tuple(dataset.tensors))
-    if isinstance(dataset, Mapping):
-        return Columns(dataset) if _all_columns(dataset.values()) else None
-    if isinstance(dataset, tuple):
-        return Columns(dataset) if _all_columns(dataset) else None
     # A list of tensors may be columns or samples. With a collate it can only mean samples. More entries than
     # rows are hardly columns (a thousand images of 3 channels). Otherwise a list is treated as a tuple.
-    if isinstance(dataset, list) and not samples_wanted and _all_columns(dataset):
-        return Columns(dataset) if len(dataset) <= max(len(c) if c.ndim else 0 for c in dataset) else None
-    return None
-
-
-def _all_columns(values: Iterable[Any]) -> bool:
-    values = list(values)
-    return bool(values) and all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values)
+    if not isinstance(dataset, Mapping | tuple | list) or (isinstance(dataset, list) and samples_wanted):
+        return None
+    columns = list(dataset.values() if isinstance(dataset, Mapping) else dataset)
+    if not columns or not all(isinstance(column, (torch.Tensor, np.ndarray)) for column in columns):
+        return None
+    if isinstance(dataset, list) and len(columns) > max(len(column) if column.ndim else 0 for column in columns):
+        return None
+    return Columns(dataset)
 
 
 def _common_length(columns: Iterable[tuple[Any, Column]]) -> int:

@@ -42,10 +42,6 @@ def generators_kept() -> Iterator[None]:
 
 def fingerprint() -> tuple[bytes, ...]:
     """Return the states of the generators: they differ if something was drawn in between."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        repr(random.getstate()).encode(),
-        repr((numpy_state["state"]["pos"], numpy_state["has_gauss"])).encode() + numpy_state["state"]["key"].tobytes(),
-    )
+    _, keys, position, has_gauss, _ = np.random.get_state(legacy=True)
+    numpy_state = repr((position, has_gauss)).encode() + np.asarray(keys).tobytes()
+    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy_state

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from instep.core.errors import DataError
 from instep.data.datasets.split import Split, check_split
-from instep.data.datasets.windows import Windows, num_windows
+from instep.data.datasets.windows import Windows, check_length
 
 _TEST_PART = 10  # the last tenth of the file
 
@@ -33,11 +33,7 @@ def text(path: str | Path, length: int, split: Split = "train") -> Text:
     codes, ids = np.unique(_characters(path), return_inverse=True)
     cut = len(ids) - len(ids) // _TEST_PART
     part = (ids[:cut] if split == "train" else ids[cut:]).astype(np.uint32)
-    if not num_windows(len(part), length):
-        raise DataError(
-            f"{path} has {len(part)} characters for {split}; one sample of length {length} needs "
-            f"{length + 1}. Use a longer file or a smaller length."
-        )
+    check_length(f"{path} has {len(part)} characters for {split}", len(part), length)
     return Text(part, length, "".join(map(chr, codes)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from instep.core.errors import DataError, SpecError
-from instep.data.datasets.windows import Windows, num_windows
+from instep.data.datasets.windows import Windows, check_length
 
 
 def tokens(path: str | Path, length: int, dtype: str = "uint16") -> Windows:
@@ -26,11 +26,7 @@ def tokens(path: str | Path, length: int, dtype: str = "uint16") -> Windows:
                 f"({dtype}). Is it truncated, or of another dtype?"
             )
         count = num_bytes // item.itemsize
-        if not num_windows(count, length):
-            raise DataError(
-                f"{path} holds {count} tokens; one sample of length {length} needs {length + 1}. Use a "
-                f"longer file or a smaller length."
-            )
+        check_length(f"{path} holds {count} tokens", count, length)
         return Windows(np.memmap(path, dtype=item, mode="r"), length)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from instep.core.errors import SpecError
+from instep.core.errors import DataError, SpecError
 from instep.data.dataset import BatchDataset
 
 
@@ -19,7 +19,7 @@ class Windows(BatchDataset):
     """
 
     def __init__(self, tokens: npt.NDArray[Any], length: int) -> None:
-        count = num_windows(len(tokens), length)
+        count = (len(tokens) - 1) // length
         # A view: the last token of each window is the first of the next. A memory map stays on disk.
         self._windows = np.lib.stride_tricks.as_strided(
             tokens,
@@ -37,8 +37,11 @@ class Windows(BatchDataset):
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
 
-def num_windows(num_tokens: int, length: int) -> int:
-    """Return the number of windows: each needs one token more than its length, as the last target."""
+def check_length(source: str, num_tokens: int, length: int) -> None:
+    """Raise unless there is at least one sample, which needs one token more than its length, as the last target."""
     if length < 1:
         raise SpecError(f"length={length} is not possible: a sample needs at least 1 token.")
-    return max(0, (num_tokens - 1) // length)
+    if num_tokens <= length:
+        raise DataError(
+            f"{source}; one sample of length {length} needs {length + 1}. Use a longer file or a smaller length."
+        )
