@@ -10,5 +10,5 @@ from instep.checkpoint.snapshot import FlatState, HostBuffer
 
 
 def write_state(root: Path, step: int, state: dict[str, Any]) -> tuple[Path, int]:
-    """Take a snapshot and write it; give its path and size."""
+    """Take a snapshot and write it; return its path and size."""
     return write_checkpoint(root, step, HostBuffer().take(FlatState.of(state)))

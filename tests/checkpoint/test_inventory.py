@@ -58,18 +58,18 @@ def test_a_list_is_newest_first_and_names_each_kind(tmp_path: Path) -> None:
     shutil.copytree(folder / "step-00000005", folder / "damaged-step-00000030")
     (folder / ".step-00000120.77").mkdir()
     (folder / "notes").mkdir()
-    found = take_inventory(tmp_path)
-    assert [(entry.name, entry.state) for entry in found.entries] == [
+    listing = take_inventory(tmp_path)
+    assert [(entry.name, entry.state) for entry in listing.entries] == [
         (".step-00000120.77", "half-written"),
         ("step-00000100", "sizes agree"),
         ("damaged-step-00000030", "set aside"),
         ("step-00000020", "sizes agree"),
         ("step-00000005", "sizes agree"),
     ]
-    assert found.ok
-    newest = found.checkpoints[0]
+    assert listing.ok
+    newest = listing.checkpoints[0]
     assert (newest.step, newest.num_files) == (100, 3)
-    assert newest.num_bytes == sum(each.stat().st_size for each in newest.path.iterdir())
+    assert newest.num_bytes == sum(path.stat().st_size for path in newest.path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
@@ -135,10 +135,10 @@ def test_another_format_is_no_damage_and_is_never_deleted(tmp_path: Path) -> Non
     _, path = write(tmp_path, 5, 6)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
-    found = take_inventory(tmp_path)
-    assert found.entries[0].kind is Kind.FOREIGN
-    assert not found.ok
-    plan = plan_pruning(found, 1, damaged_too=True)
+    listing = take_inventory(tmp_path)
+    assert listing.entries[0].kind is Kind.FOREIGN
+    assert not listing.ok
+    plan = plan_pruning(listing, 1, damaged_too=True)
     assert [entry.step for entry in plan.left] == [6]
     assert plan.doomed == ()
 
@@ -196,9 +196,9 @@ def test_a_copied_checkpoint_may_have_any_name(tmp_path: Path, monkeypatch: Any)
     (path,) = write(tmp_path, 5)
     path.rename(tmp_path / "best")
     monkeypatch.chdir(tmp_path / "best")
-    found = take_inventory(Path())
-    assert not found.is_run
-    assert (found.entries[0].name, found.entries[0].step) == ("best", 5)
+    listing = take_inventory(Path())
+    assert not listing.is_run
+    assert (listing.entries[0].name, listing.entries[0].step) == ("best", 5)
 
 
 def names(entries: tuple[Entry, ...]) -> list[str]:
@@ -215,7 +215,7 @@ def test_pruning_verifies_what_it_keeps(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 5  # a plan deletes nothing
     assert names(tuple(prune(plan))) == names(plan.doomed)
     list(prune(plan_pruning(take_inventory(tmp_path), 1, damaged_too=True)))
-    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == [third.name]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [third.name]
 
 
 def test_without_a_good_one_nothing_is_deleted(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def begin(world: World, layout: str, root: Path) -> None:
 
 
 def pass_on(world: World, layout: str, root: Path, step: int) -> tuple[Any, Any, str, list[int]]:
-    """Read the checkpoint of a step under a layout and write the next one; give what is held, gathered."""
+    """Read the checkpoint of a step under a layout and write the next one; return what is held, gathered."""
     grid, trained = spread(world, layout, seed=77)
     trained.restore(Checkpoint(root / "checkpoints" / f"step-{step:08d}"))
     save(world, layout, root, step + 1, trained, grid)
@@ -65,23 +65,23 @@ def pass_on(world: World, layout: str, root: Path, step: int) -> tuple[Any, Any,
     return state["model"], state["optimizer"], sha256, sizes
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, where
-        assert torch.equal(found, expected), where
+        assert actual.dtype == expected.dtype, where
+        assert torch.equal(actual, expected), where
     elif isinstance(expected, dict):
         for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
+            assert_same(actual[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert len(actual) == len(expected), where
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
             assert_same(a, b, f"{where}.{i}")
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
-def settled(optimizer: Any) -> Any:
-    """Leave out what a layout may add: the order of names, and both names of a weight that is on two stages."""
+def comparable(optimizer: Any) -> Any:
+    """Leave out what depends on the layout: the order of names, and both names of a weight that is on two stages."""
     groups = [
         {**group, "params": sorted(set(group["params"]) - {"head.weight"})} for group in optimizer["param_groups"]
     ]
@@ -100,36 +100,36 @@ CHAINS = [
 def test_a_state_goes_through_every_layout(chain: list[str], tmp_path: Path) -> None:
     run_ranks(begin, LAYOUTS[chain[0]].mesh.size, chain[0], tmp_path)
     first = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
-    model, optimizer = first.part("model"), settled(first.part("optimizer"))
+    model, optimizer = first.part("model"), comparable(first.part("optimizer"))
     assert set(optimizer["state"]) == {name for name, _ in Net().named_parameters()}
     expected_sha256 = weights_sha256(model)
     assert set(model) == set(Net().state_dict())
     for step, layout in enumerate(chain[1:], 1):
-        told = run_ranks(pass_on, LAYOUTS[layout].mesh.size, layout, tmp_path, step)
-        for found_model, found_optimizer, sha256, _ in told:  # what the ranks hold
-            assert_same(found_model, {name: model[name] for name in found_model})
-            for name, value in found_optimizer["state"].items():
+        results = run_ranks(pass_on, LAYOUTS[layout].mesh.size, layout, tmp_path, step)
+        for actual_model, actual_optimizer, sha256, _ in results:  # what the ranks hold
+            assert_same(actual_model, {name: model[name] for name in actual_model})
+            for name, value in actual_optimizer["state"].items():
                 assert_same(value, optimizer["state"]["embed.weight" if name == "head.weight" else name])
             assert sha256 == expected_sha256
-        names = set().union(*(found[0] for found in told))
+        names = set().union(*(result[0] for result in results))
         assert names == set(model)
         written = Checkpoint(tmp_path / "checkpoints" / f"step-{step + 1:08d}")  # what they wrote
         assert_same(written.part("model"), model)
-        assert_same(settled(written.part("optimizer")), optimizer)
+        assert_same(comparable(written.part("optimizer")), optimizer)
         if not LAYOUTS[layout].mesh.has_whole_models:
             assert (written.path / "pieces.json").exists()
 
 
 def test_a_rank_reads_and_writes_its_share_only(tmp_path: Path) -> None:
     run_ranks(begin, 1, "single", tmp_path)
-    sizes = [sum(told[3]) for told in run_ranks(pass_on, 4, "fsdp@4", tmp_path, 1)]
+    sizes = [sum(result[3]) for result in run_ranks(pass_on, 4, "fsdp@4", tmp_path, 1)]
     total = sum(
         t.numel()
         for t in FlatState.of(Checkpoint(tmp_path / "checkpoints/step-00000001").part("model")).tensors.values()
     )
     written = sorted((tmp_path / "checkpoints/step-00000002").glob("model-rank-*.safetensors"))
     assert len(written) == 4
-    assert max(each.stat().st_size for each in written) < 0.3 * 4 * total
+    assert max(path.stat().st_size for path in written) < 0.3 * 4 * total
     assert max(sizes) < 0.3 * 3 * total
 
 
@@ -202,16 +202,16 @@ def test_numbers_of_format_1_are_still_read(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
     for layout in ("single", "ddp@2", "fsdp@2"):
-        for found in run_ranks(numbered, LAYOUTS[layout].mesh.size, layout, tmp_path):
-            assert_same(found["model"], model.state_dict())
+        for actual in run_ranks(numbered, LAYOUTS[layout].mesh.size, layout, tmp_path):
+            assert_same(actual["model"], model.state_dict())
             for p, name in zip(model.parameters(), names, strict=True):
-                assert_same(found["optimizer"]["state"][name], optimizer.state[p])
+                assert_same(actual["optimizer"]["state"][name], optimizer.state[p])
     with pytest.raises(AssertionError, match="format 1, which numbers the parameters"):
         run_ranks(numbered, 2, "pipeline@2", tmp_path)
 
 
 def with_problem(world: World, root: Path, problem: str) -> str:
-    """Save once well and once with a problem on rank 1, then once well again; give what rank 0 is told."""
+    """Save once well and once with a problem on rank 1, then once well again; return rank 0's error."""
     write_reports.TIMEOUT_S = 1.0
     grid, trained = spread(world, "fsdp@2")
     update(trained)
@@ -219,12 +219,12 @@ def with_problem(world: World, root: Path, problem: str) -> str:
     planner, state = SavePlanner(grid), FlatState.of(trained.state())
     sharded = planner.begin(state)
     snapshot = HostBuffer().take(state, sharded.share)
-    told = ""
+    text = ""
     if world.is_main:
         try:
             RunDirectory(root).save(2, snapshot, RetentionPolicy(9), sharded=sharded)
         except (CheckpointError, NumericsError) as error:
-            told = f"{type(error).__name__}: {error} <- {type(error.__cause__).__name__}"
+            text = f"{type(error).__name__}: {error} <- {type(error.__cause__).__name__}"
     elif problem == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif problem == "full":
@@ -237,7 +237,7 @@ def with_problem(world: World, root: Path, problem: str) -> str:
         time.sleep(2.5)
         sharded.write(root / "checkpoints", 2, snapshot)
     if problem == "kill":
-        return told
+        return text
     world.barrier()
     sharded = planner.begin(state)
     snapshot = HostBuffer().take(state, sharded.share)
@@ -246,7 +246,7 @@ def with_problem(world: World, root: Path, problem: str) -> str:
     else:
         sharded.write(root / "checkpoints", 3, snapshot)
     world.barrier()
-    return told
+    return text
 
 
 def _full(path: Path, tensors: Any) -> Any:
@@ -263,8 +263,8 @@ def _full(path: Path, tensors: Any) -> Any:
     ],
 )
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(problem: str, text: str, tmp_path: Path) -> None:
-    told = run_ranks(with_problem, 2, tmp_path, problem)
-    assert re.search(text, told[0]), told[0]
+    errors = run_ranks(with_problem, 2, tmp_path, problem)
+    assert re.search(text, errors[0]), errors[0]
     left = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-00000001", "step-00000003"]
     for name in left:

@@ -106,7 +106,7 @@ def test_a_tensor_that_is_not_whole_is_refused() -> None:
 def test_a_weight_that_is_cut_in_two_ways_is_taken_from_the_first() -> None:
     halves = [LocalShard("F32", (12,), chunk_box((12,), [(0, 2, i)]), True) for i in range(2)]
     thirds = [LocalShard("F32", (12,), chunk_box((12,), [(0, 3, i)]), True) for i in range(3)]
-    plan = plan_save([{("model", "w"): each} for each in (*halves, *thirds)])
+    plan = plan_save([{("model", "w"): shard} for shard in (*halves, *thirds)])
     assert [len(share) for share in plan.shares] == [1, 1, 0, 0, 0]
 
 
@@ -131,8 +131,8 @@ def test_chunks_are_those_of_torch(shape: tuple[int, ...], num_chunks: int, dim:
     tensor = torch.arange(torch.zeros(shape).numel()).view(shape)
     for index, chunk in itertools.zip_longest(range(num_chunks), tensor.chunk(num_chunks, dim)):
         box = chunk_box(shape, [(dim, num_chunks, index)])
-        found = tensor[box.within(Box.whole(shape))]
-        assert torch.equal(found, chunk) if chunk is not None else not found.numel()
+        actual = tensor[box.within(Box.whole(shape))]
+        assert torch.equal(actual, chunk) if chunk is not None else not actual.numel()
 
 
 def both(first: Any, second: Any) -> Any:

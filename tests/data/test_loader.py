@@ -154,9 +154,9 @@ def test_a_memory_map_is_read_where_it_is_needed(tmp_path: Path) -> None:
     np.arange(N * 2, dtype=np.uint16).reshape(N, 2).tofile(tmp_path / "map")
     mapped = np.memmap(tmp_path / "map", dtype=np.uint16, mode="r", shape=(N, 2))
     indices = torch.from_numpy(make(i).sample_indices(2)).to(torch.int32)
-    found = load(mapped)[2].parts[0].batch
-    assert found.dtype == torch.uint16
-    assert_same(found.to(torch.int32), torch.stack([indices * 2, indices * 2 + 1], dim=1))
+    loaded = load(mapped)[2].parts[0].batch
+    assert loaded.dtype == torch.uint16
+    assert_same(loaded.to(torch.int32), torch.stack([indices * 2, indices * 2 + 1], dim=1))
 
 
 def test_collate_gets_samples_whatever_the_dataset() -> None:
@@ -188,13 +188,13 @@ def test_ranks_together_load_what_one_process_loads(
     data, cut = torch.arange(total), {"batch_size": batch_size, "accumulate": accumulate}
     by_rank = [load(data, first, first + 4, world_size=world_size, rank=rank, **cut) for rank in range(world_size)]
     for alone, *shared in zip(load(data, first, first + 4, batch_size=batch_size), *by_rank, strict=True):
-        found: list[list[int]] = [[] for _ in shared[0].parts]
+        loaded: list[list[int]] = [[] for _ in shared[0].parts]
         for batch in shared:
             assert batch[:4] == alone[:4]
-            for part, rows in zip(batch.parts, found, strict=True):
+            for part, rows in zip(batch.parts, loaded, strict=True):
                 assert len(part.batch) == part.plan.num_rows
                 rows += part.batch.tolist() if part.plan.counted else []
-        assert list(itertools.chain(*found)) == alone.parts[0].batch.tolist()
+        assert list(itertools.chain(*loaded)) == alone.parts[0].batch.tolist()
 
 
 def test_starting_in_the_middle_of_an_epoch_goes_on_as_if_from_the_start() -> None:

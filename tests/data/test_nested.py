@@ -39,15 +39,15 @@ one, two = torch.ones(2), torch.ones(3)
     ],
 )
 def test_tensors_are_replaced_and_containers_kept(tree: Any, doubled: Any) -> None:
-    found = map_tensors(lambda tensor: tensor * 2, tree)
-    assert type(found) is type(tree)
-    assert str(found) == str(doubled)
+    mapped = map_tensors(lambda tensor: tensor * 2, tree)
+    assert type(mapped) is type(tree)
+    assert str(mapped) == str(doubled)
 
 
 def test_a_frozen_dataclass_is_copied_not_changed() -> None:
     tree = Frozen({"a": one})
-    found = map_tensors(lambda tensor: tensor * 2, tree)
-    assert str(found) == str(Frozen({"a": one * 2}))
+    mapped = map_tensors(lambda tensor: tensor * 2, tree)
+    assert str(mapped) == str(Frozen({"a": one * 2}))
     assert str(tree) == str(Frozen({"a": one}))
 
 

@@ -21,9 +21,9 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 
 def test_other_devices_get_every_tensor_of_a_batch() -> None:
-    (found,) = to_device(iter([{"x": torch.ones(2), "n": 3}]), torch.device("meta"))
-    assert found["x"].device.type == "meta"
-    assert found["n"] == 3
+    (moved,) = to_device(iter([{"x": torch.ones(2), "n": 3}]), torch.device("meta"))
+    assert moved["x"].device.type == "meta"
+    assert moved["n"] == 3
 
 
 @pytest.mark.gpu
