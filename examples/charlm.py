@@ -1,10 +1,10 @@
-"""A small transformer that learns to write, one character after the other.
+"""A small transformer that learns to write text, character by character.
 
     python examples/charlm.py                                           one process
-    instep train examples/charlm.py -n 2 --epochs 10                    two processes, the same answer
-    instep train examples/charlm.py text=FILE width=128 --clip-norm 1   on a text of your own
+    instep train examples/charlm.py -n 2 --epochs 10                    two processes, the same result
+    instep train examples/charlm.py text=FILE width=128 --clip-norm 1   on your own text
 
-Without `text` it learns from a text that every Python brings along: the source of its `argparse` module.
+Without `text` it learns from a text that comes with Python: the source of the `argparse` module.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import instep
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small MLP."""
+    """Causal attention, then a small MLP."""
 
     def __init__(self, width, num_heads, dropout):
         super().__init__()
@@ -27,8 +27,8 @@ class Block(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        # Dropout modules, and none inside the attention: a module's noise does not depend on the number of
-        # processes, that of a fused attention would.
+        # Dropout modules, and no dropout inside the attention: the noise of a module does not depend on the number
+        # of processes, but that of a fused attention would.
         self.dropout_1, self.dropout_2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x):
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Scores of the next character, at every position."""
+    """Predicts the next character at every position."""
 
     def __init__(self, num_characters, length, width, num_layers, num_heads, dropout):
         super().__init__()
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 
 @dataclass(kw_only=True)
 class CharLM(instep.Task):
-    """A language model of characters."""
+    """A character-level language model."""
 
     text: str | None = None
     length: int = 64
@@ -86,7 +86,7 @@ class CharLM(instep.Task):
         return Transformer(len(self.vocabulary), self.length, self.width, self.layers, self.heads, self.dropout)
 
     def optimizer(self, params):
-        """Weight decay for the matrices of the layers only: not for norms, biases, embeddings, positions."""
+        """Return AdamW with weight decay for the weight matrices only, not for norms, biases or embeddings."""
         decayed = [p for name, p in params.named if p.dim() > 1 and name.startswith(("blocks", "head"))]
         chosen = set(map(id, decayed))
         rest = [p for p in params if id(p) not in chosen]
@@ -97,7 +97,7 @@ class CharLM(instep.Task):
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
 
     def scheduler(self, optimizer, num_steps):
-        """A straight line up, then half a cosine down."""
+        """Return a schedule with linear warmup and cosine decay."""
         num_warmup = max(1, int(self.warmup * num_steps))
 
         def factor(step):
@@ -108,7 +108,7 @@ class CharLM(instep.Task):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def token_losses(self, model, batch):
-        """The loss at every position, and which positions count: a space after a space teaches nothing."""
+        """Return the loss at every position, and a mask: a space after a space does not count."""
         x, y = batch
         space = self.vocabulary.find(" ")
         counts = ~((x == space) & (y == space))
@@ -116,7 +116,7 @@ class CharLM(instep.Task):
         return losses, counts.flatten()
 
     def loss(self, model, batch):
-        """The mean over the characters that count, and their number: another one in every batch."""
+        """Return the mean over the characters that count, and their number, which differs between batches."""
         losses, counts = self.token_losses(model, batch)
         weight = counts.sum()
         return (losses * counts).sum() / weight, weight

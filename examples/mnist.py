@@ -1,8 +1,8 @@
 """MNIST with a small MLP: about 98 % test accuracy after 3 epochs, on any number of processes.
 
     python examples/mnist.py                                             one process
-    instep train examples/mnist.py -n 2 --epochs 3 --batch-size 128      two processes, the same answer
-    instep train examples/mnist.py root=FOLDER -n 2                      with idx files that are here already
+    instep train examples/mnist.py -n 2 --epochs 3 --batch-size 128      two processes, the same result
+    instep train examples/mnist.py root=FOLDER -n 2                      with idx files on this machine
 
 Without `root` the files are downloaded once, into ~/.cache/instep.
 """

@@ -1,10 +1,10 @@
-"""A loop of one's own: the digits again, evaluated with a moving average of the weights.
+"""A custom training loop: the digits again, evaluated with a moving average of the weights.
 
     python examples/own_loop.py                                    one process
-    instep run -n 2 examples/own_loop.py                           two processes, the same answer
+    instep run -n 2 examples/own_loop.py                           two processes, the same result
     torchrun --nproc-per-node 2 examples/own_loop.py               the same, under torchrun
 
-With --run-dir, a run that was stopped goes on where its last checkpoint left it, average included.
+With --run-dir, a run that was stopped resumes from its last checkpoint, the average included.
 """
 
 import argparse
@@ -45,17 +45,17 @@ def main():
     with instep.start(seed=0, run_dir=args.run_dir, save_every="100") as run:
         model, _ = run.prepare(build_model(), build_optimizer)
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95)).eval()
-        run.keep(ema=ema)  # checkpointed with the rest, and restored now if there is something to restore
+        run.keep(ema=ema)  # saved in every checkpoint, and restored now if there is one
 
         for step in run.steps(train_set, batch_size=args.batch_size, epochs=args.epochs):
             for x, y in step.shards():  # this process's part of the batch
                 step.backward(F.cross_entropy(model(x), y))
-            record = step.finish()  # agrees on the gradients, updates the weights
+            record = step.finish()  # reduces the gradients and updates the weights
             ema.update_parameters(model)
             if step.ends_epoch and run.is_main:
                 print(f"epoch {step.epoch + 1}: loss {record.loss:.4f}")
 
-        plain = run.evaluate(accuracy, test_set)  # exact over the whole set, on all processes together
+        plain = run.evaluate(accuracy, test_set)  # over the whole set, shared among the processes
         averaged = run.evaluate(lambda _, batch: accuracy(ema, batch), test_set)
         if run.is_main:
             print(f"test accuracy {plain['accuracy']:.2%}, of the averaged weights {averaged['accuracy']:.2%}")

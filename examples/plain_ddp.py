@@ -1,4 +1,4 @@
-"""Handwritten digits with DistributedDataParallel: an ordinary script, without a line of instep.
+"""Handwritten digits with DistributedDataParallel: an ordinary script that does not use instep.
 
 instep run -n 2 examples/plain_ddp.py --epochs 3
 torchrun --nproc-per-node 2 examples/plain_ddp.py --epochs 3
@@ -27,7 +27,7 @@ def parse_args():
 
 
 def pick_device():
-    """Give every process of this machine its own GPU, or all of them the CPU."""
+    """Return a GPU for each process of this node, or the CPU if there are too few GPUs."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -43,7 +43,7 @@ def load_data():
 
 
 def evaluate(model, data, device):
-    """Return the accuracy over the whole set; small enough for every process to do it alone."""
+    """Return the accuracy over the whole set; it is small enough for every process to compute it."""
     model.eval()
     with torch.no_grad():
         x, y = (tensor.to(device) for tensor in data.tensors)
@@ -68,7 +68,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # another order in every epoch
+        sampler.set_epoch(epoch)  # a different order in every epoch
         for x, y in loader:
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.files import write_checkpoint
-from instep.checkpoint.snapshot import HostBuffer, Parts
+from instep.checkpoint.snapshot import FlatState, HostBuffer
 
 
 def write_state(root: Path, step: int, state: dict[str, Any]) -> tuple[Path, int]:
-    """Take a snapshot and write it; give its path and size."""
-    return write_checkpoint(root, step, HostBuffer().take(Parts.of(state)))
+    """Take a snapshot and write it; return its path and size."""
+    return write_checkpoint(root, step, HostBuffer().take(FlatState.of(state)))

@@ -56,7 +56,7 @@ def test_one_file_loads_strictly_with_tied_weights(tmp_path: Path) -> None:
     model, checkpoint = write(tmp_path)
     done = export(checkpoint, ExportSpec(tmp_path / "out"))
     assert done.files == (tmp_path / "out" / "model.safetensors",)
-    assert [each.name for each in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     loaded = load_file(done.files[0])
     again = Tied()
     again.load_state_dict(loaded)
@@ -82,10 +82,10 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
     *shards, index = [path.name for path in done.files]
     assert index == "model.safetensors.index.json"
     assert shards == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == sorted([*shards, index])
-    told = json.loads((tmp_path / "out" / index).read_text())
-    assert told["metadata"]["total_size"] == done.num_bytes
-    assert set(told["weight_map"].values()) == set(shards)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*shards, index])
+    content = json.loads((tmp_path / "out" / index).read_text())
+    assert content["metadata"]["total_size"] == done.num_bytes
+    assert set(content["weight_map"].values()) == set(shards)
     assert sum(len(load_file(tmp_path / "out" / name)) for name in shards) == done.num_tensors
     again = Tied()
     again.load_state_dict(load_shards(tmp_path / "out"))
@@ -127,15 +127,15 @@ def test_nothing_is_written_over_without_force(tmp_path: Path) -> None:
     _, checkpoint = write(tmp_path)
     out = tmp_path / "out"
     export(checkpoint, ExportSpec(out, 1000))
-    before = {each.name: each.read_bytes() for each in out.iterdir()}
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
     model, newer = write(tmp_path, step=4)
-    with pytest.raises(CheckpointError, match=r"model-00001-of-.* are there already.*--force"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-.* already exist.*--force"):
         export(newer, ExportSpec(out))
-    assert {each.name: each.read_bytes() for each in out.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     (out / "config.json").write_text("{}")
     done = export(newer, ExportSpec(out, force=True))
-    # Old shards or an old index beside the new file would be another model to whoever loads the folder.
-    assert sorted(each.name for each in out.iterdir()) == ["config.json", "model.safetensors"]
+    # Old shards or an old index beside the new file would be another model to a program that loads the folder.
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert len(done.replaced) == len(before)
     export(newer, ExportSpec(out, 1000, force=True))
     assert not (out / "model.safetensors").exists()
@@ -149,9 +149,9 @@ def test_a_target_that_cannot_be(tmp_path: Path) -> None:
     for target, text in (
         (tmp_path / "file", "is a file"),
         (tmp_path / "d.safetensors", "is a folder"),
-        (checkpoint, "among a run's checkpoints"),
-        (checkpoint / "model.safetensors", "among a run's checkpoints"),
-        (checkpoint.parent / "out", "among a run's checkpoints"),
+        (checkpoint, "inside a run's checkpoints"),
+        (checkpoint / "model.safetensors", "inside a run's checkpoints"),
+        (checkpoint.parent / "out", "inside a run's checkpoints"),
         (tmp_path / "file" / "out", "cannot be written"),
     ):
         with pytest.raises(CheckpointError, match=text):
@@ -172,7 +172,7 @@ def test_a_write_that_fails_leaves_what_was_there(failing: str, tmp_path: Path, 
     monkeypatch.setattr(exporting, failing, fail)
     with pytest.raises(CheckpointError, match="cannot be written: No space left"):
         export(checkpoint, ExportSpec(tmp_path / "out", 1000, force=True))
-    assert [each.name for each in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
@@ -199,7 +199,7 @@ def test_a_tensor_named_like_a_path_stays_a_name(tmp_path: Path) -> None:
     state = {"model": {name: torch.ones(4) * i for i, name in enumerate(names)}}
     path, _ = write_state(tmp_path / "run" / "checkpoints", 1, state)
     done = export(path, ExportSpec(tmp_path / "run" / "out", 16))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert {path.parent for path in done.files} == {tmp_path / "run" / "out"}
     assert sorted(load_shards(tmp_path / "run" / "out")) == sorted(names)
 

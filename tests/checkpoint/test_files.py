@@ -18,12 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.checkpoint import files, layout
+from instep.checkpoint import files, manifest
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.layout import Keeping
+from instep.checkpoint.policy import RetentionPolicy
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.snapshot import HostBuffer, Parts
-from instep.checkpoint.tree import put_together, take_apart
+from instep.checkpoint.snapshot import FlatState, HostBuffer
+from instep.checkpoint.state_tree import flatten_state, unflatten_state
 from instep.core.errors import CheckpointError
 from states import write_state
 
@@ -57,8 +57,8 @@ def same(a: Any, b: Any) -> bool:
 
 @given(TREES)
 def test_trees_come_back_as_they_were(tree: Any) -> None:
-    skeleton, tensors = take_apart(tree, "it")
-    assert same(put_together(json.loads(json.dumps(skeleton)), tensors), tree)
+    skeleton, tensors = flatten_state(tree, "it")
+    assert same(unflatten_state(json.loads(json.dumps(skeleton)), tensors), tree)
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_write_that_fails_leaves_no_trace(failing: str, tmp_path: Path, monkey
 WRITER = """
 import sys, torch, pathlib
 from instep.checkpoint.files import write_checkpoint
-from instep.checkpoint.snapshot import Parts, HostBuffer
-step, stage = 0, HostBuffer()
+from instep.checkpoint.snapshot import FlatState, HostBuffer
+step, buffer = 0, HostBuffer()
 while True:
     step += 1
     state = {"model": {"w": torch.full((200_000,), float(step))}}
-    write_checkpoint(pathlib.Path(sys.argv[1]), step, stage.take(Parts.of(state)))
+    write_checkpoint(pathlib.Path(sys.argv[1]), step, buffer.take(FlatState.of(state)))
     print(step, flush=True)
 """
 
@@ -161,7 +161,7 @@ def test_killed_while_writing_there_are_only_whole_ones(tmp_path: Path) -> None:
             process.stdout.readline()
             time.sleep(0.017 * (round_ + 1))
             process.send_signal(signal.SIGKILL)
-        names = [entry.name for entry in folder.iterdir() if layout.step_of(entry.name)]
+        names = [entry.name for entry in folder.iterdir() if manifest.step_of(entry.name)]
         assert names
         for name in names:
             checkpoint = Checkpoint(folder / name)
@@ -171,12 +171,12 @@ def test_killed_while_writing_there_are_only_whole_ones(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for step in (1, 2, 30, 100):
-        directory.save(step, HostBuffer().take(Parts.of({"progress": {"step": step}})), Keeping(newest=2))
+        directory.save(step, HostBuffer().take(FlatState.of({"progress": {"step": step}})), RetentionPolicy(newest=2))
     assert directory.names() == ["step-00000100", "step-00000030"]
 
 
 @given(st.lists(st.integers(0, 10**9), unique=True), st.integers(1, 5))
 def test_pruning_keeps_the_newest(steps: list[int], keep: int) -> None:
-    names = [layout.name_of(step) for step in steps]
-    pruned = Keeping(newest=keep).to_prune([*names, ".step-00000001.77", "notes.txt"], {})
-    assert sorted(set(names) - set(pruned)) == sorted(layout.name_of(s) for s in sorted(steps)[-keep:])
+    names = [manifest.checkpoint_name(step) for step in steps]
+    pruned = RetentionPolicy(newest=keep).to_prune([*names, ".step-00000001.77", "notes.txt"], {})
+    assert sorted(set(names) - set(pruned)) == sorted(manifest.checkpoint_name(s) for s in sorted(steps)[-keep:])

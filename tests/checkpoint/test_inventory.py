@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from instep.checkpoint import inventory
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.inventory import Entry, Inventory, Kind, look_at, take_inventory, verify
+from instep.checkpoint.inventory import Entry, Inventory, Kind, inspect_checkpoint, take_inventory, verify
 from instep.checkpoint.prune import plan_pruning, prune
 from instep.core.errors import CheckpointError
 from states import write_state
@@ -45,7 +45,7 @@ def make_pipe(path: Path) -> None:
 
 
 def checked(path: Path) -> Entry:
-    entry = look_at(path)
+    entry = inspect_checkpoint(path)
     assert entry is not None
     entry = verify(entry)
     assert entry is not None
@@ -58,18 +58,18 @@ def test_a_list_is_newest_first_and_names_each_kind(tmp_path: Path) -> None:
     shutil.copytree(folder / "step-00000005", folder / "damaged-step-00000030")
     (folder / ".step-00000120.77").mkdir()
     (folder / "notes").mkdir()
-    found = take_inventory(tmp_path)
-    assert [(entry.name, entry.state) for entry in found.entries] == [
+    listing = take_inventory(tmp_path)
+    assert [(entry.name, entry.state) for entry in listing.entries] == [
         (".step-00000120.77", "half-written"),
         ("step-00000100", "sizes agree"),
         ("damaged-step-00000030", "set aside"),
         ("step-00000020", "sizes agree"),
         ("step-00000005", "sizes agree"),
     ]
-    assert found.ok
-    newest = found.checkpoints[0]
+    assert listing.ok
+    newest = listing.checkpoints[0]
     assert (newest.step, newest.num_files) == (100, 3)
-    assert newest.num_bytes == sum(each.stat().st_size for each in newest.path.iterdir())
+    assert newest.num_bytes == sum(path.stat().st_size for path in newest.path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
@@ -85,7 +85,7 @@ def test_a_list_is_newest_first_and_names_each_kind(tmp_path: Path) -> None:
 def test_each_damaged_file_is_named(name: str, damage: Any, text: str, seen_at_once: bool, tmp_path: Path) -> None:
     (path,) = write(tmp_path, 5)
     damage(path / name)
-    quick = look_at(path)
+    quick = inspect_checkpoint(path)
     assert quick is not None
     assert quick.is_damaged is seen_at_once
     entry = checked(path)
@@ -112,7 +112,7 @@ def test_a_broken_manifest_is_a_damaged_checkpoint(content: str | None, text: st
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_text(content)
-    for entry in (look_at(path), checked(path), take_inventory(path).entries[0]):
+    for entry in (inspect_checkpoint(path), checked(path), take_inventory(path).entries[0]):
         assert entry is not None
         assert entry.is_damaged
         assert entry.problems[0].file == "manifest.json"
@@ -135,26 +135,26 @@ def test_another_format_is_no_damage_and_is_never_deleted(tmp_path: Path) -> Non
     _, path = write(tmp_path, 5, 6)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
-    found = take_inventory(tmp_path)
-    assert found.entries[0].kind is Kind.FOREIGN
-    assert not found.ok
-    plan = plan_pruning(found, 1, damaged_too=True)
+    listing = take_inventory(tmp_path)
+    assert listing.entries[0].kind is Kind.FOREIGN
+    assert not listing.ok
+    plan = plan_pruning(listing, 1, damaged_too=True)
     assert [entry.step for entry in plan.left] == [6]
     assert plan.doomed == ()
 
 
 def test_what_a_training_deletes_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 5)
-    entry = look_at(path)
+    entry = inspect_checkpoint(path)
     shutil.rmtree(path)
     assert entry is not None
     assert verify(entry) is None
-    assert look_at(path) is None
+    assert inspect_checkpoint(path) is None
 
 
 def test_what_a_training_is_deleting_is_not_damaged(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 5)
-    entry = look_at(path)
+    entry = inspect_checkpoint(path)
     assert entry is not None
     (path / "model.safetensors").unlink()
 
@@ -173,7 +173,7 @@ def test_what_a_training_is_deleting_is_not_damaged(tmp_path: Path) -> None:
 def test_progress_counts_every_byte(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(inventory, "_CHUNK_BYTES", 1000)
     (path,) = write(tmp_path, 5)
-    entry, counts = look_at(path), []
+    entry, counts = inspect_checkpoint(path), []
     assert entry is not None
     verify(entry, counts.append)
     assert sum(counts) == entry.num_bytes - (path / "manifest.json").stat().st_size
@@ -183,7 +183,7 @@ def test_progress_counts_every_byte(tmp_path: Path, monkeypatch: Any) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "mine", 5)
     (tmp_path / "mine" / "spec.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"is no run: .* holds runs, though: mine"):
+    with pytest.raises(CheckpointError, match=r"is not a run: .* contains runs, though: mine"):
         take_inventory(tmp_path)
     with pytest.raises(CheckpointError, match="is not there"):
         take_inventory(tmp_path / "nowhere")
@@ -196,9 +196,9 @@ def test_a_copied_checkpoint_may_have_any_name(tmp_path: Path, monkeypatch: Any)
     (path,) = write(tmp_path, 5)
     path.rename(tmp_path / "best")
     monkeypatch.chdir(tmp_path / "best")
-    found = take_inventory(Path())
-    assert not found.is_run
-    assert (found.entries[0].name, found.entries[0].step) == ("best", 5)
+    listing = take_inventory(Path())
+    assert not listing.is_run
+    assert (listing.entries[0].name, listing.entries[0].step) == ("best", 5)
 
 
 def names(entries: tuple[Entry, ...]) -> list[str]:
@@ -215,7 +215,7 @@ def test_pruning_verifies_what_it_keeps(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 5  # a plan deletes nothing
     assert names(tuple(prune(plan))) == names(plan.doomed)
     list(prune(plan_pruning(take_inventory(tmp_path), 1, damaged_too=True)))
-    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == [third.name]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [third.name]
 
 
 def test_without_a_good_one_nothing_is_deleted(tmp_path: Path) -> None:

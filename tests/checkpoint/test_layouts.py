@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.checkpoint import files, notes
+from instep.checkpoint import files, write_reports
 from instep.checkpoint.export import ExportSpec, export
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.inventory import look_at, verify
-from instep.checkpoint.layout import Keeping
+from instep.checkpoint.inventory import inspect_checkpoint, verify
+from instep.checkpoint.policy import RetentionPolicy
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.sharing import Sharing
-from instep.checkpoint.snapshot import HostBuffer, Parts
-from instep.checkpoint.weights import load_weights, spread_weights_sha256, weights_sha256
+from instep.checkpoint.sharded_save import SavePlanner
+from instep.checkpoint.snapshot import FlatState, HostBuffer
+from instep.checkpoint.weights import load_weights, sharded_weights_sha256, weights_sha256
 from instep.core.errors import CheckpointError, NumericsError
 from instep.world.world import World
 from layouts import LAYOUTS, Net, make_optimizer, spread, update, whole
@@ -32,17 +32,17 @@ from states import write_state
 
 def save(world: World, layout: str, root: Path, step: int, trained: Any, grid: Any, more: Any = None) -> None:
     """Write what the ranks hold; the way of the saver, without its threads."""
-    parts = Parts.of({**trained.state(), **(more or {})})
+    state = FlatState.of({**trained.state(), **(more or {})})
     if grid.mesh.has_whole_models:
         if world.is_main:
-            RunDirectory(root).save(step, HostBuffer().take(parts), Keeping(9))
+            RunDirectory(root).save(step, HostBuffer().take(state), RetentionPolicy(9))
     else:
-        shared = Sharing(grid).begin(parts)
-        snapshot = HostBuffer().take(parts, shared.share)
+        sharded = SavePlanner(grid).begin(state)
+        snapshot = HostBuffer().take(state, sharded.share)
         if world.is_main:
-            RunDirectory(root).save(step, snapshot, Keeping(9), shared=shared)
+            RunDirectory(root).save(step, snapshot, RetentionPolicy(9), sharded=sharded)
         else:
-            shared.write(root / "checkpoints", step, snapshot)
+            sharded.write(root / "checkpoints", step, snapshot)
     world.barrier()
 
 
@@ -54,34 +54,34 @@ def begin(world: World, layout: str, root: Path) -> None:
 
 
 def pass_on(world: World, layout: str, root: Path, step: int) -> tuple[Any, Any, str, list[int]]:
-    """Read the checkpoint of a step under a layout and write the next one; give what is held, gathered."""
+    """Read the checkpoint of a step under a layout and write the next one; return what is held, gathered."""
     grid, trained = spread(world, layout, seed=77)
     trained.restore(Checkpoint(root / "checkpoints" / f"step-{step:08d}"))
     save(world, layout, root, step + 1, trained, grid)
-    held = [t for key, t in Parts.of(trained.state()).tensors.items()]
+    held = [t for key, t in FlatState.of(trained.state()).tensors.items()]
     sizes = [t._local_tensor.numel() if hasattr(t, "_local_tensor") else t.numel() for t in held]
-    sha256 = spread_weights_sha256(trained.model.state_dict(), world)
+    sha256 = sharded_weights_sha256(trained.model.state_dict(), world)
     state = {part: whole(tree) for part, tree in trained.state().items()}
     return state["model"], state["optimizer"], sha256, sizes
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, where
-        assert torch.equal(found, expected), where
+        assert actual.dtype == expected.dtype, where
+        assert torch.equal(actual, expected), where
     elif isinstance(expected, dict):
         for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
+            assert_same(actual[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert len(actual) == len(expected), where
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
             assert_same(a, b, f"{where}.{i}")
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
-def settled(optimizer: Any) -> Any:
-    """Leave out what a layout may add: the order of names, and both names of a weight that is on two stages."""
+def comparable(optimizer: Any) -> Any:
+    """Leave out what depends on the layout: the order of names, and both names of a weight that is on two stages."""
     groups = [
         {**group, "params": sorted(set(group["params"]) - {"head.weight"})} for group in optimizer["param_groups"]
     ]
@@ -100,35 +100,36 @@ CHAINS = [
 def test_a_state_goes_through_every_layout(chain: list[str], tmp_path: Path) -> None:
     run_ranks(begin, LAYOUTS[chain[0]].mesh.size, chain[0], tmp_path)
     first = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
-    model, optimizer = first.part("model"), settled(first.part("optimizer"))
+    model, optimizer = first.part("model"), comparable(first.part("optimizer"))
     assert set(optimizer["state"]) == {name for name, _ in Net().named_parameters()}
     expected_sha256 = weights_sha256(model)
     assert set(model) == set(Net().state_dict())
     for step, layout in enumerate(chain[1:], 1):
-        told = run_ranks(pass_on, LAYOUTS[layout].mesh.size, layout, tmp_path, step)
-        for found_model, found_optimizer, sha256, _ in told:  # what the ranks hold
-            assert_same(found_model, {name: model[name] for name in found_model})
-            for name, value in found_optimizer["state"].items():
+        results = run_ranks(pass_on, LAYOUTS[layout].mesh.size, layout, tmp_path, step)
+        for actual_model, actual_optimizer, sha256, _ in results:  # what the ranks hold
+            assert_same(actual_model, {name: model[name] for name in actual_model})
+            for name, value in actual_optimizer["state"].items():
                 assert_same(value, optimizer["state"]["embed.weight" if name == "head.weight" else name])
             assert sha256 == expected_sha256
-        names = set().union(*(found[0] for found in told))
+        names = set().union(*(result[0] for result in results))
         assert names == set(model)
         written = Checkpoint(tmp_path / "checkpoints" / f"step-{step + 1:08d}")  # what they wrote
         assert_same(written.part("model"), model)
-        assert_same(settled(written.part("optimizer")), optimizer)
+        assert_same(comparable(written.part("optimizer")), optimizer)
         if not LAYOUTS[layout].mesh.has_whole_models:
             assert (written.path / "pieces.json").exists()
 
 
 def test_a_rank_reads_and_writes_its_share_only(tmp_path: Path) -> None:
     run_ranks(begin, 1, "single", tmp_path)
-    sizes = [sum(told[3]) for told in run_ranks(pass_on, 4, "fsdp@4", tmp_path, 1)]
+    sizes = [sum(result[3]) for result in run_ranks(pass_on, 4, "fsdp@4", tmp_path, 1)]
     total = sum(
-        t.numel() for t in Parts.of(Checkpoint(tmp_path / "checkpoints/step-00000001").part("model")).tensors.values()
+        t.numel()
+        for t in FlatState.of(Checkpoint(tmp_path / "checkpoints/step-00000001").part("model")).tensors.values()
     )
     written = sorted((tmp_path / "checkpoints/step-00000002").glob("model-rank-*.safetensors"))
     assert len(written) == 4
-    assert max(each.stat().st_size for each in written) < 0.3 * 4 * total
+    assert max(path.stat().st_size for path in written) < 0.3 * 4 * total
     assert max(sizes) < 0.3 * 3 * total
 
 
@@ -140,7 +141,7 @@ def test_export_and_weights_of_a_spread_model(tmp_path: Path) -> None:
     before = load_weights(tmp_path / "checkpoints/step-00000001")
     assert done.weights_sha256 == weights_sha256(before) == weights_sha256(load_weights(checkpoint))
     Net().load_state_dict(load_file(tmp_path / "out.safetensors"))
-    entry = look_at(checkpoint)
+    entry = inspect_checkpoint(checkpoint)
     assert entry is not None
     checked = verify(entry)
     assert checked is not None
@@ -158,7 +159,7 @@ def test_a_damaged_share_is_refused_and_the_one_before_is_used(name: str, tmp_pa
     data = bytearray(target.read_bytes())
     data[len(data) // 2] ^= 1
     target.write_bytes(data)
-    newest, complaints = RunDirectory(tmp_path).take_stock()
+    newest, complaints = RunDirectory(tmp_path).recover()
     assert newest is not None
     assert newest.step == 1
     assert name in complaints[0]
@@ -178,7 +179,7 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path: Path) -> N
     content = json.loads((checkpoint / "pieces.json").read_text())
     del content["model"]["large.weight"]["pieces"][0]
     (checkpoint / "pieces.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="elements are there where 20480 are wanted"):
+    with pytest.raises(CheckpointError, match="of the 20480 elements that are needed"):
         Checkpoint(checkpoint, is_verified=True).part("model")
 
 
@@ -201,51 +202,51 @@ def test_numbers_of_format_1_are_still_read(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
     for layout in ("single", "ddp@2", "fsdp@2"):
-        for found in run_ranks(numbered, LAYOUTS[layout].mesh.size, layout, tmp_path):
-            assert_same(found["model"], model.state_dict())
+        for actual in run_ranks(numbered, LAYOUTS[layout].mesh.size, layout, tmp_path):
+            assert_same(actual["model"], model.state_dict())
             for p, name in zip(model.parameters(), names, strict=True):
-                assert_same(found["optimizer"]["state"][name], optimizer.state[p])
+                assert_same(actual["optimizer"]["state"][name], optimizer.state[p])
     with pytest.raises(AssertionError, match="format 1, which numbers the parameters"):
         run_ranks(numbered, 2, "pipeline@2", tmp_path)
 
 
 def with_problem(world: World, root: Path, problem: str) -> str:
-    """Save once well and once with a problem on rank 1, then once well again; give what rank 0 is told."""
-    notes.PATIENCE_S = 1.0
+    """Save once well and once with a problem on rank 1, then once well again; return rank 0's error."""
+    write_reports.TIMEOUT_S = 1.0
     grid, trained = spread(world, "fsdp@2")
     update(trained)
     save(world, "fsdp@2", root, 1, trained, grid)
-    sharing, parts = Sharing(grid), Parts.of(trained.state())
-    shared = sharing.begin(parts)
-    snapshot = HostBuffer().take(parts, shared.share)
-    told = ""
+    planner, state = SavePlanner(grid), FlatState.of(trained.state())
+    sharded = planner.begin(state)
+    snapshot = HostBuffer().take(state, sharded.share)
+    text = ""
     if world.is_main:
         try:
-            RunDirectory(root).save(2, snapshot, Keeping(9), shared=shared)
+            RunDirectory(root).save(2, snapshot, RetentionPolicy(9), sharded=sharded)
         except (CheckpointError, NumericsError) as error:
-            told = f"{type(error).__name__}: {error} <- {type(error.__cause__).__name__}"
+            text = f"{type(error).__name__}: {error} <- {type(error.__cause__).__name__}"
     elif problem == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif problem == "full":
         write, files.write_tensors = files.write_tensors, _full
-        shared.write(root / "checkpoints", 2, snapshot)
+        sharded.write(root / "checkpoints", 2, snapshot)
         files.write_tensors = write
     elif problem == "nan":
-        shared.refuse(root / "checkpoints", 2, notes.Note(problem="weights", text="not finite"))
+        sharded.refuse(root / "checkpoints", 2, write_reports.WriteReport(problem="weights", text="not finite"))
     elif problem == "late":
         time.sleep(2.5)
-        shared.write(root / "checkpoints", 2, snapshot)
+        sharded.write(root / "checkpoints", 2, snapshot)
     if problem == "kill":
-        return told
+        return text
     world.barrier()
-    shared = sharing.begin(parts)
-    snapshot = HostBuffer().take(parts, shared.share)
+    sharded = planner.begin(state)
+    snapshot = HostBuffer().take(state, sharded.share)
     if world.is_main:
-        RunDirectory(root).save(3, snapshot, Keeping(9), shared=shared)
+        RunDirectory(root).save(3, snapshot, RetentionPolicy(9), sharded=sharded)
     else:
-        shared.write(root / "checkpoints", 3, snapshot)
+        sharded.write(root / "checkpoints", 3, snapshot)
     world.barrier()
-    return told
+    return text
 
 
 def _full(path: Path, tensors: Any) -> Any:
@@ -258,12 +259,12 @@ def _full(path: Path, tensors: Any) -> Any:
     [
         ("full", r"step-00000002 could not be written: on rank 1, the disk .* is full.* <- ShareFailed"),
         ("nan", "NumericsError: not finite"),
-        ("late", r"on rank 1, nothing was heard of it for 1 s.* <- ShareFailed"),
+        ("late", r"on rank 1, no sign of life for 1 s.* <- ShareFailed"),
     ],
 )
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(problem: str, text: str, tmp_path: Path) -> None:
-    told = run_ranks(with_problem, 2, tmp_path, problem)
-    assert re.search(text, told[0]), told[0]
+    errors = run_ranks(with_problem, 2, tmp_path, problem)
+    assert re.search(text, errors[0]), errors[0]
     left = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-00000001", "step-00000003"]
     for name in left:
@@ -274,7 +275,7 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(problem: str, tex
 def test_a_killed_rank_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died without a word"):
         run_ranks(with_problem, 2, tmp_path, "kill")
-    newest, complaints = RunDirectory(tmp_path).take_stock()
+    newest, complaints = RunDirectory(tmp_path).recover()
     assert newest is not None
     assert (newest.step, complaints) == (1, [])
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
@@ -282,13 +283,13 @@ def test_a_killed_rank_leaves_no_half_checkpoint(tmp_path: Path) -> None:
 
 def plans(world: World) -> tuple[bool, bool, bool]:
     grid, trained = spread(world, "fsdp@2")
-    sharing = Sharing(grid)
-    before = sharing.plan(Parts.of(trained.state()))
-    again = sharing.plan(Parts.of(trained.state()))
+    planner = SavePlanner(grid)
+    before = planner.plan(FlatState.of(trained.state()))
+    again = planner.plan(FlatState.of(trained.state()))
     update(trained)  # now the optimizer has a state
-    after = sharing.plan(Parts.of(trained.state()))
+    after = planner.plan(FlatState.of(trained.state()))
     more = {"kept-mine": {"x": torch.ones(2)}} if world.is_main else {}
-    kept = sharing.plan(Parts.of({**trained.state(), **more}))
+    kept = planner.plan(FlatState.of({**trained.state(), **more}, uneven=more))
     return again is before, after is before, "kept-mine" in kept.tensors
 
 

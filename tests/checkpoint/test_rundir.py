@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import instep
-from instep.checkpoint.layout import Keeping, name_of
+from instep.checkpoint.manifest import checkpoint_name
+from instep.checkpoint.policy import RetentionPolicy
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import CheckpointError
 from tasks import Small
@@ -110,13 +111,13 @@ def test_machines_that_have_not_met_do_not_train_in_one_directory(tmp_path: Path
     first, second, stranger = (RunDirectory(tmp_path) for _ in range(3))
     for directory in (first, second, stranger):
         directory.lock("the job instep at localhost:29400")  # each means itself
-    first.meet("a")
-    second.meet("a")
+    first.claim("a")
+    second.claim("a")
     with pytest.raises(CheckpointError, match="has not met"):
-        stranger.meet("b")
+        stranger.claim("b")
     for directory in (first, second, stranger):
         directory.unlock()
-    stranger.meet("b")
+    stranger.claim("b")
     stranger.unlock()
 
 
@@ -130,8 +131,16 @@ def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path) -> None:
 
 
 def test_where_to_go_back_to_stays() -> None:
-    names = [name_of(step) for step in (2, 4, 6, 8, 10)]
-    assert Keeping(newest=2).to_prune(names, {}) == [name_of(6), name_of(4), name_of(2)]
-    assert Keeping(newest=2, trusted=5).to_prune(names, {}) == [name_of(6), name_of(2)]
-    assert Keeping(newest=2, trusted=1).to_prune(names, {}) == [name_of(6), name_of(4), name_of(2)]
-    assert Keeping(newest=2, trusted=99).to_prune(names, {}) == [name_of(6), name_of(4), name_of(2)]
+    names = [checkpoint_name(step) for step in (2, 4, 6, 8, 10)]
+    assert RetentionPolicy(newest=2).to_prune(names, {}) == [checkpoint_name(6), checkpoint_name(4), checkpoint_name(2)]
+    assert RetentionPolicy(newest=2, trusted=5).to_prune(names, {}) == [checkpoint_name(6), checkpoint_name(2)]
+    assert RetentionPolicy(newest=2, trusted=1).to_prune(names, {}) == [
+        checkpoint_name(6),
+        checkpoint_name(4),
+        checkpoint_name(2),
+    ]
+    assert RetentionPolicy(newest=2, trusted=99).to_prune(names, {}) == [
+        checkpoint_name(6),
+        checkpoint_name(4),
+        checkpoint_name(2),
+    ]

@@ -260,14 +260,14 @@ class TestExport:
         target = tmp_path / "w.safetensors"
         target.write_text("mine")
         words = ("checkpoints", str(run_dir), "--export", str(target))
-        refused(command(*words), "w.safetensors is there already", "--force")
+        refused(command(*words), "w.safetensors already exists", "--force")
         assert target.read_text() == "mine"
         assert command(*words, "--force")[0] == 0
         Small().model().load_state_dict(load_file(target))
 
     def test_never_into_the_checkpoints(self, command: Command, run_dir: Path) -> None:
         target = str(file_of(run_dir, 6).parent)
-        refused(command("checkpoints", str(run_dir), "--export", target, "--force"), "among a run's checkpoints")
+        refused(command("checkpoints", str(run_dir), "--export", target, "--force"), "inside a run's checkpoints")
         told(command("checkpoints", str(run_dir), "--verify", "--json"))
 
 
@@ -292,9 +292,9 @@ class TestWrongUsage:
 
     def test_of_what_is_no_run(self, command: Command, run_dir: Path, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
-        refused(command("checkpoints", str(tmp_path / "empty")), "is no run", "Give a run's directory")
+        refused(command("checkpoints", str(tmp_path / "empty")), "is not a run", "Give the directory of a run")
         refused(command("checkpoints", str(tmp_path / "nowhere")), "is not there")
-        refused(command("checkpoints", str(tmp_path)), "It holds runs, though: run.")
+        refused(command("checkpoints", str(tmp_path)), "It contains runs, though: run.")
         refused(command("checkpoints", str(file_of(run_dir, 4).parent), "--prune", "1"), "is a single checkpoint")
         shutil.rmtree(run_dir / "checkpoints")
         refused(command("checkpoints", str(run_dir), "--export", str(tmp_path / "o")), "holds no checkpoint yet")

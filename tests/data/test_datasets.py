@@ -16,7 +16,7 @@ import torch
 import instep.data
 from instep.core.errors import DataError, SpecError
 from instep.data.datasets import mnist as mnist_module
-from instep.data.datasets.idx import read_idx
+from instep.data.datasets.mnist import read_idx
 
 # --- digits ------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ def test_damaged_gzip_files_are_refused(tmp_path: Path, damage: str) -> None:
         packed = bytearray(b"<html>not found</html>")
     file = tmp_path / "labels.gz"
     file.write_bytes(packed)
-    with pytest.raises(DataError, match=r"labels\.gz is not a whole gzip file"):
+    with pytest.raises(DataError, match=r"labels\.gz is not a complete gzip file"):
         read_idx(file, 1)
 
 
@@ -216,7 +216,7 @@ def test_tokens_are_windows_of_the_file(tmp_path: Path, dtype: str, count: int, 
 def test_wrong_token_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_bytes(b"12345")
-    with pytest.raises(DataError, match="5 bytes, which is no whole number of tokens of 2 bytes"):
+    with pytest.raises(DataError, match="5 bytes, which is not a multiple of the 2 bytes of a token"):
         instep.data.tokens(file, 4)
     file.write_bytes(b"12345678")
     with pytest.raises(DataError, match="4 tokens; one sample of length 4 needs 5"):
@@ -255,7 +255,7 @@ def test_a_real_text(shakespeare_file: Path) -> None:
 def test_wrong_text_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"abc\xff")
-    with pytest.raises(DataError, match="not a text file in UTF-8: byte 3"):
+    with pytest.raises(DataError, match="not a UTF-8 text file: byte 3"):
         instep.data.text(file, 2)
     file.write_text("short")
     with pytest.raises(DataError, match="0 characters for test; one sample of length 2 needs 3"):

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from instep.core.errors import DataError, TaskError
 from instep.data import BatchDataset
-from instep.data.loader import GlobalBatch, TrainLoader, evaluation_chunks, num_samples
+from instep.data.loader import GlobalBatch, LoadOptions, TrainLoader, evaluation_chunks, num_samples
 from instep.data.order import BatchPlan, SampleOrder
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def make(
     total = num_samples(dataset, more.get("collate"))
     plan, order = BatchPlan(total, batch_size, accumulate), SampleOrder(1, total)
     more = {"workers": 0, "seed": 1} | more
-    return TrainLoader(dataset, plan, order, rank=rank, world_size=world_size, device=CPU, **more)
+    return TrainLoader(dataset, plan, order, LoadOptions(rank=rank, world_size=world_size, device=CPU, **more))
 
 
 def assert_same(left: Any, right: Any) -> None:
@@ -154,9 +154,9 @@ def test_a_memory_map_is_read_where_it_is_needed(tmp_path: Path) -> None:
     np.arange(N * 2, dtype=np.uint16).reshape(N, 2).tofile(tmp_path / "map")
     mapped = np.memmap(tmp_path / "map", dtype=np.uint16, mode="r", shape=(N, 2))
     indices = torch.from_numpy(make(i).sample_indices(2)).to(torch.int32)
-    found = load(mapped)[2].parts[0].batch
-    assert found.dtype == torch.uint16
-    assert_same(found.to(torch.int32), torch.stack([indices * 2, indices * 2 + 1], dim=1))
+    loaded = load(mapped)[2].parts[0].batch
+    assert loaded.dtype == torch.uint16
+    assert_same(loaded.to(torch.int32), torch.stack([indices * 2, indices * 2 + 1], dim=1))
 
 
 def test_collate_gets_samples_whatever_the_dataset() -> None:
@@ -188,13 +188,13 @@ def test_ranks_together_load_what_one_process_loads(
     data, cut = torch.arange(total), {"batch_size": batch_size, "accumulate": accumulate}
     by_rank = [load(data, first, first + 4, world_size=world_size, rank=rank, **cut) for rank in range(world_size)]
     for alone, *shared in zip(load(data, first, first + 4, batch_size=batch_size), *by_rank, strict=True):
-        found: list[list[int]] = [[] for _ in shared[0].parts]
+        loaded: list[list[int]] = [[] for _ in shared[0].parts]
         for batch in shared:
             assert batch[:4] == alone[:4]
-            for part, rows in zip(batch.parts, found, strict=True):
+            for part, rows in zip(batch.parts, loaded, strict=True):
                 assert len(part.batch) == part.plan.num_rows
                 rows += part.batch.tolist() if part.plan.counted else []
-        assert list(itertools.chain(*found)) == alone.parts[0].batch.tolist()
+        assert list(itertools.chain(*loaded)) == alone.parts[0].batch.tolist()
 
 
 def test_starting_in_the_middle_of_an_epoch_goes_on_as_if_from_the_start() -> None:
@@ -223,7 +223,7 @@ def test_an_evaluation_has_every_sample_once_in_chunks_that_stay_the_same(
     total: int, chunk: int, world_size: int
 ) -> None:
     by_rank = [
-        list(evaluation_chunks(torch.arange(total), chunk, rank=rank, world_size=world_size, device=CPU, seed=0))
+        list(evaluation_chunks(torch.arange(total), chunk, LoadOptions(rank=rank, world_size=world_size, seed=0)))
         for rank in range(world_size)
     ]
     chunks = [by_rank[c % world_size][c // world_size] for c in range(-(-total // chunk))]
@@ -290,7 +290,7 @@ def test_a_samples_noise_depends_on_seed_epoch_and_sample_alone() -> None:
 def test_an_evaluations_noise_does_not_depend_on_the_split() -> None:
     def noise(world_size: int, workers: int) -> list[str]:
         common = {"world_size": world_size, "device": CPU, "workers": workers, "seed": 1}
-        chunks = [list(evaluation_chunks(Noisy(), 4, rank=rank, **common)) for rank in range(world_size)]
+        chunks = [list(evaluation_chunks(Noisy(), 4, LoadOptions(rank=rank, **common))) for rank in range(world_size)]
         return sorted(str(batch) for batch, _ in itertools.chain(*chunks))
 
     assert noise(1, 0) == noise(3, 0) == noise(1, 2)
@@ -308,7 +308,7 @@ def test_the_callers_generators_are_left_alone(workers: int) -> None:
     expected = draw()
     seed()
     load(Noisy(), 0, 3, workers=workers)
-    list(evaluation_chunks(Noisy(), 4, rank=0, world_size=1, device=CPU, workers=workers, seed=0))
+    list(evaluation_chunks(Noisy(), 4, LoadOptions(workers=workers, seed=0)))
     assert draw() == expected
 
 
@@ -411,13 +411,12 @@ def alive(pid: int) -> bool:
 def test_workers_end_soon_after_a_killed_parent() -> None:
     script = """
         import os, time, torch
-        from instep.data.loader import TrainLoader
+        from instep.data.loader import LoadOptions, TrainLoader
         from instep.data.order import BatchPlan, SampleOrder
         class WhoReads:
             def __len__(self): return 8
             def __getitem__(self, index): return os.getpid()
-        loader = TrainLoader(WhoReads(), BatchPlan(8, 4), SampleOrder(0, 8), rank=0, world_size=1,
-                             device=torch.device("cpu"), workers=2, seed=0)
+        loader = TrainLoader(WhoReads(), BatchPlan(8, 4), SampleOrder(0, 8), LoadOptions(workers=2, seed=0))
         steps = loader.steps(0, 10**6)
         print(*{int(next(steps).parts[0].batch[0]) for _ in range(4)}, flush=True)
         time.sleep(60)
@@ -467,8 +466,8 @@ class TooFew(Squares):
         ((torch.zeros(3), torch.zeros(4)), DataError, "Column 0.*3 rows and column 1 has 4"),
         ({"x": torch.zeros(3), "y": np.zeros(4)}, DataError, "Column 'x'.*3 rows and column 'y' has 4"),
         ([torch.zeros(3), torch.zeros(4)], DataError, "3 rows and column 1 has 4"),
-        (torch.tensor(3.0), DataError, "single number"),
-        (np.array(["a", "b"]), DataError, "<U1.*no tensors"),
+        (torch.tensor(3.0), DataError, "is a scalar"),
+        (np.array(["a", "b"]), DataError, "<U1.*no dtype"),
         (WrongRows(), DataError, "batch of 5 samples and returned 7 rows"),
         (TooFew(), DataError, "TooFew.__getitems__ was asked for 5 samples and returned 1"),
     ],

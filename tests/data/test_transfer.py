@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep.data.loader import TrainLoader
+from instep.data.loader import LoadOptions, TrainLoader
 from instep.data.order import BatchPlan, SampleOrder
 from instep.data.transfer import to_device
 
@@ -21,9 +21,9 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 
 def test_other_devices_get_every_tensor_of_a_batch() -> None:
-    (found,) = to_device(iter([{"x": torch.ones(2), "n": 3}]), torch.device("meta"))
-    assert found["x"].device.type == "meta"
-    assert found["n"] == 3
+    (moved,) = to_device(iter([{"x": torch.ones(2), "n": 3}]), torch.device("meta"))
+    assert moved["x"].device.type == "meta"
+    assert moved["n"] == 3
 
 
 @pytest.mark.gpu
@@ -63,7 +63,7 @@ def test_a_loader_brings_its_parts_to_the_gpu(home: str) -> None:
     data = torch.arange(100, device=home)
     loader = TrainLoader(
         (data, data * 2), BatchPlan(100, 16, 2), SampleOrder(0, 100),
-        rank=0, world_size=1, device=torch.device("cuda"), seed=0,
+        LoadOptions(device=torch.device("cuda"), seed=0),
     )  # fmt: skip
     for batch in loader.steps(0, 14):
         x, y = (torch.cat(columns) for columns in zip(*(part.batch for part in batch.parts), strict=True))

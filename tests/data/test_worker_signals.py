@@ -9,7 +9,7 @@ import time
 import torch
 
 from commands import descendants
-from instep.data.loader import TrainLoader
+from instep.data.loader import LoadOptions, TrainLoader
 from instep.data.order import BatchPlan, SampleOrder
 
 
@@ -25,16 +25,7 @@ class Items:
 
 def test_data_workers_outlive_a_wish_to_stop() -> None:
     plan = BatchPlan(num_samples=400, batch_size=4, accumulate=1, drop_last=False, shards=0)
-    loader = TrainLoader(
-        *(Items(), plan, SampleOrder(0, 400)),
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        device=torch.device("cpu"),
-        collate=None,
-        workers=2,
-        seed=0,
-    )
+    loader = TrainLoader(Items(), plan, SampleOrder(0, 400), LoadOptions(workers=2, seed=0))
     seen = 0
     for batch in loader.steps(0, 100):
         seen += sum(part.plan.num_rows for part in batch.parts)

@@ -141,7 +141,7 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     wait_for(lambda: len(steps_in(tmp_path)) >= 2, timeout_s=30)
     second = run(*words)
     assert second.returncode == 2
-    assert f"is being trained in by process {job.pid}" in second.stderr
+    assert f"is in use: process {job.pid} trains there" in second.stderr
     _, err = job.communicate(timeout=40)
     assert job.returncode == 0, err
     assert [e["event"] for e in read_events(tmp_path)].count("start") == 1

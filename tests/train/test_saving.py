@@ -16,7 +16,7 @@ import instep
 from instep.checkpoint.background import Background
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.snapshot import HostBuffer, Parts
+from instep.checkpoint.snapshot import FlatState, HostBuffer
 from instep.core.errors import CheckpointError, SpecError, TaskError
 from instep.events.read import read_events
 from instep.train import saver
@@ -39,12 +39,12 @@ def in_background() -> bool:
 
 def test_a_snapshot_is_of_its_moment_and_its_memory_is_used_again() -> None:
     stage, weight = HostBuffer(), torch.arange(6.0).view(2, 3)
-    first = stage.take(Parts.of({"model": {"w": weight.t()}, "progress": {"step": 1}}))
+    first = stage.take(FlatState.of({"model": {"w": weight.t()}, "progress": {"step": 1}}))
     place = first.tensors["model"]["w"].data_ptr()
     weight.zero_()
     assert first.tensors["model"]["w"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-    assert stage.take(Parts.of({"model": {"w": weight.t()}})).tensors["model"]["w"].data_ptr() == place
-    assert stage.take(Parts.of({"model": {"w": weight.double()}})).tensors["model"]["w"].dtype == torch.float64
+    assert stage.take(FlatState.of({"model": {"w": weight.t()}})).tensors["model"]["w"].data_ptr() == place
+    assert stage.take(FlatState.of({"model": {"w": weight.double()}})).tensors["model"]["w"].dtype == torch.float64
 
 
 def test_a_save_does_not_hold_up_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.checkpoint import notes
+from instep.checkpoint import write_reports
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights, weights_sha256
@@ -181,7 +181,7 @@ def test_weights_that_one_rank_has_lost_are_not_saved(tmp_path: Path) -> None:
 
 def leave_alone(world: World, run_dir: Path) -> float:
     """End on rank 1 before its share is written, and close on rank 0."""
-    notes.HURRY_S = 0.5
+    write_reports.SHORT_TIMEOUT_S = 0.5
     grid, trained = spread(world, "fsdp@2")
     log = EventLog(run_dir, world.rank)
     it = Saver(grid, TrainSpec(), RunDirectory(run_dir), log)
@@ -198,7 +198,7 @@ def leave_alone(world: World, run_dir: Path) -> float:
 def test_after_an_error_rank_0_does_not_wait_long_for_a_rank_that_is_gone(tmp_path: Path) -> None:
     assert max(run_ranks(leave_alone, 2, tmp_path)) < 5
     (failed,) = events(tmp_path, "save_failed")
-    assert "on rank 1, nothing was heard of it" in failed["error"]
+    assert "on rank 1, no sign of life" in failed["error"]
     assert RunDirectory(tmp_path).names() == []
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints and the run directory: complete and verified, or not there at all.
+"""Checkpoints and the run directory: a checkpoint is complete and verified, or it does not exist.
 
-Room: the files of a run directory. Loading executes nothing: safetensors and JSON.
+Loading one executes no code: the files are safetensors and JSON. This package knows nothing of the parts of a
+checkpoint's state but `MODEL`, which holds the weights: `train` decides which parts there are.
 """

@@ -1,7 +1,7 @@
-"""One job at a time beside the training: hashing and writing a snapshot.
+"""A background thread for one job at a time: it hashes and writes a snapshot while training continues.
 
-Room: a thread of the rank that saves. It spends its time in calls that let other threads run (SHA-256, write, fsync),
-at the lowest priority, and is not a daemon: the process ends when the last save is complete.
+The thread spends its time in calls that release the GIL (SHA-256, write, fsync), at the lowest priority. It is not a
+daemon: the process ends only when the last save is complete.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,12 +18,11 @@ _NICE = 19
 
 
 class Background(Generic[T]):
-    """Runs a job in a thread, and keeps what became of it until it is collected."""
+    """Runs a job in a thread and keeps its result or its error until it is collected."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._result: T | None = None
-        self._error: BaseException | None = None
+        self._result: Future[T] = Future()
 
     @property
     def busy(self) -> bool:
@@ -31,30 +31,29 @@ class Background(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether a job has ended and nobody has collected it."""
+        """Whether a job has ended and has not been collected."""
         return self._thread is not None and not self._thread.is_alive()
 
     def start(self, job: Callable[[], T]) -> None:
-        """Run a job; the one before must have been collected."""
+        """Run a job; the previous one must have been collected."""
         assert self._thread is None
-        self._thread = threading.Thread(target=self._run, args=(job,), name="instep-save")
+        self._result = Future()
+        self._thread = threading.Thread(target=self._run, args=(job, self._result), name="instep-save")
         self._thread.start()
 
     def collect(self) -> T | None:
-        """Wait for the job and give its result, or raise its error; None: there was none."""
+        """Wait for the job, then return its result or raise its error; None if there was no job."""
         if self._thread is None:
             return None
         self._thread.join()
-        self._thread = None
-        result, error, self._result, self._error = self._result, self._error, None, None
-        if error is not None:
-            raise error
-        return result
+        result, self._thread, self._result = self._result, None, Future()  # keep neither the result nor a traceback
+        return result.result()
 
-    def _run(self, job: Callable[[], T]) -> None:
-        with contextlib.suppress(OSError):  # a courtesy: where it is not allowed the training shares its core
+    @staticmethod
+    def _run(job: Callable[[], T], result: Future[T]) -> None:
+        with contextlib.suppress(OSError):  # optional: if it is not allowed, the thread competes with training
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            self._result = job()
-        except BaseException as error:  # noqa: BLE001 - whoever collects raises it
-            self._error = error
+            result.set_result(job())
+        except BaseException as error:  # noqa: BLE001 - `collect` raises it
+            result.set_exception(error)

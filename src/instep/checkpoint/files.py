@@ -1,8 +1,8 @@
 """Write and read the files of one checkpoint.
 
-A checkpoint is written into a directory under a dot name, every file is synced, then the directory is
-renamed: whoever finds the final name finds all of it. Reading checks size and SHA-256 of every file before any
-is used.
+A checkpoint is written into a directory whose name begins with a dot. Every file is synced, then the directory is
+renamed, so a directory with the final name is always complete. Reading checks the size and SHA-256 of every file before
+any of them is used.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.checkpoint import layout
-from instep.checkpoint.inventory import content_problem
-from instep.checkpoint.notes import ShareFailed
+from instep.checkpoint import inventory, manifest
+from instep.checkpoint.reader import StoredTensor, TensorReader
 from instep.checkpoint.snapshot import Snapshot
-from instep.checkpoint.stored import TensorFiles, read_whole
-from instep.checkpoint.stream import write_synced, write_tensors
-from instep.checkpoint.tree import put_together
+from instep.checkpoint.state_tree import unflatten_state
+from instep.checkpoint.write_reports import ShareFailed
+from instep.checkpoint.writer import write_synced, write_tensors
 from instep.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from instep.checkpoint.sharing import SharedSave
+    from instep.checkpoint.sharded_save import ShardedSave
 
 
 def write_checkpoint(
@@ -34,24 +34,24 @@ def write_checkpoint(
     step: int,
     snapshot: Snapshot,
     scores: dict[str, float] | None = None,
-    shared: SharedSave | None = None,
+    sharded: ShardedSave | None = None,
 ) -> tuple[Path, int]:
-    """Write a snapshot under its step's name and give its path and size; `scores`: this step's evaluation.
+    """Write a snapshot as the checkpoint of a step; return its path and size. `scores`: this step's evaluation.
 
-    Other steps are never touched. An earlier checkpoint of this step is there until the new one is whole.
-    `shared`: other ranks write their shares of it ([Note: Writing together]); this is rank 0.
+    Other steps are never touched. An earlier checkpoint of this step stays until the new one is complete.
+    `sharded`: other ranks write their shares of it ([Note: Writing together]); this is rank 0.
     """
-    final = root / layout.name_of(step)
-    scratch = shared.scratch(root, step) if shared is not None else root / f".{final.name}.{os.getpid()}"
+    final = root / manifest.checkpoint_name(step)
+    scratch = sharded.scratch(root, step) if sharded is not None else root / f".{final.name}.{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if shared is None:
+        if sharded is None:
             shutil.rmtree(scratch, ignore_errors=True)
         else:
-            shared.clear_earlier(root, step)
-        scratch.mkdir(exist_ok=shared is not None)
-        num_bytes = _write_into(scratch, step, snapshot, scores or {}, shared)
-        old = root / layout.replaced(final.name)
+            sharded.clear_earlier(root, step)
+        scratch.mkdir(exist_ok=sharded is not None)
+        num_bytes = _write_into(scratch, step, snapshot, scores or {}, sharded)
+        old = root / manifest.replaced_name(final.name)
         if final.exists():
             os.replace(final, old)
         try:
@@ -71,22 +71,22 @@ def write_checkpoint(
 
 
 def _write_into(
-    directory: Path, step: int, snapshot: Snapshot, scores: dict[str, float], shared: SharedSave | None
+    directory: Path, step: int, snapshot: Snapshot, scores: dict[str, float], sharded: ShardedSave | None
 ) -> int:
     files, skeletons = write_parts(directory, snapshot), snapshot.skeletons
-    if shared is not None:
-        others, skeletons = shared.collect(directory, skeletons)
+    if sharded is not None:
+        others, skeletons = sharded.collect(directory, skeletons)
         files |= others
-        files[layout.PIECES] = write_synced(directory / layout.PIECES, [shared.pieces_json()])
-    files[layout.STATE] = write_synced(directory / layout.STATE, [json.dumps(skeletons).encode()])
-    manifest = layout.Manifest(layout.FORMAT_VERSION, step, files, scores)
-    write_synced(directory / layout.MANIFEST, [json.dumps(manifest.to_json(), indent=1).encode()])
+        files[manifest.PIECES] = write_synced(directory / manifest.PIECES, [sharded.pieces_json()])
+    files[manifest.STATE] = write_synced(directory / manifest.STATE, [json.dumps(skeletons).encode()])
+    content = asdict(manifest.Manifest(manifest.FORMAT_VERSION, step, files, scores))
+    write_synced(directory / manifest.MANIFEST, [json.dumps(content, indent=1).encode()])
     sync_directory(directory)
     return sum(entry.num_bytes for entry in files.values())
 
 
-def write_parts(directory: Path, snapshot: Snapshot) -> dict[str, layout.FileEntry]:
-    """Write the tensors of a snapshot, one file a part; give the files."""
+def write_parts(directory: Path, snapshot: Snapshot) -> dict[str, manifest.FileEntry]:
+    """Write the tensors of a snapshot, one file per part; return the files."""
     return {
         snapshot.files[part]: write_tensors(directory / snapshot.files[part], tensors)
         for part, tensors in snapshot.tensors.items()
@@ -95,64 +95,64 @@ def write_parts(directory: Path, snapshot: Snapshot) -> dict[str, layout.FileEnt
 
 
 class Checkpoint:
-    """A checkpoint on disk, every file of it checked; `is_verified`: somebody has done that already."""
+    """A checkpoint on disk. Every file is verified when it is opened, unless it `is_verified` already."""
 
     def __init__(self, path: Path, is_verified: bool = False) -> None:
         self.path = path
         self._manifest = read_manifest(path)
         self.step = self._manifest.step
-        self.version = self._manifest.version
         self.files = tuple(self._manifest.files)
         if not is_verified:
             self.verify(self.files)
         try:
-            self._skeletons: dict[str, Any] = json.loads((path / layout.STATE).read_bytes())
+            self._skeletons: dict[str, Any] = json.loads((path / manifest.STATE).read_bytes())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}/{layout.STATE} cannot be read: {error}.") from error
-        self._tensors = TensorFiles(path, self._manifest)
+            raise CheckpointError(f"{path}/{manifest.STATE} cannot be read: {error}.") from error
+        self._tensors = TensorReader(path, self._manifest)
 
     def __contains__(self, part: str) -> bool:
         return part in self._skeletons
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What it holds."""
+        """The names of its parts."""
         return tuple(self._skeletons)
 
     def part(self, name: str) -> Any:
-        """Give one part of the state, all of it read."""
-        return read_whole(self.stored(name))
+        """Return one part of the state with all its tensors read; tied ones are read once."""
+        return self._unflatten(name, StoredTensor.read)
 
     def stored(self, name: str) -> Any:
-        """Give one part of the state, whose tensors are still to be read; tied ones are one."""
+        """Return one part of the state with StoredTensors; tied ones are one object."""
+        return self._unflatten(name, lambda tensor: tensor)
+
+    def _unflatten(self, name: str, read: Callable[[StoredTensor], Any]) -> Any:
         if name not in self._skeletons:
             raise CheckpointError(f"{self.path} holds no {name!r}; it has {', '.join(self._skeletons)}.")
+        tensors = {key: read(tensor) for key, tensor in self._tensors.part(name).items()}
         try:
-            return put_together(self._skeletons[name], self._tensors.part(name))
+            return unflatten_state(self._skeletons[name], tensors)
         except KeyError as error:
             raise CheckpointError(f"{self.path}: {name} names a tensor that is not there, {error}.") from error
 
     def verify(self, files: Collection[str]) -> None:
-        """Read files and compare size and SHA-256; raise at the first that is damaged."""
+        """Read files and compare size and SHA-256; raise CheckpointError at the first that is damaged."""
         for name in files:
-            problem = content_problem(self.path / name, self._manifest.files[name])
+            problem = inventory.content_problem(self.path / name, self._manifest.files[name])
             if problem is not None:
                 raise CheckpointError(f"{self.path}/{name} is damaged: {problem.text}.")
 
 
-def read_manifest(path: Path) -> layout.Manifest:
-    """Read what a checkpoint consists of."""
-    try:
-        manifest = layout.Manifest.from_json(json.loads((path / layout.MANIFEST).read_bytes()))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {layout.MANIFEST}: {error}.") from error
-    if layout.STATE not in manifest.files:
-        raise CheckpointError(f"{path} is not a complete checkpoint: its manifest names no {layout.STATE}.")
-    return manifest
+def read_manifest(path: Path) -> manifest.Manifest:
+    """Read the manifest of a checkpoint; raise CheckpointError if it is not complete."""
+    content = inventory.read_manifest(path)
+    if isinstance(content, inventory.Problem):
+        raise CheckpointError(f"{path} is not a complete checkpoint: {content}.")
+    return content
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Write a file so that at any instant the old one or the new one is there, whole."""
+    """Replace a file atomically: at any instant the old or the new one is there, complete."""
     scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         write_synced(scratch, [data])
@@ -164,7 +164,7 @@ def replace_synced(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names that were created or renamed in a directory survive a crash."""
+    """Fsync a directory, so that names that were created or renamed in it survive a crash."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -174,8 +174,8 @@ def sync_directory(path: Path) -> None:
 
 def _write_failed(path: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        room = "the disk (or the quota) is full. Free some room"
+        cause = "the disk (or the quota) is full. Free some space"
     else:
-        room = f"{error.strerror or error}. Look into that"
+        cause = f"{error.strerror or error}. Fix the cause"
     who = f"on rank {error.rank}, " if isinstance(error, ShareFailed) else ""
-    return f"{path} could not be written: {who}{room}. Earlier checkpoints are untouched."
+    return f"{path} could not be written: {who}{cause}. Earlier checkpoints are untouched."

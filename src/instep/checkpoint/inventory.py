@@ -1,7 +1,7 @@
-"""What lies in a run's checkpoints folder, and whether it is whole. Reads only, and needs no torch.
+"""The checkpoints of a run, and whether they are complete. Read-only, and without torch.
 
-A look compares the sizes of the files with the manifest; `verify` also reads them and compares their SHA-256.
-Good means what it means to a training that goes on: `Checkpoint` would take it.
+Listing compares the sizes of the files with the manifest; `verify` also reads them and compares their SHA-256. A good
+checkpoint is one that `Checkpoint` would load when training resumes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
-from instep.checkpoint import layout
+from instep.checkpoint.manifest import MANIFEST, READABLE_VERSIONS, STATE, FileEntry, Manifest, step_of
 from instep.core.errors import CheckpointError
 
-ASIDE = ("damaged-", "doubtful-")
-"""What a name begins with that a run has taken out of use."""
-"""What a training puts before the name of a checkpoint that it could not read."""
+_ASIDE = ("damaged-", "doubtful-")
+"""The prefixes of checkpoints that a run has taken out of use."""
 _RUN_MARKS = ("spec.json", "result.json", "checkpoints", "events")
-_NAME = re.compile(rf"(?P<before>\.|{'|'.join(ASIDE)}|)(?P<name>step-\d{{8,}})(?P<after>\..*)?", re.DOTALL)
+_NAME = re.compile(rf"(?P<before>\.|{'|'.join(_ASIDE)}|)(?P<name>step-\d{{8,}})(?P<after>\..*)?", re.DOTALL)
 _CHUNK_BYTES = 4 << 20
-MISSING = "missing"
+_MISSING = "missing"
 SETTLED_S = 0.2
-"""A folder whose files are the same for so long is not being deleted."""
+"""A folder whose files do not change for this long is not being deleted."""
 
 
 class Kind(StrEnum):
@@ -42,7 +42,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One file that is not as it was written."""
+    """A file that is not as it was written."""
 
     file: str
     text: str
@@ -52,17 +52,17 @@ class Problem:
 
 
 class OtherFormat(Problem):
-    """A manifest that is not broken, but of a version that this instep does not read."""
+    """An intact manifest of a version that this instep does not read."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One folder, as it was found."""
+    """One folder of an inventory."""
 
     path: Path
     kind: Kind
     step: int | None
-    """None where neither the name nor the manifest tells."""
+    """None if neither the name nor the manifest contains it."""
     saved_at_s: float
     num_bytes: int
     num_files: int
@@ -72,17 +72,17 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The name of the folder."""
         return _name_of(self.path)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a checkpoint in which nothing wrong was found, as far as was looked."""
+        """Whether it is a checkpoint without a known problem."""
         return self.kind is Kind.CHECKPOINT and not self.problems
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it has a checkpoint's name and is none that this instep can use."""
+        """Whether it has a checkpoint's name, but this instep cannot use it."""
         return self.kind in (Kind.CHECKPOINT, Kind.FOREIGN) and bool(self.problems)
 
     @property
@@ -95,7 +95,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The checkpoints of a run, newest first; or the one that was named."""
+    """The checkpoints of a run, newest first; or the single checkpoint that the user named."""
 
     path: Path
     is_run: bool
@@ -103,77 +103,75 @@ class Inventory:
 
     @property
     def checkpoints(self) -> tuple[Entry, ...]:
-        """Those under a checkpoint's name, whole or not."""
+        """The entries with a checkpoint's name, damaged ones included."""
         return tuple(entry for entry in self.entries if entry.kind in (Kind.CHECKPOINT, Kind.FOREIGN))
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that would be used is damaged; what was set aside already is not used."""
+        """Whether no checkpoint that a run would use is damaged; it does not use those that were set aside."""
         return not any(entry.is_damaged for entry in self.entries)
 
 
 def take_inventory(path: Path) -> Inventory:
-    """List a run directory, or a single checkpoint, with a quick look at each."""
+    """List the checkpoints of a run directory, or a single checkpoint; compare sizes only."""
     try:
         return _take_inventory(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. Look into that.") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. Fix that, then try again.") from error
 
 
 def _take_inventory(path: Path) -> Inventory:
     if not path.is_dir():
         what = "a file" if path.exists() else "not there"
-        raise CheckpointError(f"{path} is {what}. Give a run's directory, runs/digits-… say, or one checkpoint's.")
-    if _is_checkpoint(path):
-        entry = look_at(path)
+        raise CheckpointError(f"{path} is {what}. Give the directory of a run (runs/digits-…) or of one checkpoint.")
+    if (path / MANIFEST).exists() or _kind_of(_name_of(path)) is not None:
+        entry = inspect_checkpoint(path)
         return Inventory(path, is_run=False, entries=(entry,) if entry else ())
     path = _run_of(path)
     folder = path / "checkpoints"
-    found = [look_at(each) for each in _folders(folder)] if folder.is_dir() else []
-    entries = sorted((e for e in found if e is not None), key=lambda e: (e.step or 0, e.name), reverse=True)
-    return Inventory(path, is_run=True, entries=tuple(entries))
+    entries = [inspect_checkpoint(child) for child in _folders(folder)] if folder.is_dir() else []
+    ordered = sorted((e for e in entries if e is not None), key=lambda e: (e.step or 0, e.name), reverse=True)
+    return Inventory(path, is_run=True, entries=tuple(ordered))
 
 
-def look_at(path: Path) -> Entry | None:
-    """Read a folder's manifest and compare sizes; None if it went away meanwhile (a training deletes old ones)."""
+def inspect_checkpoint(path: Path) -> Entry | None:
+    """Read a folder's manifest and compare sizes; None if a run deleted the folder meanwhile."""
     kind, step = _kind_of(_name_of(path)) or (Kind.CHECKPOINT, None)
     try:
-        files = [each.stat() for each in path.iterdir() if each.is_file()]
-        saved_at_s = ((path / layout.MANIFEST) if (path / layout.MANIFEST).exists() else path).stat().st_mtime
+        files = [child.stat() for child in path.iterdir() if child.is_file()]
+        saved_at_s = ((path / MANIFEST) if (path / MANIFEST).exists() else path).stat().st_mtime
     except FileNotFoundError:
         return None
-    entry = Entry(path, kind, step, saved_at_s, sum(each.st_size for each in files), len(files))
-    if kind is Kind.UNFINISHED:
-        return entry
-    manifest = _read_manifest(path)
-    if isinstance(manifest, Problem):
-        if isinstance(manifest, OtherFormat) and kind is Kind.CHECKPOINT:
-            entry = replace(entry, kind=Kind.FOREIGN)
-        return _unless_gone(replace(entry, problems=(manifest,)))
-    problems = [_size_problem(path / name, file) for name, file in manifest.files.items()]
-    step = manifest.step if step is None else step
-    return _unless_gone(replace(entry, step=step, problems=tuple(each for each in problems if each)))
+    entry = Entry(path, kind, step, saved_at_s, sum(file.st_size for file in files), len(files))
+    return _check_files(entry, _size_problem)
 
 
 def verify(entry: Entry, progress: Callable[[int], None] = lambda _: None) -> Entry | None:
-    """Read every file of a checkpoint and compare sizes and hashes; None if it went away meanwhile.
+    """Read every file of a checkpoint and compare sizes and hashes; None if a run deleted the folder meanwhile.
 
-    `progress` is called with the number of bytes that were read since the last call. What is half-written has
-    nothing to be compared with.
+    `progress` is called with the number of bytes that were read since the last call. A half-written checkpoint has no
+    manifest to compare with.
     """
+    checked = _check_files(entry, partial(content_problem, progress=progress))
+    return None if checked is None else replace(checked, verified=entry.kind is not Kind.UNFINISHED)
+
+
+def _check_files(entry: Entry, find_problem: Callable[[Path, FileEntry], Problem | None]) -> Entry | None:
     if entry.kind is Kind.UNFINISHED:
         return entry
-    manifest = _read_manifest(entry.path)
+    manifest = read_manifest(entry.path)
     if isinstance(manifest, Problem):
-        return _unless_gone(replace(entry, problems=(manifest,), verified=True))
-    problems = [content_problem(entry.path / name, file, progress) for name, file in manifest.files.items()]
-    return _unless_gone(replace(entry, problems=tuple(each for each in problems if each), verified=True))
+        is_foreign = isinstance(manifest, OtherFormat) and entry.kind is Kind.CHECKPOINT
+        return _unless_gone(replace(entry, kind=Kind.FOREIGN if is_foreign else entry.kind, problems=(manifest,)))
+    problems = [find_problem(entry.path / name, file) for name, file in manifest.files.items()]
+    step = manifest.step if entry.step is None else entry.step
+    return _unless_gone(replace(entry, step=step, problems=tuple(filter(None, problems))))
 
 
 def newest_good(
     entries: Iterable[Entry], num_wanted: int = 1, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Entry], list[Entry]]:
-    """Verify checkpoints from the newest on until enough are good; give those, and the damaged ones on the way."""
+    """Verify checkpoints, newest first, until enough are good; return those and the damaged ones before them."""
     good: list[Entry] = []
     damaged: list[Entry] = []
     for entry in entries:
@@ -185,79 +183,72 @@ def newest_good(
     return good, damaged
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / layout.MANIFEST).exists() or _kind_of(_name_of(path)) is not None
-
-
 def _name_of(path: Path) -> str:
     return path.name or Path(os.path.abspath(path)).name  # "." has a name too
 
 
 def _kind_of(name: str) -> tuple[Kind, int | None] | None:
-    """Tell what a folder is by its name, and its step; None for a name that no run gives."""
+    """Return what a folder is by its name, and its step; None if it is not a name that a run uses."""
     match = _NAME.fullmatch(name)
     if match is None or (match["after"] and match["before"] != "."):
         return None
-    kinds = {"": Kind.CHECKPOINT, ".": Kind.UNFINISHED, **dict.fromkeys(ASIDE, Kind.ASIDE)}
-    return kinds[match["before"]], layout.step_of(match["name"])
+    kinds = {"": Kind.CHECKPOINT, ".": Kind.UNFINISHED, **dict.fromkeys(_ASIDE, Kind.ASIDE)}
+    return kinds[match["before"]], step_of(match["name"])
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [each for each in folder.iterdir() if _kind_of(each.name) is not None and each.is_dir()]
+    return [child for child in folder.iterdir() if _kind_of(child.name) is not None and child.is_dir()]
 
 
 def _run_of(path: Path) -> Path:
-    """Find the run's directory; whoever names its checkpoints folder means the run."""
+    """Return the run directory, given itself or its checkpoints folder."""
     if _name_of(path) == "checkpoints" and (any(_folders(path)) or (path / ".." / "spec.json").exists()):
         return path.parent if path.name == "checkpoints" else path / ".."
     if any((path / mark).exists() for mark in _RUN_MARKS):
         return path
-    runs = sorted(each.name for each in path.iterdir() if os.path.exists(each / "spec.json"))
-    hint = f" It holds runs, though: {', '.join(runs[:5])}{', …' * (len(runs) > 5)}." if runs else ""
+    runs = sorted(child.name for child in path.iterdir() if os.path.exists(child / "spec.json"))
+    hint = f" It contains runs, though: {', '.join(runs[:5])}{', …' * (len(runs) > 5)}." if runs else ""
     raise CheckpointError(
-        f"{path} is no run: it holds neither a spec.json nor checkpoints.{hint} "
-        "Give a run's directory, or a checkpoint's."
+        f"{path} is not a run: it has neither a spec.json nor checkpoints.{hint} "
+        "Give the directory of a run or of a checkpoint."
     )
 
 
-def _read_manifest(path: Path) -> layout.Manifest | Problem:
+def read_manifest(path: Path) -> Manifest | Problem:
+    """Read the manifest of a checkpoint, or return what is wrong with it."""
     try:
-        data = (path / layout.MANIFEST).read_bytes()
+        data = (path / MANIFEST).read_bytes()
     except OSError as error:
-        return Problem(layout.MANIFEST, _why(error))
+        return Problem(MANIFEST, _reason(error))
     if not data.strip():
-        return Problem(layout.MANIFEST, "empty")
+        return Problem(MANIFEST, "empty")
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        return Problem(layout.MANIFEST, f"not JSON ({error})")
+        return Problem(MANIFEST, f"not JSON ({error})")
     try:
-        manifest = layout.Manifest.from_json(content)
+        manifest = Manifest.from_json(content)
     except ValueError as error:
         version = content.get("version") if isinstance(content, dict) else None
-        is_other = isinstance(version, int) and version not in layout.READABLE
-        return (OtherFormat if is_other else Problem)(layout.MANIFEST, str(error))
-    if layout.STATE not in manifest.files:
-        return Problem(layout.MANIFEST, f"it names no {layout.STATE}")
-    return manifest
+        is_other = isinstance(version, int) and version not in READABLE_VERSIONS
+        return (OtherFormat if is_other else Problem)(MANIFEST, str(error))
+    return manifest if STATE in manifest.files else Problem(MANIFEST, f"it names no {STATE}")
 
 
-def _size_problem(path: Path, entry: layout.FileEntry) -> Problem | None:
+def _size_problem(path: Path, entry: FileEntry) -> Problem | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
-        return Problem(path.name, _why(error))
-    if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for ever
+        return Problem(path.name, _reason(error))
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would block for ever
         return Problem(path.name, "not a file")
-    if found.st_size != entry.num_bytes:
-        return Problem(path.name, f"{found.st_size:,} bytes, and {entry.num_bytes:,} were written")
+    if status.st_size != entry.num_bytes:
+        return Problem(path.name, f"{status.st_size:,} bytes, and {entry.num_bytes:,} were written")
     return None
 
 
-def content_problem(
-    path: Path, entry: layout.FileEntry, progress: Callable[[int], None] = lambda _: None
-) -> Problem | None:
-    """Read a file, a little at a time, and say what is wrong with it; None: it is as it was written."""
+def content_problem(path: Path, entry: FileEntry, progress: Callable[[int], None] = lambda _: None) -> Problem | None:
+    """Read a file chunk by chunk and return what is wrong with it; None if it is as it was written."""
     problem = _size_problem(path, entry)
     if problem is not None:
         return problem
@@ -268,19 +259,19 @@ def content_problem(
                 digest.update(memoryview(buffer)[:count])
                 progress(count)
     except OSError as error:
-        return Problem(path.name, _why(error))
+        return Problem(path.name, _reason(error))
     if digest.hexdigest() != entry.sha256:
         return Problem(path.name, "its bytes are not those that were written (another SHA-256)")
     return None
 
 
-def _why(error: OSError) -> str:
-    return MISSING if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+def _reason(error: OSError) -> str:
+    return _MISSING if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
 
 
 def _unless_gone(entry: Entry) -> Entry | None:
-    """Leave out what a training is deleting just now: one file after the other goes missing, then the folder."""
-    if any(problem.text == MISSING for problem in entry.problems):
+    """Return None if a run is deleting the folder: its files go missing one by one, then the folder."""
+    if any(problem.text == _MISSING for problem in entry.problems):
         before: set[str] | None = None
         while (now := _names_in(entry.path)) != before:
             before = now

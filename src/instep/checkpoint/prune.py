@@ -1,4 +1,4 @@
-"""Delete the checkpoints of a run that are no longer wanted: planned first, from verified facts, then done."""
+"""Delete checkpoints of a run that are no longer needed: plan from verified checkpoints first, then delete."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from instep.core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What stays and what goes."""
+    """Which checkpoints to keep and which to delete."""
 
     kept: tuple[Entry, ...]
-    """The newest good ones, every byte of them read."""
+    """The newest good ones, verified."""
     doomed: tuple[Entry, ...]
+    """Those to delete."""
     left: tuple[Entry, ...]
-    """Neither good nor to be deleted: damaged ones nobody asked to clear away, or of another format."""
+    """Neither good nor to be deleted: damaged ones that the user did not ask to delete, or of another format."""
 
 
 def plan_pruning(
-    found: Inventory, keep: int, damaged_too: bool, progress: Callable[[int], None] = lambda _: None
+    inventory: Inventory, keep: int, damaged_too: bool, progress: Callable[[int], None] = lambda _: None
 ) -> PrunePlan:
-    """Keep the newest `keep` good ones; without any good one nothing is deleted, damaged ones neither.
+    """Plan to keep the newest `keep` good ones; without a good one nothing is deleted, damaged ones neither.
 
-    Checkpoints are read from the newest on until enough are good. Those older than that are not read: they go
-    unless a look shows that they are damaged.
+    Checkpoints are verified, newest first, until enough are good. Older ones are not read: they are deleted unless
+    their sizes show that they are damaged.
     """
-    kept, bad = newest_good(found.checkpoints, keep, progress)
-    homes = {entry.path.resolve() for entry in kept}  # a link may have been kept: what it leads to is kept with it
-    kept += [e for e in found.entries if e.path not in _paths(kept) and e.path.resolve() in homes]
+    kept, bad = newest_good(inventory.checkpoints, keep, progress)
+    targets = {entry.path.resolve() for entry in kept}  # if a symbolic link is kept, its target is kept with it
+    kept += [e for e in inventory.entries if e.path not in _paths(kept) and e.path.resolve() in targets]
     read = _paths([*kept, *bad])
-    rest = [entry for entry in found.entries if entry.path not in read and entry.path.exists()]
+    rest = [entry for entry in inventory.entries if entry.path not in read and entry.path.exists()]
     doomed = [entry for entry in rest if entry.is_whole]
     unusable = [*bad, *(entry for entry in rest if not entry.is_whole)]
     if damaged_too and kept:
@@ -50,24 +51,24 @@ def _paths(entries: Iterable[Entry]) -> set[Path]:
 
 
 def prune(plan: PrunePlan) -> Iterator[Entry]:
-    """Delete what the plan dooms, one after the other, and give each when it is gone. Hold the run's lock."""
+    """Delete the checkpoints that the plan dooms and yield each when it is deleted. Hold the run's lock."""
     assert plan.kept or not plan.doomed
     for entry in plan.doomed:
         try:
             _delete(entry)
         except OSError as error:
             raise CheckpointError(
-                f"{entry.path} cannot be deleted: {error.strerror or error}. Look into that, then run it again."
+                f"{entry.path} cannot be deleted: {error.strerror or error}. Fix the cause, then run it again."
             ) from error
         yield entry
 
 
 def _delete(entry: Entry) -> None:
     path = entry.path
-    if path.is_symlink():  # what it leads to is not the run's
+    if path.is_symlink():  # its target does not belong to the run
         path.unlink()
         return
-    if entry.kind is not Kind.UNFINISHED:  # from here on it is half-written, not a checkpoint that lacks files
+    if entry.kind is not Kind.UNFINISHED:  # from here on it is half-written, not a checkpoint with missing files
         doomed = path.with_name(f".{path.name.removeprefix('damaged-').removeprefix('doubtful-')}.pruned.{os.getpid()}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(path, doomed)

@@ -1,12 +1,12 @@
-"""Tensors of which a rank holds a shard (DTensor): what it has of them, and how they are filled again.
+"""DTensors: which box of a tensor this rank holds, and how to read a checkpoint into another sharding.
 
-Room: no collective; a shard's place follows from the mesh and the placements.
+No collectives: the position of a shard follows from the mesh and the placements.
 
 [Note: Strided shards]
-fully_shard over a tensor-parallel layer cuts what tensor parallelism has left to the rank once more. Where both cut the
-same dimension, torch writes the first cut down last and calls the other one strided. Its stride is the number of the
-tensor-parallel shards, so that making the plain cuts first and the strided one last gives the rows that a rank holds:
-they follow each other. A stride that is not that number means another layout, which is refused.
+fully_shard over a tensor-parallel layer shards once more what tensor parallelism has left to the rank. If both shard
+the same dimension, torch lists the first sharding last and calls the other one strided. Its stride is the number of
+tensor-parallel shards, so applying the plain shardings first and the strided one last gives the rows that a rank holds:
+they are contiguous. A stride that is not that number means another layout, which is refused.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from instep.checkpoint.pieces import SPREAD_BYTES, Box, Key, LocalShard, cut_out
-from instep.checkpoint.stored import Stored
-from instep.checkpoint.stream import name_of_dtype
-from instep.checkpoint.tree import local_of
+from instep.checkpoint.reader import StoredTensor
+from instep.checkpoint.save_plan import MIN_BALANCED_BYTES, Box, Key, LocalShard, chunk_box
+from instep.checkpoint.snapshot import FlatState
+from instep.checkpoint.state_tree import local_tensor
+from instep.checkpoint.writer import dtype_name
 from instep.core.errors import CheckpointError
 
 
-def box_of(tensor: torch.Tensor) -> Box:
-    """Tell which part of a tensor this rank has."""
+def local_box(tensor: torch.Tensor) -> Box:
+    """Return the box of a tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -35,21 +36,21 @@ def box_of(tensor: torch.Tensor) -> Box:
     plain, strided = [], []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard | _StridedShard):
-            cut = (placement.dim, tensor.device_mesh.size(axis), coordinate[axis])
+            chunk = (placement.dim, tensor.device_mesh.size(axis), coordinate[axis])
             if isinstance(placement, _StridedShard):
                 _check_stride(tensor, axis, placement)
-                strided.append(cut)
+                strided.append(chunk)
             else:
-                plain.append(cut)
+                plain.append(chunk)
         elif not isinstance(placement, Replicate):
             raise CheckpointError(
-                f"a tensor that is {placement} over the ranks cannot be saved: no rank has its values."
+                f"a tensor that is placed as {placement} cannot be saved: no rank has its values. Reduce it first."
             )
-    box = cut_out(tensor.shape, [*plain, *strided])
-    if box.shape != tuple(local_of(tensor).shape):
+    box = chunk_box(tensor.shape, [*plain, *strided])
+    if box.shape != tuple(local_tensor(tensor).shape):
         raise CheckpointError(
             f"a tensor of shape {list(tensor.shape)} placed as {tensor.placements} should leave {list(box.shape)} "
-            f"to this rank, which has {list(local_of(tensor).shape)}: instep does not know this layout."
+            f"to this rank, which has {list(local_tensor(tensor).shape)}: instep does not know this layout."
         )
     return box
 
@@ -66,49 +67,50 @@ def _check_stride(tensor: DTensor, axis: int, placement: _StridedShard) -> None:
         )
 
 
-def holding_of(key: Key, tensor: torch.Tensor) -> LocalShard:
-    """Describe what this rank has of a tensor."""
-    is_shard = isinstance(tensor, DTensor)
-    # Of what else is kept, rank 0 may know more than others: on_step of a Task runs there alone.
-    is_dealt_out = not key[0].startswith("kept-") and tensor.numel() * tensor.element_size() >= SPREAD_BYTES
-    return LocalShard(name_of_dtype(tensor.dtype), tuple(tensor.shape), box_of(tensor), is_shard or is_dealt_out)
+def local_shard(key: Key, state: FlatState) -> LocalShard:
+    """Describe what this rank holds of a tensor of its state."""
+    tensor = state.tensors[key]
+    is_large = tensor.numel() * tensor.element_size() >= MIN_BALANCED_BYTES
+    distributed = isinstance(tensor, DTensor) or (is_large and key[0] not in state.uneven)
+    dtype = dtype_name(tensor.dtype, key[1])
+    return LocalShard(dtype, tuple(tensor.shape), local_box(tensor), distributed)
 
 
-def read_like(stored: Stored, like: Any) -> torch.Tensor:
-    """Read what this rank needs of a tensor that is to be laid out as another one of its shape; else all of it."""
+def read_like(stored: StoredTensor, like: Any) -> torch.Tensor:
+    """Read this rank's shard if `like` is a DTensor of the same shape, else the whole tensor."""
     if not isinstance(like, DTensor) or like.shape != stored.shape:
         return stored.read()
-    made = torch.empty_like(like.detach(), dtype=stored.dtype)
-    local_of(made).copy_(stored.read(box_of(like)))
-    return made
+    tensor = torch.empty_like(like.detach(), dtype=stored.dtype)
+    local_tensor(tensor).copy_(stored.read(local_box(like)))
+    return tensor
 
 
-def read_for(stored: Stored, parameter: torch.Tensor | None) -> torch.Tensor:
-    """Read a tensor of an optimizer's state, which may be a parameter's: cut as that is where both have one shape."""
+def read_for_parameter(stored: StoredTensor, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Read a tensor of an optimizer's state, sharded as its parameter if both have the same shape."""
     if not isinstance(parameter, DTensor) or not stored.shape:
         return stored.read()
     if stored.shape == parameter.shape:
         return read_like(stored, parameter)
-    # What is neither a counter nor like the parameter is computed with it, so it has to be on its mesh.
+    # It is neither a counter nor shaped as the parameter, but is computed with it, so it must be on the same mesh.
     mesh = parameter.device_mesh
-    whole = stored.read().to(local_of(parameter).device)
+    whole = stored.read().to(local_tensor(parameter).device)
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def fit(tree: Any, like: Any, is_partial: bool) -> Any:
-    """Read a stored tree as this rank needs it: each tensor laid out as the one at its place in `like`.
+def reshard(tree: Any, like: Any, is_partial: bool) -> Any:
+    """Read a stored tree, with each tensor sharded as the one at the same place in `like`.
 
-    `is_partial`: this rank may have some of the names only (a stage of a pipeline); others are left out.
+    `is_partial`: this rank may have only some of the names (a pipeline stage); the others are left out.
     """
-    if isinstance(tree, Stored):
+    if isinstance(tree, StoredTensor):
         return read_like(tree, like)
     if isinstance(tree, Mapping):
         known = like if isinstance(like, Mapping) else {}
         names = set(tree)
         if is_partial and any(isinstance(value, torch.Tensor) for value in known.values()):
-            names = {key for key in names if key in known or not isinstance(tree[key], Stored)}
-        return {key: fit(value, known.get(key), is_partial) for key, value in tree.items() if key in names}
+            names = {key for key in names if key in known or not isinstance(tree[key], StoredTensor)}
+        return {key: reshard(value, known.get(key), is_partial) for key, value in tree.items() if key in names}
     if isinstance(tree, list | tuple):
         known_items = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)
-        return type(tree)([fit(value, item, is_partial) for value, item in zip(tree, known_items, strict=True)])
+        return type(tree)([reshard(value, item, is_partial) for value, item in zip(tree, known_items, strict=True)])
     return tree

@@ -123,7 +123,7 @@ def _locked(path: Path, dry_run: bool) -> Iterator[None]:
     directory = RunDirectory(path)
     try:
         directory.lock()
-        directory.put_back()
+        directory.restore_replaced()
     except CheckpointError as error:
         raise CheckpointError(
             f"{path} is being trained in by {directory.owner()}, which deletes its old checkpoints itself (--keep). "

@@ -113,7 +113,7 @@ def _start(directory: RunDirectory, task: Task, spec: TrainSpec, source: TaskSou
         preemptable=True,
         progress=directory.newest_step,
         wishes=wishes_of(task, spec),
-        meet=directory.meet,
+        meet=directory.claim,
     )
 
 

@@ -233,7 +233,7 @@ def _submit(job: SubmitSpec, fresh: bool) -> str:
         return client.submit(script)
     except InstepError:
         for directory in opened:
-            directory.give_up()
+            directory.restore_previous()
         if is_new:
             shutil.rmtree(job.run_dir, ignore_errors=True)
         elif earlier is not None:

@@ -1,6 +1,6 @@
-"""Data: the order of the samples, their way to the device, and a few datasets.
+"""Data: the order of the samples, the loaders that bring them to the device, and a few datasets.
 
-Room: reads files and starts loader processes; knows ranks only as numbers and calls no collective.
+This package reads files and starts loader processes. It knows ranks only as numbers and issues no collectives.
 """
 
 from __future__ import annotations
@@ -17,20 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchDataset", "digits", "mnist", "text", "tokens"]
 
-_HOMES = {
-    "BatchDataset": "instep.data.dataset",
-    "digits": "instep.data.datasets.digits",
-    "mnist": "instep.data.datasets.mnist",
-    "text": "instep.data.datasets.text",
-    "tokens": "instep.data.datasets.tokens",
-}
-
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import instep` does not import torch.
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    home = "instep.data.dataset" if name == "BatchDataset" else f"instep.data.datasets.{name}"
+    return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -20,12 +20,12 @@ Column = torch.Tensor | npt.NDArray[Any]
 class Columns(BatchDataset):
     """A tensor or array, or a tuple, list or dict of them: row i of each belongs to sample i.
 
-    Batches have the same form, with tensors; a memory map is read only where a batch needs it.
+    Batches have the same structure, with tensors; of a memory map only the rows of a batch are read.
     """
 
     def __init__(self, data: Any) -> None:
         self._names = list(data) if isinstance(data, Mapping) else None
-        self._form = tuple if isinstance(data, tuple) else list
+        self._container = tuple if isinstance(data, tuple) else list
         self._single = isinstance(data, (torch.Tensor, np.ndarray))
         columns = [data] if self._single else list(data.values() if self._names is not None else data)
         names = self._names if self._names is not None else range(len(columns))
@@ -36,74 +36,68 @@ class Columns(BatchDataset):
         return self._length
 
     def gather(self, indices: torch.Tensor) -> Any:
-        """Read these rows of every column."""
+        """Return these rows of every column."""
         rows = [read(indices) for read in self._readers]
         if self._single:
             return rows[0]
-        return dict(zip(self._names, rows, strict=True)) if self._names is not None else self._form(rows)
+        return dict(zip(self._names, rows, strict=True)) if self._names is not None else self._container(rows)
 
 
 def as_columns(dataset: Any, samples_wanted: bool) -> Columns | None:
-    """See a dataset as columns, if it is that; `samples_wanted` when a `collate` waits for samples."""
+    """Return a dataset as Columns, or None if it is none; `samples_wanted`: a `collate` needs single samples."""
     if isinstance(dataset, (torch.Tensor, np.ndarray)):
         return Columns(dataset)
     if type(dataset) is TensorDataset:
         return Columns(tuple(dataset.tensors))
-    if isinstance(dataset, Mapping):
-        return Columns(dataset) if _all_columns(dataset.values()) else None
-    if isinstance(dataset, tuple):
-        return Columns(dataset) if _all_columns(dataset) else None
-    # A list of tensors may be columns or samples. With a collate it can only mean samples; more entries than
-    # rows are hardly columns (a thousand images of 3 channels); else, lists are what tuples are.
-    if isinstance(dataset, list) and not samples_wanted and _all_columns(dataset):
-        return Columns(dataset) if len(dataset) <= max(len(c) if c.ndim else 0 for c in dataset) else None
-    return None
-
-
-def _all_columns(values: Iterable[Any]) -> bool:
-    values = list(values)
-    return bool(values) and all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values)
+    # A list of tensors may be columns or samples. With a collate it can only mean samples. More entries than
+    # rows are hardly columns (a thousand images of 3 channels). Otherwise a list is treated as a tuple.
+    if not isinstance(dataset, Mapping | tuple | list) or (isinstance(dataset, list) and samples_wanted):
+        return None
+    columns = list(dataset.values() if isinstance(dataset, Mapping) else dataset)
+    if not columns or not all(isinstance(column, (torch.Tensor, np.ndarray)) for column in columns):
+        return None
+    if isinstance(dataset, list) and len(columns) > max(len(column) if column.ndim else 0 for column in columns):
+        return None
+    return Columns(dataset)
 
 
 def _common_length(columns: Iterable[tuple[Any, Column]]) -> int:
     first_name, length = None, None
     for name, column in columns:
         if column.ndim == 0:
-            raise DataError(
-                f"Column {name!r} of the dataset is a single number: it has no rows. Give one row a sample."
-            )
+            raise DataError(f"Column {name!r} of the dataset is a scalar, without rows. Give one row per sample.")
         if length is None:
             first_name, length = name, len(column)
         elif len(column) != length:
             raise DataError(
                 f"Column {first_name!r} of the dataset has {length} rows and column {name!r} has "
-                f"{len(column)}. Row i of each is one sample, so they must be equally long: leave out what "
-                f"is too much, or, if these are samples rather than columns, give the Task a collate."
+                f"{len(column)}. Row i of each is one sample, so they must have the same length: remove the extra "
+                f"rows, or, if these are samples rather than columns, define collate in the Task."
             )
     assert length is not None
     return length
 
 
 def _reader(name: Any, column: Column) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Choose how rows of a column are read, once."""
+    """Return a function that reads rows of a column."""
     if isinstance(column, torch.Tensor):
         return _tensor_reader(column.detach())
     try:
         torch.from_numpy(np.empty(0, dtype=column.dtype.newbyteorder("=")))
     except TypeError:
         raise DataError(
-            f"Column {name!r} of the dataset is a NumPy array of {column.dtype}, which torch has no tensors "
-            f"for. Convert it to numbers first."
+            f"Column {name!r} of the dataset is a NumPy array of {column.dtype}, for which torch has no dtype. "
+            f"Convert it to numbers first."
         ) from None
-    # torch shares memory only with what it may write to: memory maps opened for reading stay NumPy's.
+    # torch shares only writable memory: read-only memory maps are read through NumPy.
     if column.flags.writeable and column.dtype.isnative:
-        with contextlib.suppress(ValueError):  # steps through memory that torch cannot take, backwards say
+        with contextlib.suppress(ValueError):  # strides that torch does not support, for instance negative ones
             return _tensor_reader(torch.from_numpy(column))
     return lambda indices: _array_rows(column, indices)
 
 
 def _tensor_reader(column: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    # index_select: indexing by a tensor takes 5 times as long for rows of bytes.
+    # Not column[indices], which takes 5 times as long for rows of bytes.
     if column.device.type == "cpu":
         return lambda indices: column.index_select(0, indices)
     return lambda indices: column.index_select(0, indices.to(column.device))

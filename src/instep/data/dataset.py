@@ -1,4 +1,4 @@
-"""The base of datasets that are read a whole batch at a time."""
+"""The base class of datasets that are read a whole batch at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from instep.data.nested import map_tensors
 
 
 class BatchDataset(ABC):
-    """A dataset that gathers a whole batch in one call.
+    """A dataset that reads a whole batch in one call.
 
-    `gather` gets a 1-D int64 tensor of sample numbers on the CPU and returns the batch: a tensor, or a
-    tuple, dict or dataclass of tensors, whose row i is the sample `indices[i]`.
+    A subclass implements `__len__`, the number of samples, and `gather`. Nothing else has to change to train on it.
+    A dataset that comes with instep also has a function of its file's name in `data/datasets/`, which is listed in
+    `data/__init__.py`.
+
+    `gather` gets a 1-D int64 tensor of sample indices on the CPU and returns the batch: a tensor, or a tuple, dict or
+    dataclass of tensors, whose row i is the sample `indices[i]`. It may be called with any indices in any order, and
+    must return the same sample for the same index.
     """
 
     @abstractmethod
@@ -22,10 +27,10 @@ class BatchDataset(ABC):
 
     @abstractmethod
     def gather(self, indices: torch.Tensor) -> Any:
-        """Read these samples as one batch."""
+        """Return these samples as one batch."""
 
     def __getitem__(self, index: int) -> Any:
-        """Read one sample, for people who want to look at it."""
+        """Return one sample, for people who want to look at it."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return map_tensors(lambda rows: rows[0], self.gather(torch.tensor([index % len(self)])))

@@ -1,12 +1,13 @@
-"""The loaders: this rank's part of every global batch, and of an evaluation, on the device.
+"""The loaders: this rank's parts of every global batch, and of an evaluation, on the device.
 
-Ranks: all; none needs to ask another, since every rank can compute what all of them read.
+Ranks: all; no communication, because every rank can compute what all of them read.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +17,41 @@ from torch.utils.data import IterableDataset
 from instep.core.errors import DataError, TaskError
 from instep.data.columns import as_columns
 from instep.data.order import Batch, BatchPlan, Indices, PartPlan, SampleOrder
-from instep.data.samples import SampleBySample, default_workers
-from instep.data.source import Collate, Request, Source, WholeBatches, find_gather
+from instep.data.samples import SampleSource, default_workers
+from instep.data.source import BatchSource, Collate, Request, Source, find_gather
 from instep.data.transfer import to_device
 
-# Positions looked up at once: enough that the lookup costs next to nothing a step, few enough that the first
+# Positions looked up at once: enough that the lookup costs next to nothing per step, few enough that the first
 # step does not wait for it (0.4 ms).
 _LOOKUP_ROWS = 8192
+_CPU = torch.device("cpu")
 
 
-# Named tuples rather than dataclasses: as unchangeable, and several times as fast to make. One of each is
-# made in every step.
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How this rank loads a dataset."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = _CPU
+    collate: Collate | None = None
+    workers: int | None = None
+    """The number of loader processes; None: a share of the node's cores."""
+    seed: int
+    local_world_size: int | None = None
+
+    def open_source(self, dataset: Any, max_workers: int | None = None) -> Source:
+        """Choose how to read a dataset: a whole batch at once if possible, else sample by sample."""
+        gather = find_gather(dataset, self.collate)
+        if gather is not None:
+            return BatchSource(gather, seed=self.seed, collated=self.collate is not None)
+        workers = default_workers(self.local_world_size or self.world_size) if self.workers is None else self.workers
+        workers = workers if max_workers is None else min(workers, max_workers)
+        return SampleSource(dataset, collate=self.collate, workers=workers, seed=self.seed)
+
+
+# Named tuples rather than dataclasses: as immutable, and several times as fast to create. One of each is created in
+# every step.
 class Part(NamedTuple):
     """This rank's rows of one micro-batch."""
 
@@ -35,7 +60,7 @@ class Part(NamedTuple):
 
 
 class GlobalBatch(NamedTuple):
-    """One optimizer step's batch, of which this rank holds its parts."""
+    """The batch of one optimizer step, of which this rank holds its parts."""
 
     step: int
     epoch: int
@@ -49,33 +74,19 @@ class GlobalBatch(NamedTuple):
 class TrainLoader:
     """Loads this rank's parts of the global batches."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        plan: BatchPlan,
-        order: SampleOrder,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        collate: Collate | None = None,
-        workers: int | None = None,
-        seed: int,
-        local_world_size: int | None = None,
-    ) -> None:
-        assert num_samples(dataset, collate) == plan.num_samples == order.num_samples
-        workers = default_workers(local_world_size or world_size) if workers is None else workers
-        self._source = open_source(dataset, collate=collate, workers=workers, seed=seed)
-        self._plan, self._order, self._device = plan, order, device
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, dataset: Any, plan: BatchPlan, order: SampleOrder, options: LoadOptions) -> None:
+        assert num_samples(dataset, options.collate) == plan.num_samples == order.num_samples
+        self._source = options.open_source(dataset)
+        self._plan, self._order, self._device = plan, order, options.device
+        self._rank, self._world_size = options.rank, options.world_size
 
     @property
     def notices(self) -> list[str]:
-        """What the person should be told once; may grow with the first batch."""
+        """What to tell the user once; the first batch may add to it."""
         return self._source.notices
 
     def describe(self) -> str:
-        """Say in a few words how the dataset is read."""
+        """Return in a few words how the dataset is read."""
         return self._source.describe()
 
     def steps(self, first: int, last: int) -> Iterator[GlobalBatch]:
@@ -88,17 +99,17 @@ class TrainLoader:
                 yield GlobalBatch(run.first_step + number, epoch, position + number * size, size, parts, run.num_shards)
 
     def sample_indices(self, step: int) -> Indices:
-        """Say which samples the whole global batch of a step consists of, row by row."""
-        where = self._plan.batch(step)
-        positions = np.arange(where.first_position, where.first_position + where.size)
-        return self._order.indices(where.epoch, positions)
+        """Return the sample indices of the whole global batch of a step, row by row."""
+        batch = self._plan.batch(step)
+        positions = np.arange(batch.first_position, batch.first_position + batch.size)
+        return self._order.indices(batch.epoch, positions)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the loader processes."""
         self._source.close()
 
     def _requests(self, first: int, last: int) -> Iterator[Request]:
-        """Ask for this rank's parts of the steps, looking up the samples of a whole run at once."""
+        """Yield the requests for this rank's parts of the steps; look up the samples of a whole run at once."""
         for run in self._runs(first, last):
             epoch, position, size = run.start
             starts = position + size * np.arange(run.num_steps)
@@ -120,7 +131,7 @@ class TrainLoader:
 
 
 class _Run(NamedTuple):
-    """Steps of one epoch whose batches are equally large, and so are cut into the same parts."""
+    """Consecutive steps of one epoch whose batches have the same size, and so are cut into the same parts."""
 
     first_step: int
     num_steps: int
@@ -131,67 +142,45 @@ class _Run(NamedTuple):
 
 
 def _rows(parts: tuple[PartPlan, ...]) -> Indices:
-    """Number the rows of the global batch that this rank reads."""
+    """Return the rows of the global batch that this rank reads."""
     rows = [np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in parts]
     return np.concatenate([np.arange(0), *rows])  # in exact mode a short batch may have no shard for this rank
 
 
 def evaluation_chunks(
-    dataset: Any,
-    chunk_size: int,
-    *,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    collate: Collate | None = None,
-    workers: int | None = None,
-    seed: int,
-    local_world_size: int | None = None,
-    in_step: bool = False,
+    dataset: Any, chunk_size: int, options: LoadOptions, in_step: bool = False
 ) -> Generator[tuple[Any, int]]:
-    """Load this rank's chunks of an evaluation, each with its number of rows.
+    """Yield this rank's chunks of an evaluation, each with its number of rows.
 
-    Chunk c holds the samples from c * chunk_size on and goes whole to rank c % world_size: what a chunk
-    holds does not depend on the world size, and every sample is in exactly one. `in_step` gives all ranks as many
+    Chunk c holds the samples from c * chunk_size on and goes whole to rank c % world_size: the content of a chunk does
+    not depend on the world size, and every sample is in exactly one. `in_step` gives all ranks the same number of
     chunks: a rank that has one less gets the first chunk of all at the end, with 0 rows, which counts nothing.
     """
-    total = num_samples(dataset, collate)
-    starts = [*range(rank * chunk_size, total, world_size * chunk_size)]
+    total = num_samples(dataset, options.collate)
+    stride = options.world_size * chunk_size
+    starts = [*range(options.rank * chunk_size, total, stride)]
     counted = [min(chunk_size, total - start) for start in starts]
-    if in_step and len(starts) < -(-total // (world_size * chunk_size)):
+    if in_step and len(starts) < -(-total // stride):
         starts, counted = [*starts, 0], [*counted, 0]
     if not starts:
         return
-    sizes = [min(chunk_size, total - start) for start in starts]
-    workers = default_workers(local_world_size or world_size) if workers is None else workers
-    source = open_source(dataset, collate=collate, workers=min(workers, len(sizes)), seed=seed)
-    requests = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+    source = options.open_source(dataset, max_workers=len(starts))
+    requests = ((0, torch.arange(start, min(start + chunk_size, total))) for start in starts)
     try:
-        yield from zip(to_device(source.read(requests), device), counted, strict=True)
+        yield from zip(to_device(source.read(requests), options.device), counted, strict=True)
     finally:
         source.close()
 
 
 def first_rows(dataset: Any, count: int, collate: Collate | None, seed: int) -> Any:
-    """Give a batch of the first samples, to see what one looks like."""
-    one = torch.device("cpu")
-    chunks = evaluation_chunks(
-        dataset, count, rank=0, world_size=1, device=one, collate=collate, workers=0, seed=seed, local_world_size=1
-    )
+    """Return a batch of the first samples, as an example."""
+    chunks = evaluation_chunks(dataset, count, LoadOptions(collate=collate, workers=0, seed=seed))
     with contextlib.closing(chunks):
         return next(chunks)[0]
 
 
-def open_source(dataset: Any, *, collate: Collate | None, workers: int, seed: int) -> Source:
-    """Choose how a dataset is read: a batch at once where it can be, else sample by sample."""
-    gather = find_gather(dataset, collate)
-    if gather is not None:
-        return WholeBatches(gather, seed=seed, collated=collate is not None)
-    return SampleBySample(dataset, collate=collate, workers=workers, seed=seed)
-
-
 def num_samples(dataset: Any, collate: Collate | None = None) -> int:
-    """Count a dataset's samples; not `len`, which counts the columns of a tuple of tensors."""
+    """Return the number of samples; not `len`, which is the number of columns for a tuple of tensors."""
     columns = as_columns(dataset, samples_wanted=collate is not None)
     count = len(columns) if columns is not None else _length(dataset)
     if count < 1:
@@ -204,13 +193,13 @@ def _length(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TaskError(
             f"The dataset ({kind}) can only be read from its beginning to its end. The order of the samples "
-            f"must not depend on the number of processes, so any sample must be readable by its number: give "
+            f"must not depend on the number of processes, so any sample must be readable by its index: give "
             f"a dataset with __len__ and __getitem__ (or a tensor, an array, or tuples and dicts of them)."
         )
     if isinstance(dataset, Mapping):
         raise TaskError(
             f"The dataset ({kind}) has the keys {list(dataset)[:5]}, but not all its values are tensors or "
-            f"NumPy arrays, so it has no samples by number. Convert its values, one row a sample."
+            f"NumPy arrays, so its samples have no index. Convert its values, one row per sample."
         )
     try:
         return len(dataset)

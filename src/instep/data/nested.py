@@ -1,4 +1,4 @@
-"""Batches of any shape: tensors inside dicts, tuples, lists, named tuples and dataclasses."""
+"""Nested batches: tensors inside dicts, tuples, lists, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from instep.core.errors import TaskError
-
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Replace every tensor of a nested batch by `fn(tensor)`; containers keep their type.
+    """Return a nested batch with `fn(tensor)` in place of every tensor; containers keep their type.
 
-    What is neither a tensor nor a known container (numbers, strings, objects) is kept as it is.
+    What is neither a tensor nor a known container (numbers, strings, objects) is not changed.
     """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
@@ -28,14 +26,14 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            # Past the class's own __setattr__ and __init__: it may be frozen, or compute fields from others.
+            # Bypass the class's own __setattr__ and __init__: it may be frozen, or compute fields from others.
             object.__setattr__(changed, field.name, map_tensors(fn, getattr(tree, field.name)))
         return changed
     return tree
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Walk over the tensors of a nested batch."""
+    """Yield the tensors of a nested batch."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -47,14 +45,3 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors(getattr(tree, field.name))
-
-
-def num_rows(batch: Any) -> int:
-    """Count a batch's rows: the first dimension of its first tensor."""
-    for tensor in tensors(batch):
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    raise TaskError(
-        f"A batch of type {type(batch).__name__} holds no tensor with a first dimension, so its rows cannot "
-        f"be counted. Let the dataset, or collate, return tensors (or dicts, tuples, dataclasses of them)."
-    )

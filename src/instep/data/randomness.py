@@ -1,12 +1,12 @@
-"""The global random generators (torch, random, NumPy), seeded from the sample and given back untouched.
+"""Seed the global random generators (torch, random, NumPy) for a sample, and restore them.
 
 Ranks: all, and the worker processes that load samples.
 
 [Note: Randomness of a sample]
 A dataset that augments draws from the global generators. Which process reads a sample, and after which
-others, depends on the world size and the number of workers; so before each sample the generators are
-seeded from (seed, epoch, sample), which depends on neither. Only the CPU's generators are: a dataset that
-draws on a GPU is on its own.
+others, depends on the world size and the number of workers. So before each sample the generators are
+seeded from (seed, epoch, sample), which depends on neither. Only the CPU generators are seeded: a dataset
+that draws on a GPU must seed it itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Give the global generators back as they were."""
+    """Restore the global generators on exit."""
     state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -41,11 +41,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def fingerprint() -> tuple[bytes, ...]:
-    """Describe the generators' states: another one later means that something was drawn."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        repr(random.getstate()).encode(),
-        repr((numpy_state["state"]["pos"], numpy_state["has_gauss"])).encode() + numpy_state["state"]["key"].tobytes(),
-    )
+    """Return the states of the generators: they differ if something was drawn in between."""
+    _, keys, position, has_gauss, _ = np.random.get_state(legacy=True)
+    numpy_state = repr((position, has_gauss)).encode() + np.asarray(keys).tobytes()
+    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy_state

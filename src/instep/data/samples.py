@@ -1,4 +1,4 @@
-"""The source for datasets of single samples: torch's DataLoader and its worker processes.
+"""The source of datasets that are read sample by sample: torch's DataLoader and its worker processes.
 
 Ranks: all; each has its own workers.
 """
@@ -28,13 +28,13 @@ _MOST_DEFAULT_WORKERS = 8
 
 
 def default_workers(local_world_size: int) -> int:
-    """Choose how many processes load samples: the share of the cores, less the one that computes."""
+    """Return how many processes load samples: this rank's share of the cores, less the one that computes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(0, min(_MOST_DEFAULT_WORKERS, cores // local_world_size - 1))
 
 
-class SampleBySample(Source):
-    """Reads `dataset[index]` for each sample, in worker processes or, without any, in this one."""
+class SampleSource(Source):
+    """Reads `dataset[index]` for each sample, in worker processes or, if there are none, in this process."""
 
     def __init__(self, dataset: Any, *, collate: Collate | None, workers: int, seed: int) -> None:
         super().__init__()
@@ -45,16 +45,16 @@ class SampleBySample(Source):
         self._batches: Any = None
 
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """Read batches; worker processes read a few of them ahead, and stay for the next reading."""
+        """Read batches; worker processes read a few ahead and are reused by the next call."""
         return self._read_here(requests) if self._loader is None else self._read_ahead(self._loader, requests)
 
     def describe(self) -> str:
-        """Say in a few words how the dataset is read."""
+        """Return in a few words how the dataset is read."""
         return f"sample by sample, {self._workers} worker process{'' if self._workers == 1 else 'es'}"
 
     def close(self) -> None:
         """End the worker processes."""
-        # Without this they would end with the last reference, which a traceback may hold for long.
+        # Otherwise they would end with the last reference, which a traceback may hold for a long time.
         if self._batches is not None:
             self._batches._shutdown_workers()
         self._batches = self._loader = None
@@ -68,8 +68,8 @@ class SampleBySample(Source):
     def _read_ahead(self, loader: DataLoader[Any], requests: Iterable[Request]) -> Iterator[Any]:
         self._queue.requests = requests
         with warnings.catch_warnings():
-            # Python warns of any fork beside other threads. The workers are safe from what it warns of: they
-            # compute on one thread and use nothing of the process groups.
+            # Python warns of any fork in a process with threads. These workers are safe: they compute on one
+            # thread and do not use the process groups.
             warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
             self._batches = iter(loader)
         for batch in self._batches:
@@ -86,15 +86,15 @@ class SampleBySample(Source):
             collate_fn=_unchanged,
             persistent_workers=True,
             worker_init_fn=_end_with_parent,
-            # A generator of its own: otherwise each reading would draw from the model's.
+            # A generator of its own: otherwise each iterator would draw from the global one.
             generator=torch.Generator(),
-            # Forked workers need no pickling, so a dataset may be defined anywhere, in a notebook too.
+            # Forked workers need no pickling, so a dataset may be defined anywhere, even in a notebook.
             multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
         )
 
 
 class _SampleReader:
-    """Reads and collates the samples of one part. Runs in the workers, where `__getitems__` is its entry."""
+    """Reads and collates the samples of one part. Worker processes call `__getitems__`."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
@@ -102,11 +102,11 @@ class _SampleReader:
     def __getitems__(self, request: tuple[int, list[int]]) -> Any:
         try:
             return self.read(*request)
-        except Exception as error:  # noqa: BLE001 - it is raised again in the parent, which reports it
+        except Exception as error:  # noqa: BLE001 - the parent raises it again
             return _Failure.of(error)
 
     def read(self, epoch: int, indices: list[int]) -> Any:
-        """Read these samples as one batch, each with randomness of its own. Leaves the generators seeded."""
+        """Read these samples as one batch, each with its own seed. Leaves the global generators changed."""
         samples = []
         for index in indices:
             seed_sample(self._seed, epoch, index)
@@ -119,17 +119,17 @@ class _SampleReader:
             return self._collate(samples)
         except Exception as error:
             error.add_note(
-                f"This happened while making a batch of the samples {_shortened(indices)}. A Task's "
-                f"collate(samples) says how samples become a batch where stacking them does not do."
+                f"This happened while making a batch of the samples {_shortened(indices)}. If samples cannot be "
+                f"stacked, define collate(samples) in the Task."
             )
             raise
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception on its way from a worker process to its parent.
+    """An exception of a worker process, pickled for its parent.
 
-    torch's own way makes another exception of it, with the traceback as its message.
+    torch itself would raise another exception, with the traceback as its message.
     """
 
     pickled: bytes
@@ -138,17 +138,17 @@ class _Failure:
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         trace = "".join(traceback.format_exception(error))
-        notes = (*getattr(error, "__notes__", ()), f"In the worker process {os.getpid()} it was:\n{trace}")
+        notes = (*getattr(error, "__notes__", ()), f"The traceback in the worker process {os.getpid()}:\n{trace}")
         try:
             pickled = pickle.dumps(error)
-            pickle.loads(pickled)  # noqa: S301 - many exceptions can be written but not read back
-        except Exception:  # noqa: BLE001 - whatever pickling does, the failure has to arrive
+            pickle.loads(pickled)  # noqa: S301 - many exceptions can be pickled but not unpickled
+        except Exception:  # noqa: BLE001 - whatever pickling raises, the failure must arrive
             pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
         return cls(pickled, notes)
 
     def exception(self) -> Exception:
         """Rebuild the exception."""
-        error: Exception = pickle.loads(self.pickled)  # noqa: S301 - written by our own worker a moment ago
+        error: Exception = pickle.loads(self.pickled)  # noqa: S301 - pickled by our own worker
         error.__dict__.pop("__notes__", None)
         for note in self.notes:
             error.add_note(note)
@@ -156,7 +156,7 @@ class _Failure:
 
 
 class _RequestQueue:
-    """The DataLoader's batch sampler: one DataLoader, and so one set of workers, for every reading."""
+    """The DataLoader's batch sampler: `requests` changes, so one DataLoader and its workers serve every `read`."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Request] = ()
@@ -166,9 +166,9 @@ class _RequestQueue:
 
 
 def _end_with_parent(_worker: int) -> None:
-    """End this worker with its parent, whatever that died of, and not before it.
+    """End this worker when its parent ends, for whatever reason, and not earlier.
 
-    A scheduler that asks a job to stop may ask every process of it; a rank that saves still needs its samples.
+    A scheduler that stops a job may signal every process of it, but a rank that saves still needs its samples.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The way of batches to the device.
+"""Copy batches to the device.
 
 Ranks: all, each to its own device.
 """
@@ -14,7 +14,7 @@ from instep.data.nested import map_tensors, tensors
 
 
 def to_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Bring batches to the device; on the CPU they are there already."""
+    """Yield the batches on the device; for the CPU, return them unchanged."""
     if device.type == "cpu":
         return batches
     if device.type == "cuda":
@@ -23,9 +23,9 @@ def to_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class CopyAhead:
-    """Copies each batch to a GPU before the one ahead of it is used, on a stream of its own.
+    """Copies each batch to a GPU before the previous one is used, on a stream of its own.
 
-    So a batch is on its way while the step before it computes, even when that step waits for the GPU.
+    So a batch is copied while the previous step computes, even if that step waits for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,15 +33,15 @@ class CopyAhead:
         self._stream = torch.cuda.Stream(device)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Hand out the batches one after the other, on the device."""
-        coming: tuple[Any, torch.cuda.Event] | None = None
+        """Yield the batches in order, on the device."""
+        pending: tuple[Any, torch.cuda.Event] | None = None
         for batch in batches:
-            after = self._start(batch)
-            if coming is not None:
-                yield self._arrived(*coming)
-            coming = after
-        if coming is not None:
-            yield self._arrived(*coming)
+            started = self._start(batch)
+            if pending is not None:
+                yield self._arrived(*pending)
+            pending = started
+        if pending is not None:
+            yield self._arrived(*pending)
 
     def _start(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(self._stream):
@@ -49,7 +49,7 @@ class CopyAhead:
             return copied, self._stream.record_event()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        # From pageable memory a copy would wait for the stream. The pinned buffer may be forgotten at once:
+        # A copy from pageable memory would wait for the stream. No reference to the pinned buffer is needed:
         # torch's host allocator keeps it until the stream has passed the copy.
         on_host = tensor.device.type == "cpu"
         return (tensor.pin_memory() if on_host else tensor).to(self._device, non_blocking=True)
@@ -58,6 +58,6 @@ class CopyAhead:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(event)
         for tensor in tensors(batch):
-            # Its memory belongs to the copying stream, which must not reuse it while this one may read it.
+            # Its memory belongs to the copy stream, which must not reuse it while this stream may read it.
             tensor.record_stream(current)
         return batch

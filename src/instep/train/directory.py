@@ -60,7 +60,7 @@ def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
     directory = open_directory(type(task).__name__.lower(), spec)
     directory.lock(job_of(spec))
     try:
-        directory.settle(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+        directory.write_spec(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
     except CheckpointError:
         directory.unlock()
         raise
@@ -69,7 +69,7 @@ def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
 
 def check_directory(path: Path, task: Task, spec: TrainSpec) -> None:
     """Refuse a directory whose run this one cannot continue; touch nothing."""
-    RunDirectory(path).check(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+    RunDirectory(path).check_recipe(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
 
 
 def agree_on_directory(world: World, decide: Callable[[], RunDirectory]) -> RunDirectory:

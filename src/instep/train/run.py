@@ -18,7 +18,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, NumericsError, Preempted, TaskError
 from instep.core.spec import TrainSpec
-from instep.data.loader import GlobalBatch, TrainLoader, evaluation_chunks, num_samples
+from instep.data.loader import GlobalBatch, LoadOptions, TrainLoader, evaluation_chunks, num_samples
 from instep.data.order import BatchPlan, SampleOrder
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
 from instep.events.write import EventLog
@@ -369,7 +369,7 @@ class Run:
             has_schedule = any(trained.has_schedule for trained in self.engine.trained)
 
             def decide() -> RunDirectory:
-                self.directory.settle(description, may_extend=not has_schedule)
+                self.directory.write_spec(description, may_extend=not has_schedule)
                 return self.directory
 
             agree_on_directory(self.world, decide)
@@ -386,26 +386,25 @@ class Run:
         )
 
     def _load_from(self, dataset: Any, plan: BatchPlan, collate: Collate | None) -> TrainLoader:
-        return TrainLoader(dataset, plan, SampleOrder(self.spec.seed, plan.num_samples), **self._reading(collate))
+        return TrainLoader(dataset, plan, SampleOrder(self.spec.seed, plan.num_samples), self._load_options(collate))
 
     def _chunks(self, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:
         # From the spec alone, so that every sample is computed in the same company at any world size. Not more
         # than an eighth of a batch: without gradients that fits where a training step's share does.
         rows = -(-self.spec.batch_size // (8 * self.spec.accumulate))
         in_step = self.engine.strategy.in_step
-        return evaluation_chunks(dataset, rows, in_step=in_step, **self._reading(collate))
+        return evaluation_chunks(dataset, rows, self._load_options(collate), in_step=in_step)
 
-    def _reading(self, collate: Collate | None) -> dict[str, Any]:
-        """How this rank reads any dataset."""
-        return {
-            "rank": self.engine.grid.data.rank,
-            "world_size": self.engine.grid.data.world_size,
-            "local_world_size": self.world.place.local_world_size,
-            "device": self.world.device,
-            "collate": collate,
-            "workers": self.spec.data_workers,
-            "seed": self.spec.seed,
-        }
+    def _load_options(self, collate: Collate | None) -> LoadOptions:
+        return LoadOptions(
+            rank=self.engine.grid.data.rank,
+            world_size=self.engine.grid.data.world_size,
+            local_world_size=self.world.place.local_world_size,
+            device=self.world.device,
+            collate=collate,
+            workers=self.spec.data_workers,
+            seed=self.spec.seed,
+        )
 
     def _warn(self, moved: str) -> None:
         """Say what of this run a person may not expect; `moved`: what of the platform is new."""

@@ -30,13 +30,13 @@ import torch
 
 from instep.checkpoint.background import Background
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.interval import FIRST_SAVE_S, best_interval
-from instep.checkpoint.layout import Keeping, step_of
-from instep.checkpoint.notes import Note
+from instep.checkpoint.manifest import step_of
+from instep.checkpoint.policy import FIRST_SAVE_S, RetentionPolicy, best_interval
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.shards import fit
-from instep.checkpoint.sharing import SharedSave, Sharing
-from instep.checkpoint.snapshot import HostBuffer, Parts, Snapshot
+from instep.checkpoint.sharded_save import SavePlanner, ShardedSave
+from instep.checkpoint.shards import reshard
+from instep.checkpoint.snapshot import FlatState, HostBuffer, Snapshot
+from instep.checkpoint.write_reports import WriteReport
 from instep.core.errors import CheckpointError, NumericsError, TaskError
 from instep.core.spec import Cadence, TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
@@ -56,7 +56,7 @@ class _Save:
 
     step: int
     snapshot: Snapshot
-    shared: SharedSave | None
+    shared: ShardedSave | None
     """None: this rank writes all of it."""
     scores: dict[str, float]
     begun: float
@@ -81,7 +81,7 @@ class Saver:
         self._directory = directory
         self._world = world
         self._is_partial = grid.mesh.pp > 1
-        self._sharing = None if grid.mesh.has_whole_models else Sharing(grid)
+        self._sharing = None if grid.mesh.has_whole_models else SavePlanner(grid)
         """None: every rank holds everything, and rank 0 saves alone."""
         self.spec = spec
         self._log = log
@@ -137,7 +137,7 @@ class Saver:
     def _read_kept(self, checkpoint: Checkpoint, name: str, thing: Any) -> Any:
         if self._sharing is None:
             return checkpoint.part(f"kept-{name}")
-        return fit(checkpoint.stored(f"kept-{name}"), thing.state_dict(), self._is_partial)
+        return reshard(checkpoint.stored(f"kept-{name}"), thing.state_dict(), self._is_partial)
 
     def restore_rng(self) -> None:
         """Bring the global generators where they were."""
@@ -199,7 +199,7 @@ class Saver:
             self._saved_at = begun
             return
         self._collect()
-        parts = Parts.of(self._state(trained, progress))
+        parts = self._flat_state(trained, progress)
         shared = self._sharing.begin(parts) if self._sharing is not None else None
         snapshot = self._stage.take(parts, shared.share if shared is not None else None)
         self._saved_at = time.monotonic()
@@ -224,9 +224,9 @@ class Saver:
             self._collect()
         elif not self._reserved and (self._is_main or self._sharing is not None):
             self._reserved = self._reserving = True  # after the first step: now the optimizer has its state
-            parts = Parts.of(self._state(trained, {}))
+            parts = self._flat_state(trained, {})
             share = self._sharing.plan(parts).shares[self._world.rank] if self._sharing is not None else None
-            self._background.start(partial(_reserve, self._stage.plan(parts, share)))
+            self._background.start(partial(_reserve, self._stage.allocation(parts, share)))
 
     def finish(self) -> None:
         """Wait for the save that is on its way; raise if it failed, for there is no later one."""
@@ -239,7 +239,7 @@ class Saver:
         Issues no collective; other ranks may be gone, and are not waited for as long as otherwise.
         """
         if self._sharing is not None:
-            self._sharing.patience.hurry()
+            self._sharing.timeout.shorten()
         try:
             self._collect()
         except NumericsError as error:
@@ -273,8 +273,8 @@ class Saver:
         return None if best is None else best[1] * self._keeping.sign
 
     @property
-    def _keeping(self) -> Keeping:
-        keeping = Keeping.of(self.spec.keep, self.spec.keep_every, self.spec.keep_best)
+    def _keeping(self) -> RetentionPolicy:
+        keeping = RetentionPolicy.from_options(self.spec.keep, self.spec.keep_every, self.spec.keep_best)
         return replace(keeping, trusted=self.trusted)
 
     def _write(self, save: _Save) -> _Saved | None:
@@ -290,7 +290,7 @@ class Saver:
             return _Saved(save, path, num_bytes, time.monotonic() - save.begun)
         assert save.shared is not None
         if worthless:
-            save.shared.refuse(self._directory.checkpoints, save.step, Note(problem="weights", text=worthless))
+            save.shared.refuse(self._directory.checkpoints, save.step, WriteReport(problem="weights", text=worthless))
         else:
             save.shared.write(self._directory.checkpoints, save.step, save.snapshot)
         return None
@@ -345,6 +345,10 @@ class Saver:
             else "There is no checkpoint yet."
         )
 
+    def _flat_state(self, trained: list[TrainState], progress: Mapping[str, Any]) -> FlatState:
+        # Rank 0 may keep more than the others: a Task's on_step runs on rank 0 only.
+        return FlatState.of(self._state(trained, progress), uneven=[f"kept-{name}" for name in self._kept])
+
     def _state(self, trained: list[TrainState], progress: Mapping[str, Any]) -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state(legacy=True)
         state: dict[str, Any] = {}
@@ -364,7 +368,7 @@ class Saver:
         """Find the newest good checkpoint on rank 0, and have every rank take that one. Called on all ranks."""
         newest: Checkpoint | None = None
         if world.is_main:
-            newest, complaints = self._directory.take_stock()
+            newest, complaints = self._directory.recover()
             for complaint in complaints:
                 self._log.write(NoticeRecord(text=complaint + " An older checkpoint is used."))
         name, host = world.broadcast_object([newest.path.name if newest is not None else None, socket.gethostname()])

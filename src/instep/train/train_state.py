@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.shards import fit, read_for
-from instep.checkpoint.stored import Stored, map_stored
+from instep.checkpoint.reader import StoredTensor, map_stored
+from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
@@ -107,7 +107,7 @@ class TrainState:
         """Take over the weights and the optimizer's state, or what this rank has of them."""
 
         def load_model(name: str) -> None:
-            self.model.load_state_dict(fit(checkpoint.stored(name), self.model.state_dict(), self._is_partial))
+            self.model.load_state_dict(reshard(checkpoint.stored(name), self.model.state_dict(), self._is_partial))
 
         self._load(checkpoint, "model", load_model)
         self._load(checkpoint, "optimizer", lambda name: self._load_optimizer(checkpoint, name))
@@ -127,9 +127,9 @@ class TrainState:
 
         found = by_number(checkpoint.stored(part), names, self._is_partial, self._names.first, tied_to)
         parameters = dict(enumerate(self._in_groups()))
-        groups = map_stored(found["param_groups"], Stored.read)
+        groups = map_stored(found["param_groups"], StoredTensor.read)
         state = {
-            key: map_stored(value, partial(read_for, parameter=parameters.get(key)))
+            key: map_stored(value, partial(read_for_parameter, parameter=parameters.get(key)))
             for key, value in found["state"].items()
         }
         for group, own in zip(groups, self.optimizer.param_groups, strict=True):

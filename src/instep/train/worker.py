@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.checkpoint.weights import spread_weights_sha256, weights_sha256
+from instep.checkpoint.weights import sharded_weights_sha256, weights_sha256
 from instep.core.errors import Preempted, SpecError
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
@@ -165,7 +165,7 @@ def make_result(run: Run, begun: float, attempt: int) -> Result:
     run.finish_saving()
     state = run.engine.trained[0].model.state_dict()
     is_whole = run.engine.grid.mesh.has_whole_models
-    own = weights_sha256(state) if is_whole else spread_weights_sha256(state, run.world)
+    own = weights_sha256(state) if is_whole else sharded_weights_sha256(state, run.world)
     hashes = run.world.all_gather_object(own)
     if run.engine.witness is not None:
         run.engine.witness.ended(hashes)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from instep.checkpoint.layout import step_of
+from instep.checkpoint.manifest import step_of
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed
 from instep.core.spec import TrainSpec

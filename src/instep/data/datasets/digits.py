@@ -1,4 +1,4 @@
-"""Handwritten digits of 8×8 pixels, shipped with the package (files/digits.md says where they come from)."""
+"""Handwritten digits of 8×8 pixels, shipped with the package (files/digits.md names their source)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instep.data.columns import Columns
 from instep.data.datasets.split import Split, check_split
 
 _FILE = Path(__file__).parent.parent / "files" / "digits.npz"
-_TEST_EVERY = 5  # neighbours in the file are of the same writer, so each writer is in both halves
+_TEST_EVERY = 5  # neighbours in the file are by the same writer, so each writer is in both splits
 
 
 def digits(split: Split = "train") -> Columns:

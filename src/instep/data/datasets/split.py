@@ -1,4 +1,4 @@
-"""The two halves that every dataset here comes in."""
+"""The two splits of every dataset here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ Split = Literal["train", "test"]
 
 
 def check_split(split: str) -> None:
-    """Refuse what is neither train nor test."""
+    """Raise SpecError unless the split is train or test."""
     if split not in ("train", "test"):
         raise SpecError(f"split={split!r} is unknown. Choose 'train' or 'test'.")

@@ -1,4 +1,4 @@
-"""A file of token numbers, memory-mapped."""
+"""A memory-mapped file of token ids."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from instep.core.errors import DataError, SpecError
-from instep.data.datasets.windows import Windows, num_windows
+from instep.data.datasets.windows import Windows, check_length
 
 
 def tokens(path: str | Path, length: int, dtype: str = "uint16") -> Windows:
-    """Open a file of raw token numbers, little-endian, as next-token samples.
+    """Open a file of raw little-endian token ids as next-token samples.
 
-    A batch is `(x, y)`, both int64 (B, length): sample i is the tokens from i * length on, y the same moved
-    on by one. Only what a batch needs is read from the disk.
+    A batch is `(x, y)`, both int64 (B, length): sample i starts at token i * length, y is x shifted by one
+    token. Only the samples of a batch are read from disk.
     """
     path = Path(path)
     item = _item_type(dtype)
@@ -22,15 +22,11 @@ def tokens(path: str | Path, length: int, dtype: str = "uint16") -> Windows:
         num_bytes = path.stat().st_size
         if num_bytes % item.itemsize:
             raise DataError(
-                f"{path} has {num_bytes} bytes, which is no whole number of tokens of {item.itemsize} bytes "
+                f"{path} has {num_bytes} bytes, which is not a multiple of the {item.itemsize} bytes of a token "
                 f"({dtype}). Is it truncated, or of another dtype?"
             )
         count = num_bytes // item.itemsize
-        if not num_windows(count, length):
-            raise DataError(
-                f"{path} holds {count} tokens; one sample of length {length} needs {length + 1}. Use a "
-                f"longer file or a smaller length."
-            )
+        check_length(f"{path} holds {count} tokens", count, length)
         return Windows(np.memmap(path, dtype=item, mode="r"), length)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -39,5 +35,5 @@ def tokens(path: str | Path, length: int, dtype: str = "uint16") -> Windows:
 def _item_type(dtype: str) -> np.dtype[np.generic]:
     known = ("uint8", "uint16", "uint32", "int32", "int64")
     if dtype not in known:
-        raise SpecError(f"dtype={dtype!r} is no type of token numbers. Choose one of {', '.join(known)}.")
+        raise SpecError(f"dtype={dtype!r} is not a dtype of token ids. Choose one of {', '.join(known)}.")
     return np.dtype(dtype).newbyteorder("<")

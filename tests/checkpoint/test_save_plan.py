@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.checkpoint.merge import merge
-from instep.checkpoint.pieces import Box, Holdings, LocalShard, Pieces, SavePlan, cut_out, plan_save
-from instep.checkpoint.tree import put_together, take_apart
+from instep.checkpoint.save_plan import Box, LocalShard, LocalShards, SavePlan, TensorMetadata, chunk_box, plan_save
+from instep.checkpoint.state_tree import flatten_state, merge_skeletons, unflatten_state
 from instep.core.errors import CheckpointError
 from instep.core.mesh import Mesh
 
@@ -28,11 +27,11 @@ def held_by(mesh: Mesh, shape: tuple[int, ...], tp_dim: int, fsdp_dim: int) -> l
     boxes = []
     for rank in range(mesh.size):
         cuts = [(tp_dim, mesh.tp, mesh.coordinate(rank, "tp")), (fsdp_dim, mesh.fsdp, mesh.coordinate(rank, "fsdp"))]
-        boxes.append(cut_out(shape, cuts if shape else []))
+        boxes.append(chunk_box(shape, cuts if shape else []))
     return boxes
 
 
-def elements(shape: tuple[int, ...], pieces: Pieces) -> torch.Tensor:
+def elements(shape: tuple[int, ...], pieces: TensorMetadata) -> torch.Tensor:
     """Count how often each element is written."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for piece in pieces.pieces:
@@ -46,7 +45,7 @@ def test_every_element_is_written_once_by_a_rank_that_has_it(
 ) -> None:
     dims = max(1, len(shape))
     boxes = held_by(mesh, shape, tp_dim % dims, fsdp_dim % dims)
-    held: list[Holdings] = [{("model", "w"): LocalShard("F32", shape, box, True)} for box in boxes]
+    held: list[LocalShards] = [{("model", "w"): LocalShard("F32", shape, box, True)} for box in boxes]
     plan = plan_save(held)
     pieces = plan.tensors["model"]["w"]
     assert torch.equal(elements(shape, pieces), torch.ones(shape, dtype=torch.int64))
@@ -55,7 +54,7 @@ def test_every_element_is_written_once_by_a_rank_that_has_it(
             assert held[rank][key].box == piece.box or not piece.box.numel
     written = [piece for share in plan.shares for piece in share.values()]
     assert sorted(written, key=repr) == sorted(pieces.pieces, key=repr)
-    assert Pieces.from_json(json.loads(json.dumps(pieces.to_json()))) == pieces
+    assert TensorMetadata.from_json(json.loads(json.dumps(pieces.to_json()))) == pieces
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1 << 14, 1 << 18), min_size=1, max_size=20))
@@ -82,7 +81,7 @@ def test_stages_write_what_they_have(stages: list[set[int]]) -> None:
 
 def test_files_are_named_by_who_writes() -> None:
     small, box = LocalShard("F32", (3,), Box.whole((3,)), False), Box.whole((4, 2))
-    halves = [LocalShard("F32", (4, 2), cut_out((4, 2), [(0, 2, i)]), True) for i in range(2)]
+    halves = [LocalShard("F32", (4, 2), chunk_box((4, 2), [(0, 2, i)]), True) for i in range(2)]
     plan = plan_save([{("rng", "a"): small, ("model", "w"): halves[0]}, {("model", "w"): halves[1]}])
     assert plan.tensors["rng"]["a"].pieces[0].file == "rng.safetensors"
     assert [(piece.file, piece.name) for piece in plan.tensors["model"]["w"].pieces] == [
@@ -105,16 +104,16 @@ def test_a_tensor_that_is_not_whole_is_refused() -> None:
 
 
 def test_a_weight_that_is_cut_in_two_ways_is_taken_from_the_first() -> None:
-    halves = [LocalShard("F32", (12,), cut_out((12,), [(0, 2, i)]), True) for i in range(2)]
-    thirds = [LocalShard("F32", (12,), cut_out((12,), [(0, 3, i)]), True) for i in range(3)]
-    plan = plan_save([{("model", "w"): each} for each in (*halves, *thirds)])
+    halves = [LocalShard("F32", (12,), chunk_box((12,), [(0, 2, i)]), True) for i in range(2)]
+    thirds = [LocalShard("F32", (12,), chunk_box((12,), [(0, 3, i)]), True) for i in range(3)]
+    plan = plan_save([{("model", "w"): shard} for shard in (*halves, *thirds)])
     assert [len(share) for share in plan.shares] == [1, 1, 0, 0, 0]
 
 
 def test_a_plan_for_many_ranks_is_made_quickly() -> None:
     held = [
         {
-            ("model", str(i)): LocalShard("F32", (4096, 64), cut_out((4096, 64), [(0, 512, rank)]), True)
+            ("model", str(i)): LocalShard("F32", (4096, 64), chunk_box((4096, 64), [(0, 512, rank)]), True)
             for i in range(50)
         }
         for rank in range(512)
@@ -131,14 +130,14 @@ def test_chunks_are_those_of_torch(shape: tuple[int, ...], num_chunks: int, dim:
     dim %= len(shape)
     tensor = torch.arange(torch.zeros(shape).numel()).view(shape)
     for index, chunk in itertools.zip_longest(range(num_chunks), tensor.chunk(num_chunks, dim)):
-        box = cut_out(shape, [(dim, num_chunks, index)])
-        found = tensor[box.within(Box.whole(shape))]
-        assert torch.equal(found, chunk) if chunk is not None else not found.numel()
+        box = chunk_box(shape, [(dim, num_chunks, index)])
+        actual = tensor[box.within(Box.whole(shape))]
+        assert torch.equal(actual, chunk) if chunk is not None else not actual.numel()
 
 
 def both(first: Any, second: Any) -> Any:
-    a, b = take_apart(first, "it")[0], take_apart(second, "it")[0]
-    return put_together(merge(a, b), {})
+    a, b = flatten_state(first, "it")[0], flatten_state(second, "it")[0]
+    return unflatten_state(merge_skeletons(a, b), {})
 
 
 def test_skeletons_of_stages_are_put_together() -> None:
