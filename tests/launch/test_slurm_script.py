@@ -226,7 +226,7 @@ def test_a_queue_that_does_not_answer(tmp_path: Path) -> None:
     stub(tmp_path, "srun", "exit 0")
     done = run_script(replace(PLAIN, run_dir=tmp_path / "run"), tmp_path, "; exit 1")
     assert done.returncode == 3
-    assert "the queue cannot be asked" in done.stderr
+    assert "squeue failed" in done.stderr
 
 
 def test_a_result_old_and_new(tmp_path: Path) -> None:
