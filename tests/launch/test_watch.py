@@ -24,7 +24,7 @@ def test_the_culprit_comes_first_and_the_sentence_is_said_once():
     assert failed.first.rank == 1
     assert failed.first.exit_code == 3
     assert [failure.consequence for failure in failed.failures] == [False, True, True]
-    assert describe(failed) == f"hung: {verdict.sentence}\nWhat rank 1 printed: /logs/rank-1.log"
+    assert describe(failed) == f"hung: {verdict.sentence}\nOutput of rank 1: /logs/rank-1.log"
     assert str(failed) == f"hung: {verdict.sentence}"
     assert plan_restart(failed.failures, failed.failures, 1, 3).restart
     assert not plan_restart(failed.failures, (), 0, 0).restart

@@ -170,7 +170,7 @@ def _launcher_command(spec: KubernetesSpec, host: str) -> list[str]:
     """Return the command of one pod's launcher; the rendezvous is at `host`, the first pod."""
     words = ["instep", "train", spec.task, *spec.words, "--run-dir", spec.run_dir]
     words += ["--nproc-per-node", str(spec.processes), "--preempted-exit", str(PREEMPTED)]
-    command = [word.replace("$", "$$") for word in words]  # Kubernetes would expand $(A)
+    command = [text.replace("$", "$$") for text in words]  # Kubernetes would expand $(A)
     if spec.max_nodes > 1:
         command += ["--nnodes", spec.nodes, "--rdzv-endpoint", f"{host}:{PORT}", "--rdzv-id", spec.name]
         command += ["--rdzv-conf", f"join_timeout={_JOIN_TIMEOUT_S}", "--local-addr", "$(POD_IP)"]

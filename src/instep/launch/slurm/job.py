@@ -27,8 +27,12 @@ _INSTEAD = {
 }
 """Options of sbatch that an option of instep, or the script, sets."""
 _EITHER = {
-    "--array": "sweep", "-a": "sweep", "--time": "time", "-t": "time",
-    "--partition": "partition", "-p": "partition",
+    "--array": "sweep",
+    "-a": "sweep",
+    "--time": "time",
+    "-t": "time",
+    "--partition": "partition",
+    "-p": "partition",
 }
 """Options of sbatch that may be given to instep or after --, and the field that holds them."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
