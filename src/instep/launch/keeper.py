@@ -61,7 +61,7 @@ def keep(job: Job) -> None:
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the launcher, which forwards it
     _adopt_environment(job)
     shift_clock(job.clock_shift_s)
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, attempt = int(os.environ["RANK"]), job.attempt
     job.scratch.start_attempt(attempt)
     job.scratch.announce_logs(rank, redirect_output(job.logs, rank))
     lifeline = _open_lifeline(job.scratch)
@@ -77,11 +77,11 @@ def keep(job: Job) -> None:
             os.close(fd)
         blocked = {signal.SIGUSR1} if job.preemptable else set()
         work(job.payload, job.scratch, rank, attempt, str(job.logs.error_file(rank)), _HANDLED - blocked)
-    with contextlib.suppress(OSError):  # the worker does it too, to be sure
+    with contextlib.suppress(OSError):  # the worker does it too; whichever comes first
         os.setpgid(worker_pid, worker_pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     name_process(f"instep:keep{rank}")
-    keeper = _Keeper(job, rank, attempt, worker_pid, lifeline, inbox)
+    keeper = _Keeper(job, rank, worker_pid, lifeline, inbox)
     job.scratch.announce_keeper(attempt, rank, os.getpid())
     if job.scratch.is_marked("asked"):  # before this keeper was announced
         keeper.forward(signal.SIGUSR1)
@@ -96,7 +96,6 @@ def keep(job: Job) -> None:
 class _Keeper:
     job: Job
     rank: int
-    attempt: int
     worker_pid: int
     lifeline: int
     inbox: int
@@ -125,10 +124,10 @@ class _Keeper:
             sys.exit(EXIT_ENVIRONMENT)
         if code == 0:
             return
-        record = self.job.scratch.load_failure(self.attempt, self.rank)
+        record = self.job.scratch.load_failure(self.job.attempt, self.rank)
         if record is None:
             record = failure_of_exit(self.rank, code, time_ns, str(self.job.logs.error_file(self.rank)))
-            self.job.scratch.save_failure(self.attempt, record)
+            self.job.scratch.save_failure(self.job.attempt, record)
         if record.consequence:
             self._wait_for_cause()
         sys.exit(1)
@@ -152,7 +151,7 @@ class _Keeper:
             os.kill(self.worker_pid, number)
 
     def _stop(self, number: signal.Signals) -> None:
-        failed = bool(self.job.scratch.load_failures(self.attempt))
+        failed = bool(self.job.scratch.load_failures(self.job.attempt))
         is_preemption = number == signal.SIGTERM and self.job.preemptable  # a scheduler sends it to all processes
         if is_preemption and not failed and not self.job.scratch.is_marked("ending"):
             self.forward(signal.SIGUSR1)
@@ -168,32 +167,30 @@ class _Keeper:
 
     def _drop_failure_since(self, stopped_ns: int) -> None:
         """Drop the failure of a worker that was already told to stop, or make it a consequence."""
-        record = self.job.scratch.load_failure(self.attempt, self.rank)
+        record = self.job.scratch.load_failure(self.job.attempt, self.rank)
         if record is None or record.time_ns < stopped_ns:
             return
         if record.summary.startswith(("sys.exit", "SystemExit", "KeyboardInterrupt")):
-            self.job.scratch.drop_failure(self.attempt, self.rank)
+            self.job.scratch.drop_failure(self.job.attempt, self.rank)
         else:
-            self.job.scratch.save_failure(self.attempt, dataclasses.replace(record, consequence=True))
+            self.job.scratch.save_failure(self.job.attempt, dataclasses.replace(record, consequence=True))
 
     def _wait_for_cause(self) -> None:
         """Wait a while: elastic ends the other ranks as soon as one exits, also the one with the cause."""
         num_ranks, until = int(os.environ["LOCAL_WORLD_SIZE"]), time.monotonic() + FAILURE_GRACE_S
         while time.monotonic() < until and self.stopped_ns is None:
-            if self.job.scratch.has_cause(self.attempt, num_ranks):
+            if self.job.scratch.has_cause(self.job.attempt, num_ranks):
                 return
             self._handle_events(0.02)
 
 
 def _adopt_environment(job: Job) -> None:
     """Set the launcher's environment as it is now, not as it was when the forkserver started."""
-    own = {
-        name: value for name, value in os.environ.items() if name in _TORCHRUN_NAMES or name.startswith("TORCHELASTIC_")
-    }
-    own["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
-    own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
+    own = {n: value for n, value in os.environ.items() if n in _TORCHRUN_NAMES or n.startswith("TORCHELASTIC_")}
     os.environ.clear()
     os.environ.update({**job.environ, **own})
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
 
 
 def _open_lifeline(scratch: Scratch) -> int:

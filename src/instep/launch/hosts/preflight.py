@@ -105,7 +105,7 @@ def inspect_hosts(ssh: Sequence[str], hosts: Sequence[str], file: str, folder: s
             _check_folder(inspections, folder)
     finally:
         for inspection in inspections:
-            inspection.end()
+            inspection.clean_up()
     return {host: HostInfo(**answer) for host, answer in zip(hosts, answers, strict=True)}
 
 
@@ -113,7 +113,7 @@ class _Inspection(SshProcess):
     """This module on one host."""
 
     def __init__(self, ssh: Sequence[str], host: str) -> None:
-        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by end()
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by clean_up
         super().__init__(ssh, host, "instep.launch.hosts.preflight", self._errors.fileno())
         self._timer = threading.Timer(_ANSWER_S, self.process.kill)
         self._timer.start()
@@ -125,14 +125,10 @@ class _Inspection(SshProcess):
                 return dict(json.loads(line))
         raise EnvironmentFailed(self._reason())
 
-    def end(self) -> None:
+    def clean_up(self) -> None:
         """Wait until the host has removed its mark, and end the connection."""
-        self.close_input()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+        self.end(timeout_s=5)
         self._timer.cancel()
-        self.process.kill()
-        self.process.wait()
         self.stdout.close()
         self._errors.close()
 

@@ -78,6 +78,14 @@ class SshProcess:
         with contextlib.suppress(OSError):
             self.stdin.close()
 
+    def end(self, timeout_s: float) -> None:
+        """End the module, and ssh in any case."""
+        self.close_input()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        self.process.kill()
+        self.process.wait()
+
 
 class _RemoteLauncher(SshProcess):
     def __init__(self, ssh: Sequence[str], host: str, command: Sequence[str], write: Write) -> None:
@@ -103,12 +111,7 @@ class _RemoteLauncher(SshProcess):
 
     def clean_up(self) -> None:
         """End ssh in any case; the supervisor on the host ends the launcher."""
-        self.close_input()
-        if self.exit_code is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_END_S)
-            self.process.kill()
-            self.process.wait()
+        self.end(_END_S)
         self._join_readers()
         for stream in self._streams.values():
             stream.close()

@@ -78,9 +78,7 @@ class KubernetesSpec:
         if not self.image or re.search(r"\s", self.image):
             raise SpecError(f"image={self.image!r} is not the name of an image. Write it as for docker pull: NAME:TAG.")
         if self.gpus_per_node < 0 or self.grace_s < 1:
-            raise SpecError(
-                f"gpus_per_node={self.gpus_per_node}, grace={self.grace_s}: use at least 0 GPUs and 1 second."
-            )
+            raise SpecError(f"gpus_per_node={self.gpus_per_node}, grace={self.grace_s}: use at least 0 GPUs, 1 s.")
         for resource, value in (("cpus", self.cpus), ("memory", self.memory)):
             if value is not None and not _QUANTITY.fullmatch(value):
                 raise SpecError(f"{resource}={value!r} is not a quantity. Write for instance --cpus 8, --memory 16Gi.")
@@ -134,13 +132,10 @@ def as_name(text: str) -> str:
 
 def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Parse NAME=VALUE texts."""
-    variables = []
     for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", text):
             raise SpecError(f"set_env={text!r} is not NAME=VALUE.")
-        variables.append((name, value))
-    return tuple(variables)
+    return tuple((name, value) for name, _, value in (text.partition("=") for text in texts))
 
 
 def task_key(file: str) -> str:

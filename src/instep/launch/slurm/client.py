@@ -24,7 +24,6 @@ _SLURM_IS_UNWELL = (
     *("transmitted", "communication", "connect"),
 )
 """Parts of messages about a problem of SLURM itself, not of what was asked."""
-
 _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     "TIMEOUT",

@@ -13,9 +13,9 @@ NodeFailure = Literal["requeue", "continue"]
 _INSTEAD = {
     **dict.fromkeys(("--nodes", "-N"), "instep's --nodes says how many"),
     **dict.fromkeys(
-        ("--ntasks", "-n", "--ntasks-per-node"), "SLURM starts one launcher per node, and -n says how many"
+        ("--ntasks", "-n", "--ntasks-per-node"), "SLURM starts one launcher per node; -n says how many ranks"
     ),
-    **dict.fromkeys(("--ntasks-per-gpu", "--ntasks-per-core", "--ntasks-per-socket"), "-n says how many processes"),
+    **dict.fromkeys(("--ntasks-per-gpu", "--ntasks-per-core", "--ntasks-per-socket"), "-n says how many ranks"),
     **dict.fromkeys(("--cpus-per-task", "-c"), "instep's --cpus-per-node says how many"),
     "--gpus-per-node": "instep's --gpus-per-node says how many",
     "--signal": "instep's --signal-before says when",
@@ -27,15 +27,11 @@ _INSTEAD = {
 }
 """Options of sbatch that an option of instep, or the script, sets."""
 _EITHER = {
-    "--array": "sweep",
-    "-a": "sweep",
-    "--time": "time",
-    "-t": "time",
-    "--partition": "partition",
-    "-p": "partition",
+    **dict.fromkeys(("--array", "-a"), "sweep"),
+    **dict.fromkeys(("--time", "-t"), "time"),
+    **dict.fromkeys(("--partition", "-p"), "partition"),
 }
 """Options of sbatch that may be given to instep or after --, and the field that holds them."""
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +88,13 @@ class SubmitSpec:
     sbatch_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 1), ("cpus_per_node", 1), ("signal_before_s", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise SpecError(f"{name}={value} is too small. Use at least {least}.")
+        for name in ("nodes", "gpus_per_node", "cpus_per_node", "signal_before_s"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SpecError(f"{name}={value} is too small. Use at least 1.")
         if self.on_node_failure not in ("requeue", "continue"):
             raise SpecError(f"on_node_failure={self.on_node_failure!r} is unknown. Choose requeue or continue.")
         for text in self.env:
-            if not _ENV_NAME.fullmatch(text.partition("=")[0]) or "=" not in text:
+            if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", text):
                 raise SpecError(f"set_env={text!r} does not set a variable. Write NAME=VALUE.")
         self._check_sbatch_options()
         self._check_characters()
@@ -120,10 +115,8 @@ class SubmitSpec:
         sweep = self.sweep.words if self.sweep else ()
         plain = (self.name, self.task, self.time, self.partition, str(self.cwd), str(self.run_dir))
         for text in (*words, *sweep, *filter(None, plain)):
-            if any(ord(character) < 32 or ord(character) == 127 for character in text):
-                raise SpecError(
-                    f"{text!r} has a line break or control character, which a script cannot hold. Remove it."
-                )
+            if re.search(r"[\x00-\x1f\x7f]", text):
+                raise SpecError(f"{text!r} has a line break or control character. Remove it: a script cannot hold it.")
 
     def _check_time(self) -> None:
         if self.time is None or (limit_s := time_limit_s(self.time)) is None:
