@@ -5,7 +5,7 @@ When one rank fails, the others soon fail too, because they lose a peer. This mo
 failure that merely reports a lost peer is a *consequence* and comes after every other. Among the rest the earliest
 comes first, by the time in nanoseconds that the failing rank recorded. A rank that was stopped because another had
 failed has not failed itself. The nodes' clocks differ, so their times are corrected first ([Note: One time for all
-machines] in clocks.py). Failures closer together than the uncertainty of the clocks are ordered by the kind of error
+nodes] in clock_offset.py). Failures closer together than the uncertainty of the clocks are ordered by the kind of error
 (one that the user's code raised before one of the environment), then by the step that was reached.
 """
 

@@ -28,7 +28,7 @@ from instep.core.errors import EXIT_ENVIRONMENT
 from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.scratch import Scratch
-from instep.launch.worker import FAILURE_GRACE_S, name_process, work
+from instep.launch.worker import FAILURE_GRACE_S, name_process, wait_for_cause, work
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDLED = {*_STOPS, signal.SIGUSR1, signal.SIGCHLD}
@@ -61,7 +61,7 @@ def keep(job: Job) -> None:
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the launcher, which forwards it
     _adopt_environment(job)
     shift_clock(job.clock_shift_s)
-    rank, attempt = int(os.environ["RANK"]), job.attempt
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     job.scratch.start_attempt(attempt)
     job.scratch.announce_logs(rank, redirect_output(job.logs, rank))
     lifeline = _open_lifeline(job.scratch)
@@ -129,7 +129,8 @@ class _Keeper:
             record = failure_of_exit(self.rank, code, time_ns, str(self.job.logs.error_file(self.rank)))
             self.job.scratch.save_failure(self.job.attempt, record)
         if record.consequence:
-            self._wait_for_cause()
+            num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+            wait_for_cause(self.job.scratch, self.job.attempt, num_ranks, self._is_stopped_meanwhile)
         sys.exit(1)
 
     def _handle_events(self, timeout_s: float | None) -> None:
@@ -175,13 +176,9 @@ class _Keeper:
         else:
             self.job.scratch.save_failure(self.job.attempt, dataclasses.replace(record, consequence=True))
 
-    def _wait_for_cause(self) -> None:
-        """Wait a while: elastic ends the other ranks as soon as one exits, also the one with the cause."""
-        num_ranks, until = int(os.environ["LOCAL_WORLD_SIZE"]), time.monotonic() + FAILURE_GRACE_S
-        while time.monotonic() < until and self.stopped_ns is None:
-            if self.job.scratch.has_cause(self.job.attempt, num_ranks):
-                return
-            self._handle_events(0.02)
+    def _is_stopped_meanwhile(self) -> bool:
+        self._handle_events(0.02)
+        return self.stopped_ns is not None
 
 
 def _adopt_environment(job: Job) -> None:

@@ -99,13 +99,8 @@ class Scratch:
         paths = sorted((self.folder / f"attempt-{attempt}").glob("*.json"))
         return [FailureRecord(**json.loads(path.read_bytes())) for path in paths]
 
-    def has_cause(self, attempt: int, num_ranks: int) -> bool:
-        """Return whether a failure that is no mere consequence is recorded, or one of every rank."""
-        failures = self.load_failures(attempt)
-        return len(failures) == num_ranks or not all(failure.consequence for failure in failures)
-
     def last_attempt(self) -> int:
-        """Return the number of the max_mtime attempt that started a rank."""
+        """Return the number of the newest attempt that started a rank."""
         return max((int(path.name.split("-")[1]) for path in self.folder.glob("attempt-*")), default=0)
 
     def count_attempts(self) -> int:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from instep.core.clock import now_ns
@@ -139,7 +140,7 @@ class _Watch:
         plan, observer = self._plan, self._observer
         for rank, text in stacks.items():
             if text:
-                plan.relay.write_unseen(plan.logs.error_file(rank), f"where rank {rank} hung:\n{text}")
+                plan.relay.write_unseen(self._log(rank), f"where rank {rank} hung:\n{text}")
         for record in failures_of(verdict, sorted(self._beats), now_ns(), plan.logs):
             plan.scratch.save_failure(observer.attempt, record)
         for beat in self._beats.values():
@@ -151,6 +152,9 @@ class _Watch:
             self._said = sentence
             self._plan.stderr.write(f"hung: {sentence}\n")
             self._plan.stderr.flush()
+
+    def _log(self, rank: int) -> Path:
+        return self._plan.logs.error_file(rank)
 
 
 def failures_of(verdict: Verdict, ranks: list[int], time_ns: int, logs: LogPlan) -> list[FailureRecord]:
