@@ -40,7 +40,7 @@ def plan(spec: TrainSpec, *values: str, sbatch: tuple[str, ...] = (), **asked: A
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put programs of SLURM's in place that answer as they are told."""
+    """Return a function that writes a stand-in for a program of SLURM."""
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
@@ -226,7 +226,7 @@ def test_a_hiccup_is_not_the_end_of_a_job(programs: Any, told: str) -> None:
 
 
 def hiccups(*after: str) -> list[str]:
-    """Answer three times after the first not at all, then as said; the job runs until it was cancelled."""
+    """Return a squeue that answers once, fails three times, then does what is given."""
     job = "echo '7|RUNNING|0:01|None|instep|/x/submit.sh'"
     lines = ["count=$(cat count 2>/dev/null || echo 0); echo $((count + 1)) > count"]
     return [

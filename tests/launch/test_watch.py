@@ -1,4 +1,4 @@
-"""What a hang becomes: failures that the restart policy and the person are told of."""
+"""A hang becomes failures, for the restart policy and the user."""
 
 import io
 import time
@@ -38,7 +38,7 @@ def test_where_all_wait_somebody_elsewhere_may_be_to_blame():
 
 @pytest.fixture
 def watch():
-    """A watch over a launch whose only rank is this process, which nobody looks at."""
+    """Yield the watch of a launch whose only rank is this process."""
     with open_scratch() as scratch:
         scratch.start_attempt(0)
         yield _Watch(WatchPlan(scratch, LOGS, None, None, False, io.StringIO()), 0), scratch

@@ -19,7 +19,7 @@ T = TypeVar("T")
 _ANSWER_S = 90.0
 _RETRY_FOR_S, _RETRY_PAUSE_S = 60.0, 2.0
 _UNKNOWN_JOB = "invalid job id"
-_SLURM_IS_UNWELL = (
+_SLURM_PROBLEMS = (
     *("contact", "configuration", "timed out", "refused", "authentication", "munge", "cannot stat file"),
     *("transmitted", "communication", "connect"),
 )
@@ -57,7 +57,7 @@ def submit(script: Path) -> str:
 
 
 def own_jobs(with_ended: bool = False) -> list[JobRecord]:
-    """Return this user's jobs that `instep submit` made, with those that have ended while SLURM remembers them."""
+    """Return this user's jobs that `instep submit` made; `with_ended` adds those that SLURM still remembers."""
     jobs = _queue("--me", *(["--states=all"] if with_ended else []))
     return [job for job in jobs if job.run_dir is not None]
 
@@ -142,9 +142,9 @@ def _run(program: str, *args: str) -> str:
 
 
 def _error_class(program: str, message: str) -> type[InstepError]:
-    """Return whether the user's input or SLURM is to blame for a failure."""
+    """Return the class of a failure: of the user's input, or of the environment."""
     if _UNKNOWN_JOB in message:
         return UnknownJob
     # A query has nothing in it that could be wrong, except for the job's id.
     is_query = program in ("squeue", "scontrol")
-    return EnvironmentFailed if is_query or any(part in message for part in _SLURM_IS_UNWELL) else SpecError
+    return EnvironmentFailed if is_query or any(part in message for part in _SLURM_PROBLEMS) else SpecError

@@ -129,7 +129,7 @@ while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a signal ended the wa
 [[ $status -ge 0 ]] || status=0"""
 
 
-_LEFT_EARLY = """\
+_CHECK_COMPLETE = """\
 # A new result means that the training is complete, whatever happened to a node meanwhile. So does an old one if the
 # ranks found nothing left to do.
 result=$(result)
@@ -153,12 +153,12 @@ fi
 def _end(spec: SubmitSpec) -> str:
     if not spec.requeue:
         return f"""\
-{_LEFT_EARLY}
+{_CHECK_COMPLETE}
 echo "$stop, and the training is not complete. Submit this script again to continue." >&2
 [[ $status -ne 0 ]] || status=3
 exit "$status\""""
     return f"""\
-{_LEFT_EARLY}
+{_CHECK_COMPLETE}
 
 # Ranks that exit with 0 have saved. If they failed and there is no new checkpoint, a requeued job would get no further.
 if [[ $status -ne 0 && $(newest) == "$newest_before" ]]; then
