@@ -1,4 +1,4 @@
-"""The resources of this node: cores, memory, ports, disk space. Only looks; imports no torch."""
+"""The resources of this node, as this process sees them: cores, memory, ports, disk space."""
 
 from __future__ import annotations
 
