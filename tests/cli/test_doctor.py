@@ -14,11 +14,11 @@ from instep.cli.doctor import report
 from instep.cli.findings import GIB, MIB, Finding, TorchBuild
 from instep.core.errors import SpecError
 from instep.core.topology import Place
-from instep.launch.machine import Folder, Machine, free_ports, look_at_folder, look_at_machine, quota_of
 from instep.launch.probe import ProbeResult
+from instep.launch.resources import Folder, NodeResources, check_folder, free_ports, node_resources, parse_cpu_max
 
 COMMAND = Path(sys.executable).with_name("instep")
-MACHINE = Machine(
+MACHINE = NodeResources(
     cores=8, memory_bytes=32 * GIB, available_bytes=16 * GIB, shared_memory_bytes=8 * GIB, has_nvidia=False
 )
 CPU_BUILD = TorchBuild(version="2.13.0+cpu")
@@ -127,11 +127,11 @@ def test_report_is_ok_without_red():
 
 @pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None), ("", None), ("1 0", None)])
 def test_container_quota(text, cores):
-    assert quota_of(text) == cores
+    assert parse_cpu_max(text) == cores
 
 
 def test_looking_leaves_nothing_behind(tmp_path):
-    there = look_at_folder(tmp_path / "runs" / "deep")
+    there = check_folder(tmp_path / "runs" / "deep")
     assert there.error == ""
     assert there.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
@@ -139,10 +139,10 @@ def test_looking_leaves_nothing_behind(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written():
-    assert "cannot be written" in findings.judge_disk(look_at_folder(Path("/proc/runs"))).text
+    assert "cannot be written" in findings.judge_disk(check_folder(Path("/proc/runs"))).text
 
 
 def test_this_machine():
-    machine = look_at_machine({"OMP_NUM_THREADS": "3"})
+    machine = node_resources({"OMP_NUM_THREADS": "3"})
     assert machine.cores >= 1
     assert machine.omp_num_threads == "3"

@@ -40,13 +40,13 @@ def plan(spec: TrainSpec, *values: str, sbatch: tuple[str, ...] = (), **asked: A
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put programs of SLURM's in place that answer as they are told."""
+    """Return a function that writes a stand-in for a program of SLURM."""
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(client, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(client, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(client, "_RETRY_PAUSE_S", 0.05)
+    monkeypatch.setattr(client, "_RETRY_FOR_S", 1.0)
 
     def put(name: str, *lines: str) -> None:
         (folder / name).write_text("\n".join(["#!/bin/bash", *lines, ""]))
@@ -130,7 +130,7 @@ def test_refused_before_the_queue(spec: TrainSpec, asked: dict[str, Any], part: 
         (["--error=x"], "logs/"),
         (["-D", "/"], "change to that directory"),
         (["--no-requeue"], "instep's --requeue"),
-        (["--comment=mine"], "instep jobs knows"),
+        (["--comment=mine"], "instep jobs recognizes"),
     ],
 )
 def test_refused_after_the_dashes(words: list[str], part: str) -> None:
@@ -222,11 +222,11 @@ def test_a_hiccup_is_not_the_end_of_a_job(programs: Any, told: str) -> None:
     programs("squeue", f"echo '{GONE}' >&2", "exit 1")
     assert client.find_job("7") is None
     with pytest.raises(SpecError, match="Invalid job id"):
-        client.still_there(["7"])
+        client.running_jobs(["7"])
 
 
 def hiccups(*after: str) -> list[str]:
-    """Answer three times after the first not at all, then as said; the job runs until it was cancelled."""
+    """Return a squeue that answers once, fails three times, then does what is given."""
     job = "echo '7|RUNNING|0:01|None|instep|/x/submit.sh'"
     lines = ["count=$(cat count 2>/dev/null || echo 0); echo $((count + 1)) > count"]
     return [
@@ -242,7 +242,7 @@ def test_cancel_asks_again(programs: Any, capsys: pytest.CaptureFixture[str]) ->
     programs("squeue", *hiccups(f"echo '{GONE}' >&2", "exit 1"))
     assert cancel_jobs(["7"], False) == 0
     told = capsys.readouterr().err
-    assert told.count("asking again") == 4
+    assert told.count("retrying in") == 4
     assert "job 7 is cancelled" in told
     programs("squeue", *hiccups(f"echo '{HICCUP}' >&2", "exit 1"))
     Path("count").unlink()
@@ -260,7 +260,7 @@ def test_follow_asks_again_and_minds_only_a_new_result(
     programs("squeue", *hiccups("echo '7|FAILED|0:09|None|instep|/x/submit.sh'"))
     assert follow("7", tmp_path, before) == 1
     told = capsys.readouterr().err
-    assert told.count("asking again") == 3
+    assert told.count("retrying in") == 3
     assert "job 7 is failed, and the training not complete" in told
     assert follow("7", tmp_path, None) == 0  # there was none before
     programs("squeue", "echo '7|COMPLETED|0:09|None|instep|/x/submit.sh'")

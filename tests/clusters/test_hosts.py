@@ -21,15 +21,14 @@ from instep.cli.hosts import judge
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.launch.hosts.plan import (
-    Survey,
-    agent_specs,
     check_addresses,
-    compare,
     exit_code_of,
+    launcher_specs,
     outcome,
     parse_hosts,
     remote_command,
 )
+from instep.launch.hosts.preflight import HostInfo, compare
 from sshd import Hosts, fake_version, ssh_hosts
 
 DIGITS = str(ROOT / "examples" / "digits.py")
@@ -107,7 +106,7 @@ class TestTraining:
             wait_for(lambda: len(steps_in(run_dir)) >= 3, timeout_s=60)
             workers = pids_of(run_dir, 2)
             assert all(map(is_alive, workers))
-            assert sum("instep.launch.hosts.guard" in words for words in remote_processes(hosts)) == 2
+            assert sum("instep.launch.hosts.supervisor" in words for words in remote_processes(hosts)) == 2
             local.send_signal(number)
             if number == signal.SIGKILL:
                 local.wait()
@@ -134,7 +133,7 @@ class TestBefore:
 
     def test_a_host_is_down(self, tmp_path: Path, hosts: Hosts) -> None:
         done = self.train(hosts, tmp_path, "hosta,down")
-        self.refused(done, 3, "down: ssh does not get there", "Connection refused", "Nothing was started")
+        self.refused(done, 3, "down: ssh cannot connect", "Connection refused", "Nothing was started")
         assert "hosta:" not in done.stderr
         assert not (tmp_path / "run").exists()
 
@@ -149,7 +148,7 @@ class TestBefore:
         mounted = 'exec unshare --mount sh -c "mount {} && $SSH_ORIGINAL_COMMAND"\n'
         hosts.force(mounted.format(f"-t tmpfs tmpfs {tmp_path}"))
         self.refused(
-            self.train(hosts, tmp_path, "hosta,hostb"), 3, f"hostb: its {tmp_path} is another one than hosta's"
+            self.train(hosts, tmp_path, "hosta,hostb"), 3, f"hostb: its {tmp_path} is not the same folder as hosta's"
         )
         (other := tmp_path / "other.py").write_text("x = 1\n")
         hosts.force(mounted.format(f"--bind {other} {DIGITS}"))
@@ -157,7 +156,7 @@ class TestBefore:
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path, hosts: Hosts) -> None:
         hosts.force('exec sh -c "$(printf %s "$SSH_ORIGINAL_COMMAND" | sed \'s#^cd #cd /nowhere#\')"\n')
-        self.refused(self.train(hosts, tmp_path, "hosta,hostb"), 3, "hostb: instep cannot be run there", "/nowhere")
+        self.refused(self.train(hosts, tmp_path, "hosta,hostb"), 3, "hostb: instep cannot run there", "/nowhere")
 
     def test_asked_to_stop_before_anything_is_started(self, tmp_path: Path, hosts: Hosts) -> None:
         options = ("--hosts", "hosta,hostb", "--ssh", hosts.ssh, "--run-dir", str(tmp_path / "run"))
@@ -176,8 +175,8 @@ class TestBefore:
     @pytest.mark.parametrize(
         ("words", "part"),
         [
-            (("--hosts", "a,b:22"), "'b:22' is no host"),
-            (("--hosts", "a,-oProxyCommand=x"), "is no host"),
+            (("--hosts", "a,b:22"), "'b:22' is not a host"),
+            (("--hosts", "a,-oProxyCommand=x"), "is not a host"),
             (("--hosts", "a,a"), "names a twice"),
             (("--ssh", "ssh -v"), "--ssh and --allow-differences are for --hosts"),
             (("--hosts", "a,b", "--ssh", "'"), "cannot be read"),
@@ -209,7 +208,7 @@ class TestScripts:
 class TestGuard:
     def start(self, *command: str) -> subprocess.Popen[str]:
         guard = subprocess.Popen(
-            [sys.executable, "-m", "instep.launch.hosts.guard"],
+            [sys.executable, "-m", "instep.launch.hosts.supervisor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -236,7 +235,7 @@ class TestGuard:
             assert guard.wait(10) == 7
 
 
-HERE = Survey(instep="0.1.0", code="c1", python="3.11.2", torch="2.13.0+cpu", numpy="2.4.6", file="f1", port=1)
+HERE = HostInfo(instep="0.1.0", code="c1", python="3.11.2", torch="2.13.0+cpu", numpy="2.4.6", file="f1", port=1)
 
 
 class TestPlans:
@@ -253,7 +252,7 @@ class TestPlans:
             ({"instep": "0.2.0", "code": "c2"}, "b: instep 0.2.0, here 0.1.0", True),
             ({"code": "c2"}, "b: instep's files differ (c2, here c1)", True),
             ({"file": "f2"}, "b: t.py differs (sha256 f2, here f1)", True),
-            ({"file": ""}, "b: t.py is not there", True),
+            ({"file": ""}, "b: t.py does not exist", True),
         ],
     )
     def test_differences(self, there: dict[str, str], text: str, fatal: bool) -> None:
@@ -269,12 +268,12 @@ class TestPlans:
             judge(HERE, found, "t.py", allowed=False)
         judge(HERE, found, "t.py", allowed=True)
         assert capsys.readouterr().err.count("warning: b: ") == 2
-        with pytest.raises(EnvironmentFailed, match=r"t\.py is not there"):
+        with pytest.raises(EnvironmentFailed, match=r"t\.py does not exist"):
             judge(HERE, {"b": replace(HERE, file="")}, "t.py", allowed=True)
 
     def test_agents_meet_at_the_first(self) -> None:
         spec = TrainSpec(hosts="a,b", ssh="ssh -v", processes=2, epochs=2, rdzv_conf="join_timeout=9")
-        found = agent_specs(spec, {"a": "10.0.0.1", "b": "b.lan"}, 4711, "job")
+        found = launcher_specs(spec, {"a": "10.0.0.1", "b": "b.lan"}, 4711, "job")
         shared = ["--nproc-per-node", "2", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:4711", "--rdzv-id", "job"]
         tails = {"a": ("1", "10.0.0.1"), "b": ("0", "b.lan")}
         for host, (is_host, address) in tails.items():
@@ -284,9 +283,9 @@ class TestPlans:
     def test_contradictions(self) -> None:
         addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}
         with pytest.raises(SpecError, match="nnodes=3 contradicts the 2 hosts"):
-            agent_specs(LaunchSpec(hosts="a,b", nnodes="3"), addresses, 1, "job")
-        assert agent_specs(LaunchSpec(hosts="a,b", nnodes="1:2"), addresses, 1, "job")["a"].nnodes == "1:2"
-        with pytest.raises(SpecError, match="take for themselves"):
+            launcher_specs(LaunchSpec(hosts="a,b", nnodes="3"), addresses, 1, "job")
+        assert launcher_specs(LaunchSpec(hosts="a,b", nnodes="1:2"), addresses, 1, "job")["a"].nnodes == "1:2"
+        with pytest.raises(SpecError, match="mean themselves"):
             check_addresses({"a": "127.0.0.1", "b": "10.0.0.2"})
 
     def test_a_remote_shell_sees_words_not_commands(self) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from commands import ROOT, run
 from instep.cli.app import app
-from instep.launch.kubernetes.yaml import Noted, to_yaml
+from instep.launch.kubernetes.yaml import Commented, to_yaml
 from published import check
 
 DIGITS = str(ROOT / "examples" / "digits.py")
@@ -150,7 +150,10 @@ class TestRefused:
             (BASE[:3], ("no volume for the run directory", "checkpoints would be lost", "--volume CLAIM:/path")),
             ((*BASE, "--run-dir", "/tmp/x"), ("/tmp/x lies on none of the volumes (/data)",)),
             ((*BASE, "--run-dir", "/data/../etc"), ("lies on none of the volumes",)),
-            ((*BASE, "--name", "Digits_1"), ("name='Digits_1' is no name for Kubernetes", "'digits-1' would do")),
+            (
+                (*BASE, "--name", "Digits_1"),
+                ("name='Digits_1' is not a valid name in Kubernetes", "for instance 'digits-1'"),
+            ),
             ((*BASE, "--name", "a" * 60), ("has 60 characters",)),
             ((*BASE, "--namespace", "-x"), ("namespace='-x'",)),
             ((*BASE, "--volume", "nonsense"), ("volume='nonsense' is not CLAIM:/path",)),
@@ -183,7 +186,7 @@ class TestRefused:
         path.write_text(text)
         code, _, err = submit(capsys, str(path), *BASE[1:], "--task-from-here", "--dry-run", "--kind", "job")
         assert code == 2
-        assert f"takes {size} bytes as JSON, and kubectl apply can bring 245,760" in err
+        assert f"takes {size} bytes as JSON, and kubectl apply takes at most 245,760" in err
 
     def test_a_file_that_just_fits(self, capsys: Any, tmp_path: Path) -> None:
         """The annotation in which `kubectl apply` keeps a copy has room for 262,144 bytes."""
@@ -215,7 +218,7 @@ class TestRefused:
         path.write_text("def\n")
         code, _, err = submit(capsys, str(path), *BASE[1:], "--task-from-here", "--dry-run", "--kind", "job")
         assert code == 2
-        assert "is no Python file that pods could load" in err
+        assert "is not a Python file that the pods could load" in err
 
 
 KUBECTL = """#!/bin/sh
@@ -264,7 +267,7 @@ class TestKubectl:
         assert done.returncode == 3
         assert "kubectl is not on the path, so nothing was submitted" in done.stderr
         assert (tmp_path / "runs/digits/kubernetes.yaml").is_file()  # and can be taken to where it is
-        assert "a plain Job, which all do" in self.submit(tmp_path, env).stderr
+        assert "a plain Job, which every one does" in self.submit(tmp_path, env).stderr
 
     @pytest.mark.parametrize(
         ("known", "code", "kind"),
@@ -342,8 +345,11 @@ class TestYaml:
 
     @given(st.dictionaries(TEXTS, VALUES, min_size=1, max_size=4))
     def test_comments_change_nothing(self, document: dict[str, Any]) -> None:
-        noted = {key: Noted("why", value) for key, value in document.items()}
-        assert yaml.safe_load(to_yaml([{"list": [Noted("one", noted)], **noted}])) == {"list": [document], **document}
+        noted = {key: Commented("why", value) for key, value in document.items()}
+        assert yaml.safe_load(to_yaml([{"list": [Commented("one", noted)], **noted}])) == {
+            "list": [document],
+            **document,
+        }
 
     def test_text_stays_readable(self) -> None:
         assert to_yaml([{"a": {"file.py": "import x\n\nx.y()\n"}}]) == "a:\n  file.py: |\n    import x\n\n    x.y()\n"

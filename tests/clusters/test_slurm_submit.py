@@ -85,7 +85,7 @@ def test_preempted_with_time_to_leave(slurm: SlurmCluster, tmp_path: Path, alone
     assert slurm.job(job)["Restarts"] == "1"
     slurm.wait(job, "COMPLETED", timeout_s=120, hurry=True)
     assert result(tmp_path / "run")["weights_sha256"] == alone
-    assert "make room: requeued, to go on from" in slurm.output(job)
+    assert "The job was preempted: requeued, to continue from" in slurm.output(job)
 
 
 def lose_a_node(slurm: SlurmCluster, tmp_path: Path, policy: str) -> str:

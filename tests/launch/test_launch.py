@@ -1,4 +1,4 @@
-"""Real launches: what a person sees and gets back."""
+"""Real launches: what the user sees, and what is returned."""
 
 import os
 import signal

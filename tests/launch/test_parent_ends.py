@@ -1,28 +1,25 @@
-"""However the launching process ends, nothing that it started is left."""
+"""However the launcher ends, none of its processes is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from launch_support import SCRIPTS
 
 
 def session_members(session: int) -> list[str]:
-    """Return the processes of a session; zombies, which nobody here can reap, left out."""
+    """Return the processes of a session, without zombies, which nobody here can reap."""
     members = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            continue
-        fields = rest.split()
-        if int(fields[3]) == session and fields[0] != "Z":
-            members.append(f"{path.parent.name} {name}")
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):  # it has just ended
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(f"{process.pid} {process.name()}")
     return members
 
 

@@ -1,4 +1,4 @@
-"""Any script runs unchanged, and its end is told apart."""
+"""Any script runs unchanged, and the ways it can end are distinguished."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The folder of a launch, and what is left of those that were killed."""
+"""The scratch folder, and the folders of launches that were killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch script, on paper: what it asks SLURM for, and that odd names come through bash unharmed."""
+"""The batch script: its directives, its command with odd names, and what it does when the step ends."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def directives(spec: SubmitSpec) -> list[str]:
 
 
 def stub(folder: Path, name: str, *lines: str) -> None:
-    """Put a program of SLURM's into a folder."""
+    """Write a stand-in for a program of SLURM."""
     (folder / name).write_text("\n".join(["#!/bin/bash", *lines, ""]))
     (folder / name).chmod(0o755)
 
 
 def run_script(spec: SubmitSpec, folder: Path, state: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in bash, in a folder with an srun, and with a queue that says `state`."""
+    """Run the script in bash with the srun of the folder and a squeue that prints `state`."""
     stub(folder, "squeue", f"echo {state}")
     stub(folder, "scontrol", 'echo "$@" >> requeued')
     env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "40007", "SLURMD_NODENAME": "node7", **variables}
@@ -53,7 +53,7 @@ def run_script(spec: SubmitSpec, folder: Path, state: str, **variables: str) -> 
 
 
 def words_of(spec: SubmitSpec, tmp_path: Path, **variables: str) -> list[str]:
-    """Run the script in bash with an srun that only writes down its words."""
+    """Return the arguments with which the script calls srun."""
     stub(tmp_path, "srun", 'printf "%s\\0" "$@" > words')
     done = run_script(spec, tmp_path, "COMPLETING/None", **variables)
     assert (done.returncode, done.stderr) == (0, "")
@@ -185,7 +185,7 @@ def test_the_queue_is_read() -> None:
 
 
 def test_a_signal_does_not_end_the_wait(tmp_path: Path) -> None:
-    """USR1 reaches the step, whose exit code is the script's; without progress the job is not requeued."""
+    """USR1 reaches the step, whose exit code counts; without progress the job is not requeued."""
     stub(tmp_path, "srun", "trap 'echo told > told' USR1", ": > up", "sleep 1 & wait; sleep 0.5", "exit 7")
     prelude = ("(until [[ -e up ]]; do sleep 0.02; done; kill -USR1 $$) &",)
     for spec, code in ((replace(PLAIN, prelude=prelude), 3), (replace(PLAIN, prelude=prelude, requeue=False), 7)):
@@ -226,11 +226,11 @@ def test_a_queue_that_does_not_answer(tmp_path: Path) -> None:
     stub(tmp_path, "srun", "exit 0")
     done = run_script(replace(PLAIN, run_dir=tmp_path / "run"), tmp_path, "; exit 1")
     assert done.returncode == 3
-    assert "the queue cannot be asked" in done.stderr
+    assert "squeue failed" in done.stderr
 
 
 def test_a_result_old_and_new(tmp_path: Path) -> None:
-    """An old result says nothing of ranks that were asked to leave; one of this job does, whatever became of srun."""
+    """An old result does not make a stopped job complete; a new one does, whatever the exit code of srun."""
     spec = replace(PLAIN, run_dir=tmp_path)
     (tmp_path / "result.json").write_text("{}")
     stub(tmp_path, "srun", "exit 0")  # the run was complete before

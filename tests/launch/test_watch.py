@@ -1,4 +1,4 @@
-"""What a hang becomes: failures that the restart policy and the person are told of."""
+"""A hang becomes failures, for the restart policy and the user."""
 
 import io
 import time
@@ -24,7 +24,7 @@ def test_the_culprit_comes_first_and_the_sentence_is_said_once():
     assert failed.first.rank == 1
     assert failed.first.exit_code == 3
     assert [failure.consequence for failure in failed.failures] == [False, True, True]
-    assert describe(failed) == f"hung: {verdict.sentence}\nWhat rank 1 printed: /logs/rank-1.log"
+    assert describe(failed) == f"hung: {verdict.sentence}\nOutput of rank 1: /logs/rank-1.log"
     assert str(failed) == f"hung: {verdict.sentence}"
     assert plan_restart(failed.failures, failed.failures, 1, 3).restart
     assert not plan_restart(failed.failures, (), 0, 0).restart
@@ -38,7 +38,7 @@ def test_where_all_wait_somebody_elsewhere_may_be_to_blame():
 
 @pytest.fixture
 def watch():
-    """A watch over a launch whose only rank is this process, which nobody looks at."""
+    """Yield the watch of a launch whose only rank is this process."""
     with open_scratch() as scratch:
         scratch.start_attempt(0)
         yield _Watch(WatchPlan(scratch, LOGS, None, None, False, io.StringIO()), 0), scratch

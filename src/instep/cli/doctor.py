@@ -21,10 +21,10 @@ from instep.cli.findings import Finding, TorchBuild
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
 from instep.core.spec import seconds_of
 from instep.core.version import __version__
-from instep.launch.machine import free_ports, look_at_folder, look_at_machine, scratch_folder
 from instep.launch.machines.checkup import Checkup, CheckupPlan, check_up
 from instep.launch.probe import Backend, probe
 from instep.launch.rendezvous import split_endpoint
+from instep.launch.resources import check_folder, check_temporary_folder, free_ports, node_resources
 from instep.world.world import place_here
 
 _PATIENCE_S = 2.0
@@ -107,7 +107,7 @@ def report(found: list[Finding]) -> dict[str, Any]:
 
 def _findings(progress: Console) -> Iterator[Finding]:
     """Look at one thing after the other: what is quick first, then what starts processes."""
-    machine, build = look_at_machine(), _torch_build()
+    machine, build = node_resources(), _torch_build()
     yield Finding("instep", "green", __version__)
     yield Finding("python", "green", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield findings.judge_torch(build, machine)
@@ -115,8 +115,8 @@ def _findings(progress: Console) -> Iterator[Finding]:
     yield findings.judge_memory(machine)
     yield findings.judge_devices(build)
     yield _launcher()
-    yield findings.judge_disk(look_at_folder(Path.cwd() / "runs"))
-    yield findings.judge_scratch(scratch_folder())
+    yield findings.judge_disk(check_folder(Path.cwd() / "runs"))
+    yield findings.judge_scratch(check_temporary_folder())
     yield findings.judge_shared_memory(machine)
     yield findings.judge_threads(machine)
     yield _ports()

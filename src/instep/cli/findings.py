@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from instep.core.topology import Place
-from instep.launch.machine import SHARED_MEMORY, Folder, Machine
 from instep.launch.machines.checkup import Checkup
 from instep.launch.machines.links import Pair, distant_links, duration, rate, slow_links
 from instep.launch.machines.peers import Link
 from instep.launch.probe import PROCESSES, ProbeResult
+from instep.launch.resources import SHARED_MEMORY, Folder, NodeResources
 
 Level = Literal["green", "yellow", "red"]
 
@@ -47,7 +47,7 @@ class TorchBuild:
     gpus: tuple[tuple[str, int], ...] = ()
 
 
-def judge_torch(build: TorchBuild, machine: Machine) -> Finding:
+def judge_torch(build: TorchBuild, machine: NodeResources) -> Finding:
     """Judge version and build."""
     kind = f"CUDA {build.cuda} build" if build.cuda else f"ROCm {build.hip} build" if build.hip else "CPU build"
     text = f"{build.version}, {kind}"
@@ -68,7 +68,7 @@ def judge_torch(build: TorchBuild, machine: Machine) -> Finding:
     return Finding("torch", "green", text)
 
 
-def judge_cpu(machine: Machine) -> Finding:
+def judge_cpu(machine: NodeResources) -> Finding:
     """Judge cores."""
     text = f"{machine.cores} core" + ("s" if machine.cores != 1 else "")
     if machine.quota_cores is not None and machine.quota_cores < machine.cores:
@@ -78,7 +78,7 @@ def judge_cpu(machine: Machine) -> Finding:
     return Finding("cpu", "green", text)
 
 
-def judge_memory(machine: Machine) -> Finding:
+def judge_memory(machine: NodeResources) -> Finding:
     """Judge memory."""
     if machine.memory_bytes is None:
         return Finding("memory", "yellow", "its size is not known on this system", "Watch it yourself.")
@@ -205,7 +205,7 @@ def judge_scratch(folder: Folder) -> Finding:
     return Finding("scratch", level, f"{size(folder.free_bytes)} free in {folder.path}", advice)
 
 
-def judge_shared_memory(machine: Machine) -> Finding:
+def judge_shared_memory(machine: NodeResources) -> Finding:
     """Judge the memory through which worker processes pass samples."""
     name = str(SHARED_MEMORY)
     if machine.shared_memory_bytes is None:
@@ -218,7 +218,7 @@ def judge_shared_memory(machine: Machine) -> Finding:
     return Finding(name, "green", text)
 
 
-def judge_threads(machine: Machine) -> Finding:
+def judge_threads(machine: NodeResources) -> Finding:
     """Judge what the environment says about threads."""
     wanted = machine.omp_num_threads
     if wanted is None:

@@ -23,7 +23,7 @@ def follow(number: str, run_dir: Path, before: int | None) -> int:
     except KeyboardInterrupt:
         say(f"no longer followed: job {number} goes on. instep jobs shows it, instep cancel {number} ends it.")
         return EXIT_INTERRUPTED
-    job = client.patiently(lambda: client.find_job(number), say)
+    job = client.with_retries(lambda: client.find_job(number), say)
     state = job.state.lower() if job else "not known to SLURM any more"
     stamp = result_stamp(run_dir)
     if stamp is not None and (stamp != before or state == "completed"):
@@ -33,7 +33,7 @@ def follow(number: str, run_dir: Path, before: int | None) -> int:
     if log.exists():
         say("\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]))
     say(f"job {number} is {state}, and the training not complete. Its output: {log}")
-    return client.patiently(lambda: client.exit_code_of(number), say) or EXIT_ENVIRONMENT
+    return client.with_retries(lambda: client.exit_code_of(number), say) or EXIT_ENVIRONMENT
 
 
 def result_stamp(run_dir: Path) -> int | None:
@@ -46,7 +46,7 @@ def result_stamp(run_dir: Path) -> int | None:
 
 def _wait_for_end(number: str) -> None:
     shown = ""
-    while (job := client.patiently(lambda: client.find_job(number), say)) is not None:
+    while (job := client.with_retries(lambda: client.find_job(number), say)) is not None:
         told = f"job {number}: {job.state.lower()}" + (f" ({job.reason})" if job.state == "PENDING" else "")
         if told != shown:
             say(shown := told)

@@ -15,19 +15,9 @@ from pathlib import Path
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EnvironmentFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.stop import StopRequest
-from instep.launch.hosts.look import look_at_hosts
-from instep.launch.hosts.plan import (
-    S,
-    Survey,
-    agent_specs,
-    check_addresses,
-    compare,
-    outcome,
-    parse_hosts,
-    parse_ssh,
-)
-from instep.launch.hosts.ssh import Fleet, Write, check_ssh, find_addresses
-from instep.launch.hosts.survey import survey
+from instep.launch.hosts.plan import S, check_addresses, launcher_specs, outcome, parse_hosts, parse_ssh
+from instep.launch.hosts.preflight import HostInfo, compare, host_info, inspect_hosts
+from instep.launch.hosts.ssh import RemoteLaunchers, Write, check_ssh, find_addresses
 
 
 def train_on_hosts(task: str, values: Sequence[str], spec: TrainSpec) -> int:
@@ -61,12 +51,12 @@ def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], 
     check_ssh(ssh)
     addresses = find_addresses(ssh, hosts)
     check_addresses(addresses)
-    agent_specs(spec, addresses, 0, "")  # what contradicts itself is said before anybody is asked
+    launcher_specs(spec, addresses, 0, "")  # what contradicts itself is said before anybody is asked
     if not quiet:
         _say(f"looking at {', '.join(hosts)} …")
-    found = look_at_hosts(ssh, hosts, file, folder)
-    judge(survey(file), found, file, spec.allow_differences)
-    specs = agent_specs(spec, addresses, found[hosts[0]].port, f"instep-{uuid.uuid4().hex[:12]}")
+    found = inspect_hosts(ssh, hosts, file, folder)
+    judge(host_info(file), found, file, spec.allow_differences)
+    specs = launcher_specs(spec, addresses, found[hosts[0]].port, f"instep-{uuid.uuid4().hex[:12]}")
     start = [sys.executable, "-P", "-m", "instep.cli.entry"]
     commands = {host: [*start, *words(own)] for host, own in specs.items()}
     least = next(iter(specs.values())).min_nodes
@@ -75,17 +65,17 @@ def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], 
         _say("asked to stop before anything was started.")
         return preempted
     good = frozenset({EXIT_DONE, preempted})
-    fleet = Fleet(ssh, commands, least, good, write)
-    ends = fleet.run()
+    launchers = RemoteLaunchers(ssh, commands, least, good, write)
+    ends = launchers.run()
     code, failed = outcome(ends, good, least if spec.max_nodes > spec.min_nodes else len(ends))
-    if failed and fleet.interrupted:
+    if failed and launchers.interrupted:
         return EXIT_INTERRUPTED
     if failed:
         _say(f"{failed} failed first, with exit code {code}.")
     return code
 
 
-def judge(here: Survey, found: dict[str, Survey], file: str, allowed: bool) -> None:
+def judge(here: HostInfo, found: dict[str, HostInfo], file: str, allowed: bool) -> None:
     """Say what differs; refuse what would make another program of it."""
     differences = [each for host, there in found.items() for each in compare(here, there, host, file)]
     fatal = [each for each in differences if each.fatal]

@@ -54,11 +54,11 @@ def _row(job: JobRecord) -> dict[str, Any]:
 def cancel_jobs(jobs: list[str], as_json: bool) -> int:
     """End jobs, and wait until they are gone: their ranks may still be saving."""
     named = ", ".join(jobs)
-    there = client.still_there(jobs)
+    there = client.running_jobs(jobs)
     if there:
-        client.patiently(lambda: client.cancel(jobs), say)
+        client.with_retries(lambda: client.cancel(jobs), say)
     begun = said = time.monotonic()
-    while left := client.patiently(lambda: client.left_of(there), say):
+    while left := client.with_retries(lambda: client.unfinished(there), say):
         if time.monotonic() - said >= _SAY_EVERY_S:
             said = time.monotonic()
             states = ", ".join(f"{job.id} {job.state.lower()}" for job in left)

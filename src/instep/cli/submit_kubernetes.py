@@ -16,7 +16,9 @@ import typer
 from instep.cli.options import make_spec
 from instep.core.errors import SpecError
 from instep.core.spec import PLACE_FIELDS, TrainSpec
-from instep.launch.kubernetes.asked import (
+from instep.launch.kubernetes.kubectl import apply, choose_kind
+from instep.launch.kubernetes.manifests import main_resource, manifest_text
+from instep.launch.kubernetes.spec import (
     TASK_FOLDER,
     Kind,
     KubernetesSpec,
@@ -26,8 +28,6 @@ from instep.launch.kubernetes.asked import (
     parse_env,
     task_key,
 )
-from instep.launch.kubernetes.kubectl import apply, choose_kind
-from instep.launch.kubernetes.manifests import main_resource, manifest_text
 
 HELP = """Write the manifests that train a Task on Kubernetes: a TrainJob, a PyTorchJob or a plain Job.
 

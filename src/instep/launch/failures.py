@@ -1,12 +1,12 @@
 """What failed, and what failed first. Pure: from exceptions and exit codes to records, order and text.
 
 [Note: The first failure]
-When one rank fails, the others soon fail too, because it is gone. Which one is to blame is decided here:
-a failure that merely notices a lost peer is a *consequence* and ranks below every other; among the rest the
-earliest comes first, by nanoseconds noted in the failing rank itself. A rank that was told to stop because
-another had failed has not failed. Machines' clocks differ, so their times are corrected first ([Note: One time for
-all machines] in clocks.py); what then lies so close that the doubt about the clocks covers it is put in order by the
-kind of the error (what the user's code raised before what came from outside), then by the step that was reached.
+When one rank fails, the others soon fail too, because they lose a peer. This module decides which one is to blame. A
+failure that merely reports a lost peer is a *consequence* and comes after every other. Among the rest the earliest
+comes first, by the time in nanoseconds that the failing rank recorded. A rank that was stopped because another had
+failed has not failed itself. The nodes' clocks differ, so their times are corrected first ([Note: One time for all
+nodes] in clock_offset.py). Failures closer together than the uncertainty of the clocks are ordered by the kind of error
+(one that the user's code raised before one of the environment), then by the step that was reached.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _SIGNAL_HINTS = {
     signal.SIGKILL: "out of memory, or someone killed it",
     signal.SIGTERM: "someone ended it",
     signal.SIGSEGV: "a crash in native code; its log may hold the Python stack",
-    signal.SIGABRT: "native code gave up; its log says why",
-    signal.SIGBUS: "memory that is not there; /dev/shm may be full",
+    signal.SIGABRT: "native code aborted; its log says why",
+    signal.SIGBUS: "access to missing memory; /dev/shm may be full",
 }
 
 
 def failure_of_exception(error: BaseException, rank: int, time_ns: int, log: str) -> FailureRecord:
-    """Describe the exception that ended a rank."""
-    exit_code, consequence = _judge(error)
+    """Return the record of an exception that ended a rank."""
+    exit_code, consequence = _classify(error)
     return FailureRecord(
         rank=rank,
         time_ns=time_ns,
@@ -68,7 +68,7 @@ def failure_of_exception(error: BaseException, rank: int, time_ns: int, log: str
 
 
 def failure_of_exit(rank: int, exit_code: int, time_ns: int, log: str) -> FailureRecord:
-    """Describe a rank whose process ended without a word; a negative exit code is a signal's number."""
+    """Return the record of a rank whose process ended without an exception; a negative exit code is a signal."""
     if exit_code < 0:
         try:
             number = signal.Signals(-exit_code)
@@ -84,18 +84,18 @@ def failure_of_exit(rank: int, exit_code: int, time_ns: int, log: str) -> Failur
 
 
 def order_failures(failures: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """Sort failures, the first cause first; see [Note: The first failure]."""
+    """Return the failures, the first cause first; see [Note: The first failure]."""
     ordered = sorted(failures, key=lambda failure: (failure.consequence, failure.time_ns, failure.rank))
     if not ordered:
         return []
     earliest = ordered[0]
     tied = [failure for failure in ordered if failure is earliest or _may_be_as_early(failure, earliest)]
-    first = min(tied, key=_suspicion) if len(tied) > 1 else earliest
+    first = min(tied, key=_tie_order) if len(tied) > 1 else earliest
     return [first, *(failure for failure in ordered if failure is not first)]
 
 
 def _may_be_as_early(failure: FailureRecord, earliest: FailureRecord) -> bool:
-    """Tell whether only the doubt about two machines' clocks puts a failure after the earliest."""
+    """Return whether a failure on another node is later than the earliest only within the uncertainty of the clocks."""
     return (
         failure.host != earliest.host
         and failure.consequence == earliest.consequence
@@ -103,35 +103,35 @@ def _may_be_as_early(failure: FailureRecord, earliest: FailureRecord) -> bool:
     )
 
 
-def _suspicion(failure: FailureRecord) -> tuple[bool, float, int, int]:
-    from_outside = failure.exit_code == EXIT_ENVIRONMENT
+def _tie_order(failure: FailureRecord) -> tuple[bool, float, int, int]:
+    is_environment = failure.exit_code == EXIT_ENVIRONMENT
     step = math.inf if failure.step is None else failure.step
-    return from_outside, step, failure.time_ns, failure.rank
+    return is_environment, step, failure.time_ns, failure.rank
 
 
 def complete_failures(
     records: Sequence[FailureRecord], exits: Mapping[int, tuple[int, int]], logs: Mapping[int, str]
 ) -> list[FailureRecord]:
-    """Add the ranks that left no record, known by (exit code, whole second) alone, and sort."""
+    """Add the ranks without a record, of which only (exit code, whole second) is known, and order all."""
     recorded = {record.rank for record in records}
-    silent = [
-        # Only the second is known: placed at its end, a rank is never blamed before one that noted its time.
+    unrecorded = [
+        # Only the second is known: at its end, a rank is never blamed before one that recorded its time.
         failure_of_exit(rank, code, (second + 1) * 10**9 - 1, logs.get(rank, ""))
         for rank, (code, second) in exits.items()
         if rank not in recorded and code != 0
     ]
     stopped = f"({signal.SIGTERM.name})"
-    blamed = [failure for failure in silent if stopped not in failure.summary]
-    return order_failures([*records, *(blamed if blamed or records else silent)])
+    blamed = [failure for failure in unrecorded if stopped not in failure.summary]
+    return order_failures([*records, *(blamed if blamed or records else unrecorded)])
 
 
 def describe(failed: RanksFailed) -> str:
-    """Tell a person what happened: the first failure whole, then a line for each other rank."""
+    """Return the report for the user: the first failure in full, then a line for each other rank."""
     first = failed.first
     others = [f for f in failed.failures[1:] if f.summary != first.summary]
-    if first.names_ranks:  # its sentence says where the others were, too
+    if first.names_ranks:  # its sentence also says where the others were
         others = [f for f in others if not f.consequence]
-    if not first.traceback and first.exit_code == EXIT_SPEC:  # a sentence that is not about a rank
+    if not first.traceback and first.exit_code == EXIT_SPEC:  # the message is not about a rank
         return f"instep: {first.summary}"
     alike = sorted(f.rank for f in failed.failures if f.summary == first.summary)
     who = first.who if len(alike) == 1 else "ranks " + ", ".join(map(str, alike))
@@ -140,17 +140,17 @@ def describe(failed: RanksFailed) -> str:
         lines = [f"{who} failed{' first' if others else ''}:", first.traceback.rstrip()]
     lines += [f"{f.who}: {f.summary}{' (lost its peer)' if f.consequence else ''}" for f in others]
     if first.log:
-        lines.append(f"What {first.who} printed: {first.log}")
+        lines.append(f"Output of {first.who}: {first.log}")
     return "\n".join(lines)
 
 
-def _judge(error: BaseException) -> tuple[int, bool]:
+def _classify(error: BaseException) -> tuple[int, bool]:
     names = {kind.__name__ for kind in type(error).__mro__}  # by name: this file imports no torch
     text = str(error)
     if isinstance(error, InstepError):
         return error.exit_code, isinstance(error, PeerLost)
     if isinstance(error, SystemExit):
-        # argparse ends a script with 2 when its command line is wrong, and so does instep.
+        # argparse exits with 2 if the command line is wrong, and so does instep.
         return (EXIT_SPEC if error.code == EXIT_SPEC else EXIT_USER), False
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, False
@@ -166,40 +166,34 @@ def _judge(error: BaseException) -> tuple[int, bool]:
 
 def _summary(error: BaseException) -> str:
     if isinstance(error, InstepError):
-        return str(error)  # a sentence for the person; the class's name would add nothing
+        return str(error)  # a sentence for the user; the class name would add nothing
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return f"sys.exit({error.code})"
     only = traceback.format_exception_only(error)
     text = only[-1] if isinstance(error, SyntaxError) else only[0]
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    # A library's qualified name (torch.distributed.DistBackendError) says no more than its last part.
-    kind = f"{type(error).__module__}."
-    line = line.removeprefix(kind)
+    # The module of a qualified name (torch.distributed.DistBackendError) adds nothing.
+    line = line.removeprefix(f"{type(error).__module__}.")
     return line if len(line) <= 300 else line[:297] + "..."
 
 
 def _text(error: BaseException) -> str:
-    """Return the traceback from the user's first frame on; none where the message says it all."""
+    """Return the traceback from the user's first frame on; empty if the message is enough."""
     if isinstance(error, InstepError | SystemExit):
         return ""
-    whole = traceback.TracebackException.from_exception(error)
-    _trim(whole)
-    return "".join(whole.format())
+    exception = traceback.TracebackException.from_exception(error)
+    _trim(exception)
+    return "".join(exception.format())
 
 
-def _trim(part: traceback.TracebackException) -> None:
-    frames = list(part.stack)
+def _trim(exception: traceback.TracebackException) -> None:
+    frames = list(exception.stack)
     start = next((i for i, frame in enumerate(frames) if is_users(frame.filename)), None)
-    if start is None:  # nothing of the user's: at least leave out what started the process
+    if start is None:  # no frame of the user: at least leave out the launcher's
         start = next((i for i, frame in enumerate(frames) if not _is_launchers(frame.filename)), len(frames))
-    part.stack = traceback.StackSummary.from_list(frames[start:])
-    for other in (
-        part.__cause__,
-        part.__context__,
-        *(part.exceptions or () if hasattr(part, "exceptions") else ()),
-    ):
-        if other is not None:
-            _trim(other)
+    exception.stack = traceback.StackSummary.from_list(frames[start:])
+    for other in filter(None, (exception.__cause__, exception.__context__, *(exception.exceptions or ()))):
+        _trim(other)
 
 
 _HERE = os.path.dirname(os.path.abspath(__file__))

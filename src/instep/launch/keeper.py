@@ -1,11 +1,11 @@
-"""The process that elastic starts for a rank: it forks the rank's worker and watches over it.
+"""The process that elastic starts for a rank: it forks the rank's worker and watches it.
 
 [Note: Why a keeper]
-Elastic learns of a forked worker only its exit code, within a poll, of one rank; it waits 30 s for a worker
-that does not heed SIGTERM (Python's handlers don't run while the main thread waits in a collective); it
-waits for ever for one that leaves by `os._exit(0)`; and a worker outlives a killed launcher. The keeper never
-runs a line of the user's code, so it always answers: it notes to the nanosecond how its worker ended,
-passes a stop on and enforces it, sweeps up what the worker left running, and goes when the launcher goes.
+Of a forked worker, elastic learns only the exit code, at its next poll, and of one rank only. It waits 30 s for a
+worker that does not react to SIGTERM (Python's handlers do not run while the main thread waits in a collective), and
+for ever for one that exits by `os._exit(0)`. And a worker outlives a killed launcher. The keeper never runs user code,
+so it always reacts: it records to the nanosecond how its worker ended, forwards a stop and enforces it, kills what the
+worker left running, and ends with the launcher.
 
 Ranks: all, one keeper each. Issues no collectives.
 """
@@ -28,7 +28,7 @@ from instep.core.errors import EXIT_ENVIRONMENT
 from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.scratch import Scratch
-from instep.launch.worker import FAILURE_GRACE_S, name_process, work
+from instep.launch.worker import FAILURE_GRACE_S, name_process, wait_for_cause, work
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDLED = {*_STOPS, signal.SIGUSR1, signal.SIGCHLD}
@@ -40,63 +40,62 @@ _TORCHRUN_NAMES = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a keeper is told."""
+    """What a keeper needs to run one rank of one attempt."""
 
     payload: bytes
-    """What to run, (entry, args) by value; it came through a pipe of our own parent's, not from a file."""
+    """What to run: (entry, args), pickled. It comes through a pipe from the launcher, not from a file."""
     scratch: Scratch
     logs: LogPlan
     environ: dict[str, str]
     grace_s: float
-    """How long a worker may take to end when it is asked to, and nobody has failed."""
+    """How long a worker may take to end when it is asked to and no rank has failed."""
     preemptable: bool
-    """Whether a worker listens for SIGUSR1, and is to be spared of it until it does."""
+    """Whether a worker will listen for SIGUSR1; until it does, the signal stays blocked."""
     attempt: int
     max_restarts: int
     clock_shift_s: float = 0.0
 
 
 def keep(job: Job) -> None:
-    """Run one rank to its end; return only if that end was good."""
-    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the launcher, which passes it on
+    """Run one rank to its end; return only if it succeeded, else exit."""
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the launcher, which forwards it
     _adopt_environment(job)
     shift_clock(job.clock_shift_s)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     job.scratch.start_attempt(attempt)
     job.scratch.announce_logs(rank, redirect_output(job.logs, rank))
-    lifeline = _grasp(job.scratch)
+    lifeline = _open_lifeline(job.scratch)
     inbox, outbox = os.pipe()
     os.set_blocking(inbox, False)
     for number in _HANDLED:
-        signal.signal(number, lambda n, _: _post(outbox, n))
-    # A signal between fork and the worker's own handlers would be posted to the keeper by the worker.
+        signal.signal(number, lambda n, _: os.write(outbox, bytes([n])))
+    # Between fork and the worker's own handlers, a signal to the worker would be written to the keeper's pipe.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     worker_pid = os.fork()
     if worker_pid == 0:
         for fd in (inbox, outbox, lifeline):
             os.close(fd)
-        held_back = {signal.SIGUSR1} if job.preemptable else set()
-        work(job.payload, job.scratch, rank, attempt, str(job.logs.error_file(rank)), _HANDLED - held_back)
-    with contextlib.suppress(OSError):  # the worker does it too; whoever comes first
+        blocked = {signal.SIGUSR1} if job.preemptable else set()
+        work(job.payload, job.scratch, rank, attempt, str(job.logs.error_file(rank)), _HANDLED - blocked)
+    with contextlib.suppress(OSError):  # the worker does it too; whichever comes first
         os.setpgid(worker_pid, worker_pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     name_process(f"instep:keep{rank}")
-    keeper = _Keeper(job, rank, attempt, worker_pid, lifeline, inbox)
+    keeper = _Keeper(job, rank, worker_pid, lifeline, inbox)
     job.scratch.announce_keeper(attempt, rank, os.getpid())
-    if job.scratch.is_marked("asked"):  # before there was anybody to tell
-        keeper.pass_on(signal.SIGUSR1)
+    if job.scratch.is_marked("asked"):  # before this keeper was announced
+        keeper.forward(signal.SIGUSR1)
     keeper.watch()
-    keeper.settle()
-    for number in _HANDLED:  # nothing is left to pass signals on to: elastic's word ends this process
+    keeper.reap()
+    for number in _HANDLED:  # no worker is left to forward signals to: elastic ends this process
         signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_exit_with_launcher, args=(lifeline,), daemon=True).start()
 
 
 @dataclass
 class _Keeper:
     job: Job
     rank: int
-    attempt: int
     worker_pid: int
     lifeline: int
     inbox: int
@@ -104,118 +103,102 @@ class _Keeper:
     deadline: float | None = None
 
     def watch(self) -> None:
-        """Wait until the worker has ended, passing on what must be passed on."""
+        """Wait until the worker has ended; forward signals and enforce the deadline of a stop."""
         while os.waitid(os.P_PID, self.worker_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            self._listen(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
+            self._handle_events(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 self.deadline = None
-                self._sweep()
+                self._kill_group()
 
-    def settle(self) -> None:
-        """Note how the worker ended, and leave unless that was well."""
+    def reap(self) -> None:
+        """Reap the worker, record how it ended, and exit unless it succeeded."""
         time_ns = now_ns()
         end = os.waitid(os.P_PID, self.worker_pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         if code != 0 or self.stopped_ns is not None:
-            self._sweep()  # before reaping: until then nobody else can be given the group's number
+            self._kill_group()  # before reaping: until then the group's number cannot be reused
         os.waitpid(self.worker_pid, 0)
         if self.stopped_ns is not None:
-            self._forgive(self.stopped_ns)
+            self._drop_failure_since(self.stopped_ns)
             sys.exit(EXIT_ENVIRONMENT)
         if code == 0:
             return
-        record = self.job.scratch.load_failure(self.attempt, self.rank)
+        record = self.job.scratch.load_failure(self.job.attempt, self.rank)
         if record is None:
-            log = str(self.job.logs.error_file(self.rank))
-            record = failure_of_exit(self.rank, code, time_ns, log)
-            self.job.scratch.save_failure(self.attempt, record)
+            record = failure_of_exit(self.rank, code, time_ns, str(self.job.logs.error_file(self.rank)))
+            self.job.scratch.save_failure(self.job.attempt, record)
         if record.consequence:
-            self._let_cause_be_noted()
+            num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+            wait_for_cause(self.job.scratch, self.job.attempt, num_ranks, self._is_stopped_meanwhile)
         sys.exit(1)
 
-    def _listen(self, timeout_s: float | None) -> None:
+    def _handle_events(self, timeout_s: float | None) -> None:
         ready, _, _ = select.select([self.inbox, self.lifeline], [], [], timeout_s)
         if self.lifeline in ready:
-            self._sweep()
+            self._kill_group()
             shutil.rmtree(self.job.scratch.folder, ignore_errors=True)
             os._exit(EXIT_ENVIRONMENT)
         if self.inbox in ready:
             for number in os.read(self.inbox, 512):
                 if number == signal.SIGUSR1:
-                    self.pass_on(number)
+                    self.forward(number)
                 elif number != signal.SIGCHLD and self.stopped_ns is None:
                     self._stop(signal.Signals(number))
 
-    def pass_on(self, number: int) -> None:
-        """Let the worker have a signal."""
+    def forward(self, number: int) -> None:
+        """Send a signal to the worker."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.worker_pid, number)
 
     def _stop(self, number: signal.Signals) -> None:
-        failed = bool(self.job.scratch.load_failures(self.attempt))
-        if (
-            number == signal.SIGTERM
-            and self.job.preemptable
-            and not failed
-            and not self.job.scratch.is_marked("ending")
-        ):
-            return self.pass_on(signal.SIGUSR1)  # a scheduler asks every process of a job at once
+        failed = bool(self.job.scratch.load_failures(self.job.attempt))
+        is_preemption = number == signal.SIGTERM and self.job.preemptable  # a scheduler sends it to all processes
+        if is_preemption and not failed and not self.job.scratch.is_marked("ending"):
+            self.forward(signal.SIGUSR1)
+            return
         self.stopped_ns = now_ns()
         self.deadline = time.monotonic() + (FAILURE_GRACE_S if failed else self.job.grace_s)
-        self.pass_on(number)
-        return None
+        self.forward(number)
 
-    def _sweep(self) -> None:
-        """End the worker and everything that it started."""
+    def _kill_group(self) -> None:
+        """Kill the worker and everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.worker_pid, signal.SIGKILL)
 
-    def _forgive(self, stopped_ns: int) -> None:
-        """Don't count as a failure how a worker ended that had been told to end."""
-        record = self.job.scratch.load_failure(self.attempt, self.rank)
+    def _drop_failure_since(self, stopped_ns: int) -> None:
+        """Drop the failure of a worker that was already told to stop, or make it a consequence."""
+        record = self.job.scratch.load_failure(self.job.attempt, self.rank)
         if record is None or record.time_ns < stopped_ns:
             return
         if record.summary.startswith(("sys.exit", "SystemExit", "KeyboardInterrupt")):
-            self.job.scratch.drop_failure(self.attempt, self.rank)
+            self.job.scratch.drop_failure(self.job.attempt, self.rank)
         else:
-            self.job.scratch.save_failure(self.attempt, dataclasses.replace(record, consequence=True))
+            self.job.scratch.save_failure(self.job.attempt, dataclasses.replace(record, consequence=True))
 
-    def _let_cause_be_noted(self) -> None:
-        """Stay a while: elastic ends the other ranks as soon as one goes, the one with the cause too."""
-        everyone = int(os.environ["LOCAL_WORLD_SIZE"])
-        until = time.monotonic() + FAILURE_GRACE_S
-        while time.monotonic() < until and self.stopped_ns is None:
-            failures = self.job.scratch.load_failures(self.attempt)
-            if len(failures) == everyone or not all(failure.consequence for failure in failures):
-                return
-            self._listen(0.02)
+    def _is_stopped_meanwhile(self) -> bool:
+        self._handle_events(0.02)
+        return self.stopped_ns is not None
 
 
 def _adopt_environment(job: Job) -> None:
-    """Take the launcher's variables as they are now, not as they were when the forkserver started."""
-    own = {
-        name: value for name, value in os.environ.items() if name in _TORCHRUN_NAMES or name.startswith("TORCHELASTIC_")
-    }
-    own["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
-    own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
+    """Set the launcher's environment as it is now, not as it was when the forkserver started."""
+    own = {n: value for n, value in os.environ.items() if n in _TORCHRUN_NAMES or n.startswith("TORCHELASTIC_")}
     os.environ.clear()
     os.environ.update({**job.environ, **own})
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
 
 
-def _grasp(scratch: Scratch) -> int:
-    """Open the lifeline; leave at once if there is no launcher at its other end any more."""
+def _open_lifeline(scratch: Scratch) -> int:
+    """Open the lifeline; exit at once if the launcher at its other end is gone."""
     lifeline = os.open(scratch.lifeline, os.O_RDONLY | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):  # as it must be: a writer, and nothing written
+    with contextlib.suppress(BlockingIOError):  # the normal case: there is a writer, and it has written nothing
         os.read(lifeline, 1)
         os._exit(EXIT_ENVIRONMENT)
     return lifeline
 
 
-def _post(outbox: int, number: int) -> None:
-    os.write(outbox, bytes([number]))
-
-
-def _end_with(lifeline: int) -> None:
+def _exit_with_launcher(lifeline: int) -> None:
     select.select([lifeline], [], [])
     os._exit(EXIT_ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""Where each rank's output is written."""
+"""The log files of the ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ Stream = Literal["stdout", "stderr"]
 
 @dataclass(frozen=True)
 class LogPlan:
-    """Which files the ranks' output goes to.
+    """The files that the ranks' output goes to.
 
-    Not `split`, both streams of rank N are appended, in their order, to `rank-N.log`; split, they go to
-    `rank-N.stdout.log` and `rank-N.stderr.log`. Files are appended to, so they survive restarts.
+    Both streams of rank N are appended, in their order, to `rank-N.log`; with `split`, to `rank-N.stdout.log` and
+    `rank-N.stderr.log`. Files are appended to, so they survive restarts.
     """
 
     directory: Path
     split: bool = False
 
     def files(self, rank: int) -> dict[Stream, Path]:
-        """Return the file of each stream of `rank`; not split, standard output's is both's."""
-        if not self.split:
-            return {"stdout": self.directory / f"rank-{rank}.log"}
-        return {
-            "stdout": self.directory / f"rank-{rank}.stdout.log",
-            "stderr": self.directory / f"rank-{rank}.stderr.log",
-        }
+        """Return the file of each stream of `rank`; without `split`, that of standard output is for both."""
+        streams: tuple[Stream, ...] = ("stdout", "stderr")
+        if self.split:
+            return {stream: self.directory / f"rank-{rank}.{stream}.log" for stream in streams}
+        return {"stdout": self.directory / f"rank-{rank}.log"}
 
     def error_file(self, rank: int) -> Path:
         """Return the file that standard error of `rank` goes to."""
@@ -39,7 +37,7 @@ class LogPlan:
 
 @dataclass(frozen=True)
 class LogStart:
-    """A rank's log file, and its size before this launch wrote to it: what the relay begins at."""
+    """A rank's log file, and its size before this launch wrote to it: where the relay begins."""
 
     rank: int
     stream: Stream
@@ -48,7 +46,7 @@ class LogStart:
 
 
 def redirect_output(plan: LogPlan, rank: int) -> list[LogStart]:
-    """Send this process's descriptors 1 and 2, and so all its children's, to the rank's files."""
+    """Redirect descriptors 1 and 2 of this process, and so of its children, to the rank's files."""
     starts = []
     for stream, path in plan.files(rank).items():
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -57,6 +55,6 @@ def redirect_output(plan: LogPlan, rank: int) -> list[LogStart]:
             os.dup2(fd, target)
         os.close(fd)
     for python_stream in (sys.stdout, sys.stderr):
-        # Into a file, Python would hold back blocks of output: invisible, and lost when the rank is killed.
+        # Into a file, Python would buffer blocks of output: not visible yet, and lost if the rank is killed.
         python_stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return starts

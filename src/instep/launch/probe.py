@@ -1,7 +1,4 @@
-"""Try whether processes on this machine really can work together: start two and let them add up.
-
-Room: torch for the tensor that is added up; all else through `launch` and World.
-"""
+"""Check whether processes on this node can communicate: launch two that all-reduce a tensor."""
 
 from __future__ import annotations
 
@@ -31,40 +28,40 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What came of it."""
+    """The result of one probe."""
 
     backend: str
     error: str = ""
-    """Empty when the sum was right."""
+    """Empty if the sum was right."""
     launch_s: float = 0.0
-    """From the call until both processes were done."""
+    """From the call until both processes had ended."""
     sum_s: float = 0.0
-    """For one all-reduce of 1 MiB."""
+    """The fastest all-reduce of 1 MiB."""
     uncompiled: str = ""
-    """Of shared memory: why its innermost loops are in Python, if they are."""
+    """For shared memory: why its inner loops run in Python, if they do."""
 
 
 def probe(backend: Backend) -> ProbeResult:
-    """Start two processes, as a training would, and let them all-reduce over a backend."""
+    """Launch two processes, as a training does, that all-reduce over a backend."""
     begun = time.monotonic()
-    silent = io.StringIO()
+    output = io.StringIO()
     try:
         with tempfile.TemporaryDirectory(prefix="instep-probe-") as folder:
             spec = LaunchSpec(processes=PROCESSES)
-            found = launch(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=silent, stderr=silent)
+            seconds = launch(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=output, stderr=output)
     except (InstepError, OSError) as error:
         return ProbeResult(backend=backend, error=str(error))
-    found_engine = engine.find()
+    loops = engine.find()
     return ProbeResult(
         backend=backend,
         launch_s=time.monotonic() - begun,
-        sum_s=max(found.values()),
-        uncompiled=found_engine if backend == "shared-memory" and isinstance(found_engine, str) else "",
+        sum_s=max(seconds.values()),
+        uncompiled=loops if backend == "shared-memory" and isinstance(loops, str) else "",
     )
 
 
 def add_up(attempt: int, backend: Backend) -> float:
-    """Be one of the two: add up, check the sum, give the seconds it took. Called on all ranks."""
+    """All-reduce a tensor, check the sum and return the seconds it took. Called on all ranks."""
     del attempt
     place = place_here()
     comm = "auto" if backend == "nccl" else backend
@@ -72,15 +69,15 @@ def add_up(attempt: int, backend: Backend) -> float:
         place = replace(place, device="cpu")
     with World.join(place, timeout=_TIMEOUT, comm=comm) as world:
         if backend == "nccl" and world.backend != backend:
-            raise EnvironmentFailed(f"these processes would meet over {world.backend}, not over {backend}.")
+            raise EnvironmentFailed(f"the processes communicate over {world.backend}, not over {backend}.")
         seconds = []
         for _ in range(_ROUNDS):
             numbers = torch.full((_NUMBERS,), float(world.rank + 1), device=world.device)
             begun = time.monotonic()
             total = world.all_reduce(numbers)
-            found = (float(total.min()), float(total.max()))  # waits for a GPU
+            smallest, largest = float(total.min()), float(total.max())  # waits for a GPU
             seconds.append(time.monotonic() - begun)
             expected = world.world_size * (world.world_size + 1) / 2
-            if found != (expected, expected):
-                raise EnvironmentFailed(f"the sum came out as {found[0]:g}..{found[1]:g} instead of {expected:g}.")
+            if (smallest, largest) != (expected, expected):
+                raise EnvironmentFailed(f"the sum is {smallest:g}..{largest:g} instead of {expected:g}.")
         return min(seconds)

@@ -1,4 +1,4 @@
-"""How many processes to start on this machine. Pure."""
+"""How many processes to start on this node. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from instep.core.errors import SpecError
 
 
 def check_process_count(processes: int | str, cores: int, gpus: int) -> int:
-    """Resolve auto, gpu, cpu or a number to how many processes to start here."""
+    """Return how many processes auto, gpu, cpu or a number means on this node."""
     if processes == "gpu" and gpus == 0:
-        raise SpecError("processes=gpu asks for one process a GPU, but torch sees no GPU. Use cpu, auto or a number.")
+        raise SpecError("processes=gpu asks for one process per GPU, but torch sees no GPU. Use cpu, auto or a number.")
     named = {"auto": gpus or cores, "gpu": gpus, "cpu": cores}
     try:
         count = named[processes] if isinstance(processes, str) and processes in named else int(processes)
     except ValueError:
         raise SpecError(f"processes={processes!r} is neither a number nor auto, gpu or cpu.") from None
     if count < 1:
-        raise SpecError(f"processes={count} leaves nobody to work. Use at least 1.")
+        raise SpecError(f"processes={count} starts no process. Use at least 1.")
     if count > (most := max(64, 16 * cores)):
         raise SpecError(
-            f"processes={count} on a machine of {cores} cores and {gpus} GPUs would only wait for each "
-            f"other. Use at most {most}; auto would start {named['auto']}."
+            f"processes={count} on a node with {cores} cores and {gpus} GPUs would only wait for each other. "
+            f"Use at most {most}; auto starts {named['auto']}."
         )
     return count

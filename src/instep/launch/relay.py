@@ -1,6 +1,6 @@
-"""Show what the ranks print, as they print it, each line with its rank before it.
+"""Print the ranks' output as it comes, each line with its rank before it.
 
-Room: one thread of the launching process; it reads the ranks' log files and writes to the given streams.
+One thread of the launcher reads the ranks' log files and writes to the given streams.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TextIO
 
 from instep.launch.logs import LogStart, Stream
 from instep.launch.scratch import Scratch
 
 _POLL_S, _IDLE_POLL_S = 0.05, 0.4
-"""How often to look for new lines: less and less often where there are none, since a look takes a rank's core."""
+"""How often to look for new lines: less and less often if there are none, since a look takes a rank's core."""
 _PROGRESS_EVERY_S = 5.0
-"""How often a line that is redrawn in place (a progress bar) is shown."""
+"""How often a line that is redrawn in place (a progress bar) is printed."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -33,7 +32,7 @@ class _Tail:
 
 
 class Relay:
-    """Relays log files as ranks announce them, from entering the block until every last line is out."""
+    """Relays log files as ranks announce them, until the block is left and the last line is printed."""
 
     def __init__(self, scratch: Scratch, streams: Mapping[Stream, TextIO]) -> None:
         self._scratch = scratch
@@ -48,14 +47,12 @@ class Relay:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ending.set()
         self._thread.join()
 
     def write_unseen(self, path: Path, text: str) -> None:
-        """Append to a log file what the person is shown in another way (a traceback, say)."""
+        """Append a text to a log file without printing it: the user sees it in another way (a traceback, say)."""
         with self._lock:
             self._relay_new()
             data = text.encode(errors="backslashreplace")
@@ -77,7 +74,7 @@ class Relay:
                 tail.file.close()
 
     def _relay_new(self) -> bool:
-        """Show what is new; tell whether anything was."""
+        """Print what is new and return whether anything was."""
         before = len(self._announced)
         for name, starts in self._scratch.announced_logs(self._announced).items():
             self._announced.add(name)
@@ -94,11 +91,11 @@ class Relay:
             if len(tail.rest) > _CHUNK_BYTES:
                 lines, tail.rest = [*lines, tail.rest], b""
             self._show(tail, lines)
-        if b"\r" in tail.rest.rstrip(b"\r"):  # a bar: of all that it has been, only the last is of interest
+        if b"\r" in tail.rest.rstrip(b"\r"):  # a progress bar: only its newest state matters
             tail.rest = _newest(tail.rest)
             if time.monotonic() - tail.shown_s > _PROGRESS_EVERY_S:
                 self._show(tail, [tail.rest])
-                tail.rest = b"\r"  # shown: a mere line end after it adds nothing
+                tail.rest = b"\r"  # printed: a mere line end after it adds nothing
         return num_bytes
 
     def _show(self, tail: _Tail, lines: list[bytes]) -> None:
@@ -110,10 +107,10 @@ class Relay:
         try:
             stream.write("".join(f"[rank{tail.start.rank}] {text}\n" for text in texts))
             stream.flush()
-        except (OSError, ValueError):  # the reader has gone (| head): the log files still have everything
+        except (OSError, ValueError):  # the reader is gone (| head): the log files have everything
             del self._streams[tail.start.stream]
 
 
 def _newest(line: bytes) -> bytes:
-    """Return what a terminal would show of a line that was redrawn after carriage returns."""
+    """Return what a terminal shows of a line that was redrawn after carriage returns."""
     return next((part for part in reversed(line.split(b"\r")) if part), b"")

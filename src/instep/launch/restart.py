@@ -1,7 +1,7 @@
-"""Whether a failed attempt is tried again. Pure.
+"""Whether a failed attempt is restarted. Pure.
 
-Restarts are counted between two signs of progress: a run that comes further each time may fail for ever, one that
-does not is given up after so many, or as soon as the user's own code fails the same way twice.
+Restarts are counted since the last progress. A run that gets further each time may fail any number of times; one that
+does not is given up after --max-restarts, or as soon as the user's own code fails the same way twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REPEATS = "not restarted again: it failed the same way twice, without progress 
 
 @dataclass(frozen=True)
 class RestartPlan:
-    """Whether to start again, and the failures to report if not."""
+    """Whether to restart, and the failures to report if not."""
 
     restart: bool
     failures: tuple[FailureRecord, ...]
@@ -26,7 +26,7 @@ class RestartPlan:
 def plan_restart(
     failures: Sequence[FailureRecord], previous: Sequence[FailureRecord], in_vain: int, max_restarts: int
 ) -> RestartPlan:
-    """Decide what follows a failed attempt, after so many restarts `in_vain`; the last of them failed as `previous`."""
+    """Decide what follows a failed attempt after `in_vain` restarts without progress; the last failed as `previous`."""
     first = failures[0]
     if in_vain >= max_restarts or first.final:
         return RestartPlan(False, tuple(failures))
@@ -41,9 +41,9 @@ def plan_restart(
 
 
 def _repeats(failure: FailureRecord, previous: Sequence[FailureRecord]) -> bool:
-    # Only for the user's own code: two kills, or two lost links, look alike and say nothing about a third.
+    # Only for the user's own code: two kills, or two lost connections, look alike and say nothing about a third.
     return (
         failure.exit_code == EXIT_USER
         and bool(previous)
-        and failure.summary == previous[0].summary  # the ranks may have come to it in another order
+        and failure.summary == previous[0].summary  # the first one may be another rank
     )

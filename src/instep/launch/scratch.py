@@ -1,17 +1,17 @@
-"""The folder through which the launching process, the keepers and the workers tell each other things.
+"""The folder in which a launcher, its keepers and its workers exchange small files.
 
-    lifeline                   a FIFO whose only writer is the launching process: its end is everybody's end
-    asked, ending              the launching process was asked to stop; it ends everything now
+    lifeline                   a FIFO whose only writer is the launcher: when it closes, keepers and workers end
+    asked, ending              the launcher was asked to stop; it ends everything now
     given-up                   a rank found that another attempt could only fail the same way
-    logs/rank-1.json           where rank 1's output goes, and from which byte on it is this launch's
-    attempt-0/rank-1.keeper    the process that watches over rank 1, from when it does
+    logs/rank-1.json           rank 1's log files, and their sizes before this launch
+    attempt-0/rank-1.keeper    the pid of rank 1's keeper, once it runs
     attempt-0/rank-1.json      how rank 1 failed, a FailureRecord
     attempt-0/rank-1.result    what rank 1's entry returned, as JSON
-    attempt-0/rank-1.pulse     where rank 1 is, in shared memory
-    attempt-0/rank-1.stacks    the stacks of rank 1's processes, whenever they are asked for
+    attempt-0/rank-1.pulse     what rank 1 is doing, in shared memory
+    attempt-0/rank-1.stacks    the stacks of rank 1's processes, each time they are asked for
 
-Room: no torch, and no pickle: what to run travels in memory. Every file is written under another name and
-renamed, so a reader never sees half of one; but stacks are appended.
+There are no pickles: what to run travels in memory. Every file but the stacks, which are appended to, is written under
+another name and renamed, so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from instep.core.errors import FailureRecord
 from instep.core.stop import taking_over
 from instep.launch.logs import LogStart
 
-_NEW_S = 60.0
-"""A folder so young may belong to a launch that has not opened its lifeline yet."""
+_MIN_AGE_S = 60.0
+"""A folder younger than this may belong to a launch that has not opened its lifeline yet."""
 Mark = Literal["asked", "ending", "given-up"]
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """A launch's scratch folder; lives as long as the launch."""
+    """The scratch folder of one launch."""
 
     folder: Path
 
     @property
     def lifeline(self) -> Path:
-        """The FIFO that ends when the launching process does."""
+        """The FIFO that closes when the launcher ends."""
         return self.folder / "lifeline"
 
     def announce_logs(self, rank: int, starts: Sequence[LogStart]) -> None:
-        """Say where a rank's output begins; the first attempt's word counts, later ones append to it."""
+        """Record where a rank's output begins; later attempts append, so only the first one counts."""
         path = self.folder / "logs" / f"rank-{rank}.json"
         if not path.exists():
             _write(path, json.dumps([dataclasses.asdict(start) for start in starts]).encode())
 
     def announced_logs(self, known: Collection[str]) -> dict[str, list[LogStart]]:
-        """Return where the ranks' output begins, by the announcement's name, without those already known."""
+        """Return where the ranks' output begins, by file name, without those in `known`."""
         return {
             path.name: [LogStart(**start) for start in json.loads(path.read_bytes())]
             for path in sorted((self.folder / "logs").glob("*.json"))
@@ -65,71 +65,71 @@ class Scratch:
         }
 
     def announce_keeper(self, attempt: int, rank: int, pid: int) -> None:
-        """Say who passes signals on to a rank."""
+        """Record the keeper that forwards signals to a rank."""
         _write(self._of(attempt, rank, "keeper"), str(pid).encode())
 
-    def mark(self, what: Mark) -> None:
-        """Let everybody know."""
-        _write(self.folder / what, b"")
+    def mark(self, mark: Mark) -> None:
+        """Set a mark that all processes of the launch see."""
+        _write(self.folder / mark, b"")
 
-    def is_marked(self, what: Mark) -> bool:
-        """Tell whether somebody has let everybody know."""
-        return (self.folder / what).exists()
+    def is_marked(self, mark: Mark) -> bool:
+        """Return whether a mark is set."""
+        return (self.folder / mark).exists()
 
     def keepers(self, attempt: int) -> list[int]:
-        """Return the processes that watch over an attempt's ranks."""
+        """Return the pids of an attempt's keepers."""
         paths = sorted((self.folder / f"attempt-{attempt}").glob("*.keeper"))
         return [int(path.read_bytes()) for path in paths]
 
     def save_failure(self, attempt: int, record: FailureRecord) -> None:
-        """Note how a rank failed."""
+        """Record how a rank failed."""
         _write(self._of(attempt, record.rank, "json"), json.dumps(dataclasses.asdict(record)).encode())
 
     def load_failure(self, attempt: int, rank: int) -> FailureRecord | None:
-        """Return how a rank failed, if it noted that."""
+        """Return how a rank failed, if that is recorded."""
         path = self._of(attempt, rank, "json")
         return FailureRecord(**json.loads(path.read_bytes())) if path.exists() else None
 
     def drop_failure(self, attempt: int, rank: int) -> None:
-        """Take a rank's note back."""
+        """Remove the record of a rank's failure."""
         self._of(attempt, rank, "json").unlink(missing_ok=True)
 
     def load_failures(self, attempt: int) -> list[FailureRecord]:
-        """Return all failures noted in an attempt, in no particular order."""
+        """Return all failures recorded in an attempt, in no particular order."""
         paths = sorted((self.folder / f"attempt-{attempt}").glob("*.json"))
         return [FailureRecord(**json.loads(path.read_bytes())) for path in paths]
 
     def last_attempt(self) -> int:
-        """Return the number of the newest attempt that got as far as starting a rank."""
+        """Return the number of the newest attempt that started a rank."""
         return max((int(path.name.split("-")[1]) for path in self.folder.glob("attempt-*")), default=0)
 
     def count_attempts(self) -> int:
-        """Return how many attempts got as far as starting a rank."""
+        """Return how many attempts started a rank."""
         return len(list(self.folder.glob("attempt-*")))
 
     def start_attempt(self, attempt: int) -> None:
-        """Make room for an attempt's notes."""
+        """Make the folder of an attempt."""
         (self.folder / f"attempt-{attempt}").mkdir(exist_ok=True)
 
     def save_result(self, attempt: int, rank: int, result: Any) -> None:
-        """Keep what a rank's entry returned: plain values."""
+        """Record what a rank's entry returned: plain values."""
         _write(self._of(attempt, rank, "result"), json.dumps(result).encode())
 
     def load_result(self, attempt: int, rank: int) -> Any:
-        """Return what a rank's entry returned; None if it left without returning."""
+        """Return what a rank's entry returned; None if it exited without returning."""
         path = self._of(attempt, rank, "result")
         return json.loads(path.read_bytes()) if path.exists() else None
 
     def pulse(self, attempt: int, rank: int) -> Path:
-        """The file in which a rank says where it is."""
+        """Return the file in which a rank notes what it is doing."""
         return self._of(attempt, rank, "pulse")
 
     def stacks(self, attempt: int, rank: int) -> Path:
-        """The file that the stacks of a rank's processes are appended to."""
+        """Return the file to which the stacks of a rank's processes are appended."""
         return self._of(attempt, rank, "stacks")
 
     def watched_ranks(self, attempt: int) -> list[int]:
-        """Return the ranks that have begun."""
+        """Return the ranks that have started."""
         paths = (self.folder / f"attempt-{attempt}").glob("rank-*.pulse")
         return sorted(int(path.stem.removeprefix("rank-")) for path in paths)
 
@@ -139,8 +139,8 @@ class Scratch:
 
 @contextlib.contextmanager
 def open_scratch() -> Iterator[Scratch]:
-    """Make the folder for one launch and hold its lifeline; at the end, cut that and remove the folder."""
-    _sweep(Path(tempfile.gettempdir()))
+    """Make the folder of a launch and hold its lifeline open; at the end, close that and remove the folder."""
+    _remove_orphans(Path(tempfile.gettempdir()))
     scratch = Scratch(Path(tempfile.mkdtemp(prefix="instep-")))
     try:
         (scratch.folder / "logs").mkdir()
@@ -155,13 +155,13 @@ def open_scratch() -> Iterator[Scratch]:
         shutil.rmtree(scratch.folder, ignore_errors=True)
 
 
-def _sweep(place: Path) -> None:
-    """Remove the folders of launches that were killed: nobody holds their lifelines any more."""
-    long_ago = time.time() - _NEW_S
-    for lifeline in place.glob("instep-*/lifeline"):
-        with contextlib.suppress(OSError):  # another launch sweeps too, or it is another user's
+def _remove_orphans(parent: Path) -> None:
+    """Remove the folders of launches that were killed: no process holds their lifelines open any more."""
+    max_mtime = time.time() - _MIN_AGE_S
+    for lifeline in parent.glob("instep-*/lifeline"):
+        with contextlib.suppress(OSError):  # another launch removes it too, or it is another user's
             status = lifeline.parent.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mtime > long_ago:
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mtime > max_mtime:
                 continue
             try:
                 os.close(os.open(lifeline, os.O_WRONLY | os.O_NONBLOCK))

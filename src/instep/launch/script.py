@@ -1,4 +1,4 @@
-"""Run any script or module as `__main__`, as if Python had been started on it.
+"""Run any script or module as `__main__`, as `python` does.
 
 Ranks: all.
 """
@@ -17,15 +17,13 @@ from instep.guard.pulse import here
 
 def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> None:  # noqa: ARG001
     """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does."""
-    # The launcher left its own traces in multiprocessing: a script may choose its start method once, and may
-    # ask whether it is the main process.
+    # The launcher has left its traces in multiprocessing, but a script may set its start method once, and may ask
+    # whether it is the main process.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
-    from instep.world.destroyed_groups import (
-        keep_destroyed_groups,
-    )  # not above: the launching process needs no torch for it
+    from instep.world import destroyed_groups  # not above: the launcher imports this module, and needs no torch for it
 
-    keep_destroyed_groups()
+    destroyed_groups.keep_destroyed_groups()
     _count_steps()
     sys.argv[:] = [target, *argv]
     if as_module:
@@ -35,14 +33,14 @@ def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> N
 
 
 def _count_steps() -> None:
-    """Let whoever watches for hangs see every optimizer step of the script."""
+    """Note every optimizer step of the script in the rank's pulse, for the detection of hangs."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     pulse = here()
 
     def count(*_: object) -> None:
-        if not torch.compiler.is_compiling():  # a compiled step has no place for it
+        if not torch.compiler.is_compiling():  # a compiled step cannot run it
             pulse.end_step()
 
     register_optimizer_step_post_hook(count)
@@ -54,7 +52,7 @@ def _run_file(target: str) -> None:
         raise SpecError(f"There is no script {target!r} in {os.getcwd()}. Give the path of a Python file.")
     if os.path.isfile(path):
         sys.path.insert(0, os.path.dirname(path))
-    # By its absolute path: a spawned child finds the script again through __main__.__file__.
+    # By its absolute path: a spawned child imports the script again through __main__.__file__.
     runpy.run_path(path, run_name="__main__")
 
 
@@ -66,7 +64,7 @@ def _run_module(name: str) -> None:
         spec = None
     if spec is None:
         raise SpecError(
-            f"There is no module {name!r} on the path or in {os.getcwd()}. Write it as for "
-            "python -m: with dots, and no .py."
+            f"There is no module {name!r} on the path or in {os.getcwd()}. Write it as for python -m: with dots, "
+            "without .py."
         )
     runpy.run_module(name, run_name="__main__", alter_sys=True)

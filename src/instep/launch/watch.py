@@ -1,10 +1,10 @@
-"""Watch the ranks of this machine, and end an attempt that hangs: with one sentence that says why.
+"""Watch the ranks of this node for hangs: end an attempt that hangs, with one sentence that says why.
 
-Room: one thread of the launching process. It reads pulses, and only when all ranks have been quiet for too long does it
-ask them for their stacks. A hang is noted as the failure of the rank that the others wait for; what follows is the
-restart policy's, as after any failure.
+One thread of the launcher reads the ranks' pulses. Only if no rank has moved for too long does it ask them for their
+stacks. A hang is recorded as the failure of the rank that the others wait for; the restart policy decides what follows,
+as after any failure.
 
-Ranks: none; this is the process that launches them. Issues no collectives.
+Ranks: none; this runs in the launcher. Issues no collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from instep.core.clock import now_ns
 from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord
@@ -31,29 +31,29 @@ from instep.launch.relay import Relay
 from instep.launch.scratch import Scratch
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 1.0
-_PAUSE_S = 5.0
-"""Whoever was not awake for so long (a suspended job) knows nothing of what the ranks did meanwhile."""
+_SUSPENDED_S = 5.0
+"""After a longer gap between two polls (a suspended job) the watch cannot know what the ranks did meanwhile."""
 _LOOKS_S = (0.4, 0.7)
-"""How long after each other a quiet job is looked at before it is called hung."""
+"""The pauses before the second and the third look at a quiet job; only then it counts as hung."""
 
 
 @dataclass(frozen=True)
 class WatchPlan:
-    """What to watch, and whom to tell."""
+    """What to watch, and where to report."""
 
     scratch: Scratch
     logs: LogPlan
     relay: Relay
     hang_after_s: float | None
-    """How long nobody may move; None: by what is usual for the job."""
-    several_machines: bool
+    """How long no rank may move; None: derived from how the job moved so far."""
+    several_nodes: bool
     stderr: TextIO
 
 
 @contextlib.contextmanager
 def watched(plan: WatchPlan, attempt: int) -> Iterator[None]:
-    """Watch an attempt's ranks for as long as the block lasts."""
-    if sys.platform != "linux":  # elsewhere no kernel tells what is needed
+    """Watch an attempt's ranks until the block is left."""
+    if sys.platform != "linux":  # /proc has what is needed on Linux only
         yield
         return
     watch = _Watch(plan, attempt)
@@ -73,20 +73,20 @@ class _Watch:
         self._observer = Observer(plan.scratch, attempt)
         self._beats: dict[int, Beat] = {}
         self._moved_s = time.monotonic()
-        """When any rank last moved, or this watch began."""
+        """When any rank last moved, or this watch started."""
         self._longest_s = 0.0
         self._made_a_step = False
         self._look_at_s = 0.0
         self._said = ""
 
     def run(self) -> None:
-        """Look at the pulses now and then, and at the ranks when all of them are quiet."""
+        """Poll the pulses, and look at the ranks when all of them are quiet."""
         before_s = time.monotonic()
         poll_s = _SHORTEST_POLL_S
         while not self.ending.wait(poll_s):
             now = time.monotonic()
             self._follow()
-            if now - before_s > _PAUSE_S:
+            if now - before_s > _SUSPENDED_S:
                 self._moved_s = now
             before_s = now
             patience = patience_s(self._plan.hang_after_s, self._made_a_step, self._longest_s)
@@ -97,8 +97,8 @@ class _Watch:
                 self._look_at_s = before_s + look_again_s(patience)
 
     def _follow(self) -> None:
-        """Take in what the pulses say."""
-        if not self._beats:  # nobody has begun
+        """Read the pulses."""
+        if not self._beats:  # no rank has started
             self._moved_s = time.monotonic()
         for rank, beat in self._observer.beats().items():
             known = self._beats.get(rank)
@@ -111,10 +111,10 @@ class _Watch:
             self._beats[rank] = beat
 
     def _look(self) -> None:
-        """Find out whether the ranks are stuck, and if so end them."""
+        """End the ranks if all are stuck at several looks."""
         scratch, observer = self._plan.scratch, self._observer
         if scratch.load_failures(observer.attempt):
-            return  # it is ending already
+            return  # the attempt is ending already
         look, looked_s = observer.look(self._beats), time.monotonic()
         if all(sighting.process is None for sighting in look):
             return
@@ -129,14 +129,14 @@ class _Watch:
         if self.ending.is_set() or scratch.load_failures(observer.attempt):
             return
         verdict = judge(look)
-        if self._plan.several_machines:
+        if self._plan.several_nodes:
             self._say(verdict.sentence)
-        # Ranks of one machine that all wait may wait for one of another, which is at work: that one's watch decides.
-        if verdict.culprits or not self._plan.several_machines:
+        # Ranks of one node that all wait may wait for one of another node, which is busy: that node's watch decides.
+        if verdict.culprits or not self._plan.several_nodes:
             self._end(verdict, observer.texts)
 
     def _end(self, verdict: Verdict, stacks: Mapping[int, str]) -> None:
-        """Note the verdict, then end every rank of the attempt at once."""
+        """Record the verdict, then kill every rank of the attempt."""
         plan, observer = self._plan, self._observer
         for rank, text in stacks.items():
             if text:
@@ -147,7 +147,7 @@ class _Watch:
             kill(beat.pid, beat.start_ticks)
 
     def _say(self, sentence: str) -> None:
-        """Tell it at once, where elastic itself restarts: the person would not see a failure before the last one."""
+        """Print a new verdict at once: with several nodes, the failure itself is reported only at the end."""
         if sentence != self._said:
             self._said = sentence
             self._plan.stderr.write(f"hung: {sentence}\n")
@@ -158,28 +158,16 @@ class _Watch:
 
 
 def failures_of(verdict: Verdict, ranks: list[int], time_ns: int, logs: LogPlan) -> list[FailureRecord]:
-    """Make of a verdict what the restart policy and the person are told. Pure.
+    """Return the failures that a verdict means, the culprit's first. Pure.
 
-    Where nobody here is to blame, somebody on another machine may be: what is known of that one comes first.
+    If no rank of this node is to blame, one of another node may be: all are consequences then, so that one comes first.
     """
     first = verdict.culprits[0] if verdict.culprits else ranks[0]
-    records = [
-        FailureRecord(
-            rank=first,
-            time_ns=time_ns,
-            summary=f"hung: {verdict.sentence}",
-            exit_code=EXIT_ENVIRONMENT,
-            consequence=not verdict.culprits,
-            log=str(logs.error_file(first)),
-            names_ranks=True,
-        )
-    ]
-    for rank in ranks:
-        if rank != first:
-            summary = "ended with the others, which hung"
-            log = str(logs.error_file(rank))
-            records.append(
-                FailureRecord(rank=rank, time_ns=time_ns, summary=summary, exit_code=EXIT_ENVIRONMENT,
-                              consequence=True, log=log)
-            )  # fmt: skip
-    return records
+
+    def record(rank: int, **fields: Any) -> FailureRecord:
+        log = str(logs.error_file(rank))
+        return FailureRecord(rank=rank, time_ns=time_ns, exit_code=EXIT_ENVIRONMENT, log=log, **fields)
+
+    cause = record(first, summary=f"hung: {verdict.sentence}", consequence=not verdict.culprits, names_ranks=True)
+    others = [rank for rank in ranks if rank != first]
+    return [cause, *(record(rank, summary="ended with the others, which hung", consequence=True) for rank in others)]

@@ -1,4 +1,4 @@
-"""The process of one rank: it runs the entry, and notes how that ended if it did not end well.
+"""The process of one rank: it runs the entry and records a failure.
 
 Ranks: all. After a failure it issues no collectives.
 """
@@ -13,7 +13,8 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from instep.core.clock import now_ns
@@ -32,22 +33,40 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 def work(
     payload: bytes, scratch: Scratch, rank: int, attempt: int, log: str, blocked: Iterable[signal.Signals]
 ) -> NoReturn:
-    """Run the job as this rank and end the process; called in the freshly forked worker."""
+    """Run the entry as this rank and exit; called in the newly forked worker."""
     code = EXIT_USER
     try:
-        _settle_in(rank, blocked)
+        _set_up_process(rank, blocked)
         register_stacks(scratch.stacks(attempt, rank))
         begin_pulse(scratch.pulse(attempt, rank))
         code = _run(payload, scratch, rank, attempt, log)
         here().beat(Phase.DONE)
-        _close_down()
+        _shut_down()
     finally:
-        # Not by way of the interpreter's shutdown: there, a thread of gloo may take the GIL and abort.
+        # Not through the interpreter's shutdown, where a thread of gloo may take the GIL and abort.
         os._exit(code)
 
 
+def _pause() -> bool:
+    time.sleep(0.05)
+    return False
+
+
+def wait_for_cause(scratch: Scratch, attempt: int, num_ranks: int, pause: Callable[[], bool] = _pause) -> None:
+    """Wait until a rank has noted a failure that is no consequence, all ranks have noted theirs, or a grace time ends.
+
+    A rank that merely noticed a lost peer does this before it ends: the launcher ends the other ranks as soon as one
+    has, and the one with the cause may be about to note it. `pause` waits a moment and returns whether to stop waiting.
+    """
+    until = time.monotonic() + FAILURE_GRACE_S
+    while time.monotonic() < until:
+        failures = scratch.load_failures(attempt)
+        if len(failures) == num_ranks or not all(failure.consequence for failure in failures) or pause():
+            return
+
+
 def name_process(title: str) -> None:
-    """Give this process a name that ps and top show; 15 bytes at most."""
+    """Set the name of this process that ps and top show; 15 bytes at most."""
     _prctl(_PR_SET_NAME, title.encode()[:15])
 
 
@@ -67,8 +86,8 @@ def _run(payload: bytes, scratch: Scratch, rank: int, attempt: int, log: str) ->
     return EXIT_DONE
 
 
-def _settle_in(rank: int, blocked: Iterable[signal.Signals]) -> None:
-    # A group of its own, so that everything the worker starts can be ended with it.
+def _set_up_process(rank: int, blocked: Iterable[signal.Signals]) -> None:
+    # A process group of its own, so that everything the worker starts can be killed with it.
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     name_process(f"instep:r{rank}")
@@ -79,23 +98,23 @@ def _settle_in(rank: int, blocked: Iterable[signal.Signals]) -> None:
 
 
 def _set_threads() -> None:
-    """Set torch's threads: 1 where several processes share the machine, unless OMP_NUM_THREADS says more."""
+    """Set torch's threads: OMP_NUM_THREADS, or 1 if several processes share the node."""
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
     wanted = os.environ.get("OMP_NUM_THREADS", "1" if several else "").split(",")[0].strip()
     if not wanted.isdigit() or int(wanted) < 1:
         return
-    import torch  # loaded long before, in the forkserver; so its threads heed this call and not the variable
+    import torch  # the forkserver has loaded it, so this call counts and not the variable
 
     os.environ.setdefault("OMP_NUM_THREADS", wanted)  # for the worker's own children
     torch.set_num_threads(int(wanted))
 
 
-def _close_down() -> None:
-    """Do what the interpreter does at its end: join threads, run atexit handlers, flush."""
+def _shut_down() -> None:
+    """Join threads, run atexit handlers and flush, as the interpreter does at its end."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream: nobody left to tell
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream: nowhere to report it
             stream.flush()
 
 

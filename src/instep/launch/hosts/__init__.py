@@ -1,10 +1,9 @@
-"""Several machines over ssh: look at them, start an agent on each, pass words and signals, leave nothing behind.
+"""Several nodes over ssh (`--hosts`): check them, start a launcher on each, relay output and signals, clean up.
 
-    plan.py      what to do: pure
-    ssh.py       the local side: one ssh a host
-    look.py      the local side of looking at the hosts before anything starts
-    survey.py    runs on a host: says what is there
-    guard.py     runs on a host: starts the agent, and ends it when the command that asked for it is gone
+    plan.py         options, addresses and the exit code: pure
+    preflight.py    the check of all hosts before anything starts, both sides of it
+    ssh.py          the local side: one ssh per host
+    supervisor.py   runs on a host: starts the launcher, and ends it when the local command is gone
 
-No torch: a host is looked at in a fraction of a second.
+Nothing here imports torch: the check of a host takes a fraction of a second.
 """

@@ -1,4 +1,1 @@
-"""Kubernetes: from what was asked for to manifests, and from manifests to kubectl.
-
-Room: plain values and text; only kubectl.py starts a process. No torch.
-"""
+"""Kubernetes: from options to manifests, and from manifests to kubectl. Only kubectl.py starts a process."""

@@ -1,7 +1,4 @@
-"""kubectl: what a cluster knows, and handing manifests over to it.
-
-Room: starts kubectl, from lists; its own words reach the person.
-"""
+"""Run kubectl: ask a cluster for its resources, apply manifests. Its own messages reach the user."""
 
 from __future__ import annotations
 
@@ -10,43 +7,45 @@ import subprocess
 from pathlib import Path
 
 from instep.core.errors import EnvironmentFailed
-from instep.launch.kubernetes.asked import Kind
 from instep.launch.kubernetes.manifests import RESOURCES
+from instep.launch.kubernetes.spec import Kind
 
-_PATIENCE_S = 15
+_ANSWER_S = 15
 _APPLY_S = 120
 
 
 def choose_kind() -> tuple[Kind, str]:
-    """Ask the cluster which kinds it knows; give the best of them, and why."""
+    """Return the best kind that the cluster supports, and why it was chosen."""
     program = shutil.which("kubectl")
     if program is None:
-        return "job", "kubectl is not on the path, so nobody can say what the cluster knows: a plain Job, which all do"
-    words = [program, "api-resources", "--output=name", f"--request-timeout={_PATIENCE_S}s"]
+        return "job", "kubectl is not on the path to ask what the cluster supports: a plain Job, which every one does"
+    command = [program, "api-resources", "--output=name", f"--request-timeout={_ANSWER_S}s"]
     try:
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE_S + 5, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S + 5, check=False)
     except subprocess.TimeoutExpired:
-        return "job", f"the cluster did not answer within {_PATIENCE_S} s: a plain Job, which all clusters know"
-    known = set(asked.stdout.split())
+        return "job", f"the cluster did not answer within {_ANSWER_S} s: a plain Job, which every cluster supports"
+    supported = set(done.stdout.split())
     for kind, resource in RESOURCES.items():
-        if resource in known:  # also where some other group did not answer, which kubectl calls an error
-            return kind, f"the cluster knows {resource}"
-    if asked.returncode:
-        return "job", f"no cluster answers ({last_line(asked.stderr)}): a plain Job, which all clusters know"
-    return "job", f"the cluster knows neither {' nor '.join(RESOURCES.values())}: a plain Job"
+        if resource in supported:  # whatever the exit code: kubectl fails if any other API group does not answer
+            return kind, f"the cluster has {resource}"
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = lines[-1] if lines else "no reason given"
+        return "job", f"no cluster answers ({reason}): a plain Job, which every cluster supports"
+    return "job", f"the cluster has neither {' nor '.join(RESOURCES.values())}: a plain Job"
 
 
 def apply(path: Path) -> str:
-    """Hand the manifests over; give what kubectl says."""
+    """Apply the manifests and return what kubectl printed."""
     program = shutil.which("kubectl")
     if program is None:
         raise EnvironmentFailed(
-            f"kubectl is not on the path, so nothing was submitted. Install it, or where it is: kubectl apply -f {path}"
+            "kubectl is not on the path, so nothing was submitted. Install it, or run it where it is installed: "
+            f"kubectl apply -f {path}"
         )
+    command = [program, "apply", "-f", str(path)]
     try:
-        done = subprocess.run(
-            [program, "apply", "-f", str(path)], capture_output=True, text=True, timeout=_APPLY_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_APPLY_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFailed(
             f"kubectl apply -f {path} did not end within {_APPLY_S} s. See kubectl cluster-info."
@@ -56,8 +55,3 @@ def apply(path: Path) -> str:
             f"kubectl apply -f {path} failed (exit code {done.returncode}):\n{(done.stderr or done.stdout).strip()}"
         )
     return done.stdout.strip()
-
-
-def last_line(text: str) -> str:
-    """Give the last line that says something."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason given")

@@ -1,7 +1,7 @@
-"""Write plain values as YAML that a person reads: block style, comments, text as text. Pure.
+"""Write plain values as readable YAML: block style, with comments, long text as it is. Pure.
 
-Writing is all that is needed here, for mappings, lists, texts, numbers and booleans of our own making, and comments
-are the reason to do it by hand: libraries that write YAML leave them out.
+It is written by hand because YAML libraries drop comments. It covers what the manifests need: mappings, lists, strings,
+numbers and booleans.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _PLAIN = re.compile(r"(?:--)?[A-Za-z_/][\w./=-]*(?::[\w./-]+)*", re.ASCII)
-"""Words that mean themselves wherever they stand."""
+"""Strings that need no quotes anywhere."""
+_LINE_BREAKS = {"\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
+"""Line breaks of YAML beside the newline, and their escapes."""
 _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan"}
 _UNPRINTABLE = re.compile("[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
-class Noted:
+class Commented:
     """A value with a comment above it."""
 
     comment: str
@@ -27,7 +29,7 @@ class Noted:
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]], title: str = "") -> str:
-    """Write documents one after the other, under a comment that says what they are."""
+    """Return the documents as one YAML stream, below a comment with the title."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in title.splitlines())
     return head + "---\n".join("\n".join(_mapping(document, 0)) + "\n" for document in documents)
 
@@ -44,7 +46,7 @@ def _entry(name: str, item: Any, depth: int) -> Iterator[str]:
         yield f"{space}{name}"
         yield from _mapping(item, depth + 1)
     elif _is_list(item) and item:
-        if all(isinstance(each, int | float) for each in item):
+        if all(isinstance(element, int | float) for element in item):
             yield f"{space}{name} {json.dumps(list(item))}"
             return
         yield f"{space}{name}"
@@ -57,7 +59,7 @@ def _entry(name: str, item: Any, depth: int) -> Iterator[str]:
 
 
 def _list(value: Sequence[Any], depth: int) -> Iterator[str]:
-    """Write a list at the depth of its name: the dashes set it off."""
+    """Yield a list at the indentation of its name."""
     space = "  " * depth
     for item in value:
         yield from _comment(item, depth)
@@ -73,11 +75,11 @@ def _list(value: Sequence[Any], depth: int) -> Iterator[str]:
 
 
 def _bare(item: Any) -> Any:
-    return item.value if isinstance(item, Noted) else item
+    return item.value if isinstance(item, Commented) else item
 
 
 def _comment(item: Any, depth: int) -> Iterator[str]:
-    if isinstance(item, Noted):
+    if isinstance(item, Commented):
         yield from (f"{'  ' * depth}# {line}" for line in item.comment.splitlines())
 
 
@@ -86,16 +88,14 @@ def _is_list(item: Any) -> bool:
 
 
 def _is_literal(text: str) -> bool:
-    """Tell whether a text of several lines may stand as it is."""
+    """Return whether a text can be written as a literal block."""
     return (
         "\n" in text
         and text.strip() != ""
         and text[0] not in "\n\t"
         and not text.endswith("\n\n")
         and not _UNPRINTABLE.search(text)
-        and "\x85" not in text
-        and "\u2028" not in text
-        and "\u2029" not in text
+        and not set(text) & set(_LINE_BREAKS)
     )
 
 
@@ -111,9 +111,8 @@ def _scalar(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text as JSON does, which is YAML too; but unprintable characters as YAML wants them."""
-    special = {"\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
-    return "".join(special.get(c, c) for c in _UNPRINTABLE.sub(_escaped, json.dumps(text, ensure_ascii=False)))
+    """Quote a text as JSON, which is YAML too, with YAML's escapes for unprintable characters."""
+    return "".join(_LINE_BREAKS.get(c, c) for c in _UNPRINTABLE.sub(_escaped, json.dumps(text, ensure_ascii=False)))
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -1,1 +1,1 @@
-"""SLURM: the batch script of a training, and the conversation with sbatch, squeue and scancel."""
+"""SLURM: the batch script of a training, and calls of sbatch, squeue, scontrol and scancel."""
