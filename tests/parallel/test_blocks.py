@@ -95,5 +95,5 @@ def test_a_task_may_name_the_blocks() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     assert blocks_of(model, lambda m: [m[0], m[1]]) == [("0", model[0]), ("1", model[1])]
     assert [name for name, _ in own_blocks(model, lambda m: [m[2]])] == ["2"]
-    with pytest.raises(TaskError, match="gave a Linear at position 1 that is no module inside of the model"):
+    with pytest.raises(TaskError, match="returned a Linear at position 1 that is no module inside the model"):
         blocks_of(model, lambda m: [m[0], nn.Linear(2, 2)])

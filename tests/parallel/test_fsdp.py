@@ -19,7 +19,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.parallel.fsdp import own_blocks
-from instep.parallel.total_norm import local_part
+from instep.parallel.gradients import to_local
 from instep.train.engine import Engine
 from instep.train.worker import open_run, worker_main
 from instep.world.world import World
@@ -47,7 +47,7 @@ def bytes_held(world: World, folder: str, options: dict[str, Any]) -> int:
         for p in model.parameters():
             assert p.grad is not None
             tensors += [p, p.grad]
-        return sum(t.numel() * t.element_size() for t in map(local_part, tensors))
+        return sum(t.numel() * t.element_size() for t in map(to_local, tensors))
 
 
 @pytest.mark.parametrize(("options", "most"), [({"strategy": "fsdp"}, 0.27), ({"mesh": "dp=2,fsdp=2"}, 0.52)])

@@ -11,7 +11,7 @@ from torch import nn
 from instep.core.errors import TaskError
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.dropout import own_dropout
+from instep.parallel.dropout import replace_dropout
 from instep.parallel.pipeline.chain import find_chain
 from instep.parallel.pipeline.measure import Measured, estimate, measure
 from instep.parallel.pipeline.ownership import keep_only, plan_holding
@@ -137,7 +137,7 @@ def test_equal_layers_cost_the_same_and_larger_ones_more() -> None:
 
 def test_a_shared_dropout_counts_on_over_the_stages() -> None:
     shared = context()
-    model = own_dropout(Tied(), shared)
+    model = replace_dropout(Tied(), shared)
     chain = find_chain(model, None, TOKENS, 4)
     measured = measure(model, chain, TOKENS, shared)
     place = next(number for number, layer in enumerate(shared.noisy) if layer is model.drop)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from instep.parallel.ddp import DdpReducer
+from instep.parallel.gradients import DistributedReducer
 from instep.parallel.single import LocalReducer
-from instep.parallel.spread import SpreadReducer
 from instep.world.grid import Grid
 from instep.world.world import World
 
@@ -45,7 +45,7 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-class PipelineReducer(SpreadReducer):
+class PipelineReducer(DistributedReducer):
     """Adds gradients up for one stage."""
 
     def __init__(

@@ -17,7 +17,7 @@ from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.dropout import own_dropout
+from instep.parallel.dropout import replace_dropout
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.pipeline.chain import Chain, StageFunction, Uses, find_chain
 from instep.parallel.pipeline.measure import Measured, estimate, measure
@@ -64,7 +64,7 @@ class Pipeline(Strategy):
         return self.grid.mesh.pp * stages_a_rank(self._schedule)
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        model = own_dropout(model, self.context)
+        model = replace_dropout(model, self.context)
         self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.context) > 0
         call = example() if example is not None else None
         self._num_parameters[model] = sum(p.numel() for p in model.parameters())

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from instep.parallel.ddp import DdpReducer
-from instep.parallel.spread import SpreadReducer
+from instep.parallel.gradients import DistributedReducer
 from instep.world.grid import Grid
 
 
@@ -30,7 +30,7 @@ def num_split(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if is_split(p))
 
 
-class TensorReducer(SpreadReducer):
+class TensorReducer(DistributedReducer):
     """Adds gradients up: those of parts over the ranks with the same parts, the others over all ranks, one a team."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, num_sums: int) -> None:
