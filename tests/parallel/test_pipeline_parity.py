@@ -90,8 +90,8 @@ def test_the_tied_weight_is_held_at_both_ends_under_its_first_name() -> None:
 def test_the_bubble_is_predicted_and_measured() -> None:
     notices = piped("pp=2")[0][Case("mlp", "interleaved")]["notices"]
     (before,) = [text for text in notices if text.startswith("pipeline of 4 stages on 2 ranks")]
-    assert "With interleaved and 8 microbatches of a batch, a rank will stand idle for 6% of the time" in before
-    (after,) = [text for text in notices if text.startswith("the ranks of the pipeline stood idle for")]
+    assert "With interleaved and 8 microbatches of a batch, a rank will be idle for 6% of the time" in before
+    (after,) = [text for text in notices if text.startswith("the ranks of the pipeline were idle for")]
     assert "predicted 6%" in after
 
 
