@@ -17,9 +17,8 @@ from instep.core.mesh import Mesh
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.tensor.plan import brought_plan, compact, given_plan
-from instep.parallel.tensor.reducer import is_split
-from instep.parallel.tensor.strategy import Tensor
+from instep.parallel.tensor.plan import compact, given_plan, model_plan
+from instep.parallel.tensor.strategy import Tensor, is_split
 from instep.train.engine import Engine
 from instep.world.grid import Grid
 from instep.world.world import World
@@ -192,7 +191,7 @@ def test_whole_parameters_get_the_same_gradient_everywhere(world_size: int) -> N
     answers = run_ranks(gradients_agree, world_size)
     assert all(answer == answers[0] for answer in answers)
     assert answers[0][0] == [sum(range(world_size)), world_size]
-    first = 1.0 if world_size == 2 else 2 + 2e-6  # of ranks 0 and 2, one a team
+    first = 1.0 if world_size == 2 else 2 + 2e-6  # of ranks 0 and 2, one of each group
     assert answers[0][1][-1] == pytest.approx([first] * 8, rel=1e-7)
 
 
@@ -220,16 +219,16 @@ def test_exact_mode_is_refused_and_a_loss_that_is_not_finite_told() -> None:
 class TestReading:
     def test_a_path_stands_for_all_blocks(self) -> None:
         plan = given_plan({"blocks.*.mlp.*": "colwise", "head": "colwise_rep"}, Transformer(), "", strict=True)
-        assert [path for path, layer in plan.layers.items() if layer.word == "colwise"] == [
+        assert [path for path, layer in plan.layers.items() if layer.style == "colwise"] == [
             f"blocks.{n}.mlp.{name}" for n in range(2) for name in ("gate", "up", "drop", "down")
         ]
-        assert plan.layers["head"].word == "colwise_rep"
+        assert plan.layers["head"].style == "colwise_rep"
 
     def test_a_plan_that_a_model_brings_is_under_its_base_model(self) -> None:
-        found = brought_plan(Brought())
+        found = model_plan(Brought())
         assert found["model.blocks.*.mlp.down"] == "rowwise"
         assert found["lm_head"] == "colwise_rep"
-        assert brought_plan(Transformer()) == {}
+        assert model_plan(Transformer()) == {}
 
     def test_numbers_are_put_together(self) -> None:
         paths = [f"blocks.{n}.mlp.{m}" for n in range(12) for m in (0, 2)] + ["head", "a.0.b", "a.2.b"]

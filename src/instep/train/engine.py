@@ -26,8 +26,7 @@ from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import update_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
-from instep.parallel.tensor.sharded import ShardedTensor
-from instep.parallel.tensor.strategy import Tensor
+from instep.parallel.tensor.strategy import ShardedTensor, Tensor
 from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState
 from instep.train.witness import Witness
