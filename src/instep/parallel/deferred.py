@@ -33,17 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from instep.core.errors import TaskError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_OVERWRITING = {
-    "uniform_",
-    "normal_",
-    "fill_",
-    "zero_",
-    "copy_",
-    "random_",
-    "bernoulli_",
-    "exponential_",
-    "log_normal_",
-}
+_OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
 Deliver = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes a tensor of the deferred model and its values, which are freed when it returns."""
 
@@ -218,7 +208,7 @@ def _refusal(why: str) -> TaskError:
 
 
 def _overwritten(function: Any, positional: tuple[Any, ...]) -> int | None:
-    if function.overloadpacket.__name__ not in _OVERWRITING or not isinstance(positional[0], torch.Tensor):
+    if function.overloadpacket.__name__ not in _OVERWRITES or not isinstance(positional[0], torch.Tensor):
         return None
     target = positional[0]
     return _storage(target) if target.is_meta and _is_whole(target) else None

@@ -25,7 +25,7 @@ def from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def copy_gradients(views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+def copy_gradients(views: list[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Copy gradients into views of a flat buffer: zeros for a missing one, a sparse one made dense."""
     dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
     if len(dense) == len(grads):

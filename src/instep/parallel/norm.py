@@ -96,16 +96,16 @@ class _Synced(_BatchNorm):
         world = None if context.replicated else self._world
         y, mean, variance, count = SyncedBatchNorm.apply(x, self.weight, self.bias, self.eps, world)
         if self.track_running_stats:
-            _update_running(self, mean, variance, count)
+            update_running(self, mean, variance * (count / (count - 1)))
         return y  # type: ignore[no-any-return]
 
 
-def _update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+def update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Update a BatchNorm's running statistics once, with a mean and an unbiased variance."""
     module.num_batches_tracked += 1
     factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    unbiased = variance * (count / (count - 1))
-    module.running_mean.mul_(1 - factor).add_(mean.to(module.running_mean.dtype), alpha=factor)
-    module.running_var.mul_(1 - factor).add_(unbiased.to(module.running_var.dtype), alpha=factor)
+    for running, new in ((module.running_mean, mean), (module.running_var, variance)):
+        running.mul_(1 - factor).add_(new.to(running.device, running.dtype), alpha=factor)
 
 
 def refuse_single_values(x: torch.Tensor, context: BatchContext) -> None:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.core.tree import run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.class_change import add_base
-from instep.parallel.norm import refuse_own_statistics, refuse_single_values
+from instep.parallel.norm import refuse_own_statistics, refuse_single_values, update_running
 from instep.world.world import World
 
 Statistics = tuple[float, torch.Tensor, torch.Tensor]
@@ -77,7 +77,8 @@ def update_running_statistics(model: nn.Module, world: World, context: BatchCont
             row.copy_(torch.cat([_flat(_pooled(m._by_shard.get(shard, [])), m) for m in norms]))
         by_shard = gather_by_shard(local, world, context.num_shards)
         for module, columns in zip(norms, by_shard.split(widths, dim=1), strict=True):
-            _update(module, [(float(row[0]), *row[1:].chunk(2)) for row in columns])
+            if (pooled := _pooled([(float(row[0]), *row[1:].chunk(2)) for row in columns])) is not None:
+                update_running(module, *pooled[1:])
     for module in norms:
         module._by_shard.clear()
 
@@ -109,14 +110,3 @@ def _flat(statistics: Statistics | None, module: Any) -> torch.Tensor:
         return torch.zeros(2 * module.num_features + 1, dtype=torch.float64)
     count, mean, variance = statistics
     return torch.cat([torch.tensor([count], dtype=torch.float64), mean.cpu(), variance.cpu()])
-
-
-def _update(module: Any, statistics: list[Statistics]) -> None:
-    pooled = _pooled(statistics)
-    if pooled is None:
-        return
-    _, mean, variance = pooled
-    module.num_batches_tracked += 1
-    factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    for running, new in ((module.running_mean, mean), (module.running_var, variance)):
-        running.mul_(1 - factor).add_(new.to(running.device, running.dtype), alpha=factor)

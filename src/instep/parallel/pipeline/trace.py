@@ -163,7 +163,7 @@ def _is_repeatable(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    random = any(word in name for word in ("rand", "dropout", "bernoulli", "multinomial", "normal_"))
+    random = any(part in name for part in ("rand", "dropout", "bernoulli", "multinomial", "normal_"))
     return not random and not name.endswith("_") and bool(node.users)
 
 

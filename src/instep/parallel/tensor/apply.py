@@ -62,7 +62,7 @@ def split_layers(model: nn.Module, group: TensorParallelGroup, plan: TensorPlan)
 
 
 def try_splits(model: nn.Module, group: TensorParallelGroup, splits: Mapping[str, LayerSplit]) -> ExitStack:
-    """Give layers the forward passes of a plan while their weights are still whole; closing the result undoes it."""
+    """Change layers to the forward passes of a plan, with their weights still whole; closing the result undoes it."""
     undo, forward_pass = ExitStack(), ForwardPass(group)
     for path, module in model.named_modules():
         if path in splits:

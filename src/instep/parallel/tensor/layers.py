@@ -155,7 +155,7 @@ class RowwiseEmbedding(SplitModule):
     padding_idx: int | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Look up the tokens of this rank, and all-reduce."""
+        """Return the vectors of this rank's tokens, all-reduced."""
         group = self._pass.group
         first, count = group.shard_range(self.num_embeddings)
         is_here = (x >= first) & (x < first + count)
@@ -174,7 +174,7 @@ class ColwiseEmbedding(SplitModule):
     scale_grad_by_freq: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Look up this rank's columns, and gather all."""
+        """Return the columns of all ranks."""
         weight = self.local_weight()
         columns = F.embedding(x, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         return self.to_slice(columns, self.embedding_dim).full_tensor("asked for")
@@ -199,7 +199,7 @@ _classes: dict[tuple[type, type | None, tuple[str, ...]], type] = {}
 
 
 def change_class(module: nn.Module, split: LayerSplit | None, forward_pass: ForwardPass, path: str) -> None:
-    """Give a module another forward pass (None: its own), and open its parameters ([Note: Open parameters])."""
+    """Change a module's forward pass (None: keep its own), and open its parameters ([Note: Open parameters])."""
     kind, base = type(module), split.base if split is not None else None
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     key = (kind, base, names)
