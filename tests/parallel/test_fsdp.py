@@ -147,7 +147,7 @@ def copy_it(world: World) -> str:
 
 
 def test_a_copy_is_refused_with_a_way_out() -> None:
-    assert "cut over the ranks" in run_ranks(copy_it, 2)[0]
+    assert "sharded over the ranks" in run_ranks(copy_it, 2)[0]
 
 
 class Count:
