@@ -86,9 +86,9 @@ CASES = [
 @pytest.mark.parametrize(("make", "names"), CASES)
 def test_blocks(make: type[nn.Module], names: list[str]) -> None:
     model = make()
-    found = find_blocks(model)
-    assert [name for name, _ in found] == names
-    assert all(model.get_submodule(name) is module for name, module in found)
+    result = find_blocks(model)
+    assert [name for name, _ in result] == names
+    assert all(model.get_submodule(name) is module for name, module in result)
 
 
 def test_a_task_may_name_the_blocks() -> None:

@@ -60,14 +60,14 @@ def test_the_same_numbers(build: Callable[[], nn.Module]) -> None:
     tensors = dict(deferred.model.named_parameters()) | dict(deferred.model.named_buffers())
     assert all(tensor.is_meta for tensor in tensors.values())
     names = {id(tensor): name for name, tensor in tensors.items()}
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     deferred.materialize(
-        list(tensors.values()), lambda tensor, numbers: found.update({names[id(tensor)]: numbers.clone()})
+        list(tensors.values()), lambda tensor, numbers: result.update({names[id(tensor)]: numbers.clone()})
     )
     wanted = dict(usual.named_parameters()) | dict(usual.named_buffers())
-    assert found.keys() == wanted.keys()
+    assert result.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(result[name], tensor), name
     assert torch.equal(torch.rand(3), after)  # what is drawn next is the same, too
 
 

@@ -46,14 +46,14 @@ def test_a_part_of_the_columns_gives_those_of_the_whole(
     shape = [rows, middle, columns]
     first = cut.draw(st.integers(0, shape[dim] - 1))
     count = cut.draw(st.integers(1, shape[dim] - first))
-    found = []
+    result = []
     for part in (None, (dim, first, count)):
         context = BatchContext(CPU, seed=7)
         dropout = RowDropout(0.3, context, 0)
         context.begin_step(1)
         context.begin_part(3, rows, replicated=False)
-        found.append(dropout._keep(torch.Size(shape), CPU, 40000, part))
-    whole, own = found
+        result.append(dropout._keep(torch.Size(shape), CPU, 40000, part))
+    whole, own = result
     # Where two parts would share a hash, the whole is drawn.
     assert torch.equal(own, whole.narrow(dim, first, count) if own.shape != whole.shape else whole)
     inner = columns if dim == 1 else 1

@@ -54,15 +54,15 @@ def test_one_process_trains(case: Case) -> None:
 @pytest.mark.parametrize(("mesh", "case"), ALL, ids=[f"{mesh}-{case}" for mesh, case in ALL])
 def test_the_same_answer(mesh: str, case: Case) -> None:
     expected, ranks = reference()[case], [by_case[case] for by_case in piped(mesh)]
-    found = ranks[0]
-    assert len(found["losses"]) == case.steps
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
-    assert all(rank["metrics"] == found["metrics"] for rank in ranks)
-    assert all(rank["loss"] == found["loss"] for rank in ranks)
+    result = ranks[0]
+    assert len(result["losses"]) == case.steps
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
+    assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+    assert all(rank["metrics"] == result["metrics"] for rank in ranks)
+    assert all(rank["loss"] == result["loss"] for rank in ranks)
     if case.clip_norm is not None:
-        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
-        assert max(found["grad_norms"]) > case.clip_norm
+        assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
+        assert max(result["grad_norms"]) > case.clip_norm
     held: dict[str, torch.Tensor] = {}
     for rank in ranks:
         for name, tensor in rank["state"].items():

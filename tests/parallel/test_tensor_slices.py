@@ -112,11 +112,11 @@ def grid_of(world: World) -> Grid:
 
 
 def tried(world: World, name: str) -> tuple[list[torch.Tensor], SliceRecord, bool]:
-    """Do it to a whole tensor and to a Slice of it; give outputs and gradients of both."""
+    """Apply an operation to a whole tensor and to a Slice of it; return outputs and gradients of both."""
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(2, 3, 24, generator=generator, dtype=torch.float64)
     weights = torch.randn(2, 3, 24, generator=generator, dtype=torch.float64)
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     operation = {**BY_RULE, **GATHERED}[name]
     group = TensorParallelGroup.of(grid_of(world))
     for split in (False, True):
@@ -127,8 +127,8 @@ def tried(world: World, name: str) -> tuple[list[torch.Tensor], SliceRecord, boo
         was_split = isinstance(y, Slice)
         y = y.full_tensor("test") if isinstance(y, Slice) else y
         (y * torch.cos(torch.arange(y.numel()).view_as(y))).sum().backward()
-        found += [y.detach(), x.grad, p.grad if p.grad is not None else torch.zeros(24)]
-    return found, record, was_split
+        result += [y.detach(), x.grad, p.grad if p.grad is not None else torch.zeros(24)]
+    return result, record, was_split
 
 
 def try_all(world: World) -> tuple[dict[str, Any], dict[str, str]]:
@@ -136,26 +136,26 @@ def try_all(world: World) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def refuse_all(world: World) -> dict[str, str]:
-    group, told = TensorParallelGroup.of(grid_of(world)), {}
+    group, message = TensorParallelGroup.of(grid_of(world)), {}
     for name, operation in REFUSED.items():
         part = Slice(torch.ones(2, 3, 24 // world.world_size), -1, 24, group, frozenset({"up"}))
         try:
             operation(part, torch.ones(24))
         except Refused as error:
-            told[name] = str(error)
-    return told
+            message[name] = str(error)
+    return message
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_slice_gives_what_the_whole_tensor_gives(world_size: int) -> None:
-    for by_name, told in run_ranks(try_all, world_size):
+    for by_name, message in run_ranks(try_all, world_size):
         for name, ((y, x_grad, p_grad, *of_slice), record, was_split) in by_name.items():
-            for expected, found in zip((y, x_grad, p_grad), of_slice, strict=True):
-                assert torch.allclose(expected, found, rtol=1e-12, atol=1e-12), name
+            for expected, result in zip((y, x_grad, p_grad), of_slice, strict=True):
+                assert torch.allclose(expected, result, rtol=1e-12, atol=1e-12), name
             by_rule = name in BY_RULE and not (name in ("grouped", "six_heads") and world_size == 4)
             assert was_split or not by_rule, name
             assert record.gathered.keys() == (set() if by_rule else {"up"}), name
         uneven = by_name["six_heads"][1].uneven_heads
         assert uneven == ({"up": (6, 4)} if world_size == 4 else {})
-        assert set(told) == set(REFUSED)
-        assert "writes to a tensor of which each rank holds a shard" in told["setitem"]
+        assert set(message) == set(REFUSED)
+        assert "writes to a tensor of which each rank holds a shard" in message["setitem"]
