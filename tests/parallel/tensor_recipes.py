@@ -61,8 +61,8 @@ class Fused(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
         q, k, v = self.qkv(x).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(found.transpose(1, 2).reshape(rows, length, width))
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(result.transpose(1, 2).reshape(rows, length, width))
 
 
 class Gated(nn.Module):
@@ -124,8 +124,8 @@ class Encoder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=self.embed.weight.dtype)
         h = self.body(self.embed(x), mask=causal, is_causal=True).transpose(0, 1)
-        found, weights = self.cross(h, h.flip(0), h.flip(0))
-        return self.head((h + found).transpose(0, 1)) * (1 + weights.sum() / 1000)
+        result, weights = self.cross(h, h.flip(0), h.flip(0))
+        return self.head((h + result).transpose(0, 1)) * (1 + weights.sum() / 1000)
 
 
 class Perceptron(nn.Module):

@@ -86,14 +86,14 @@ CASES = [
 @pytest.mark.parametrize(("make", "names"), CASES)
 def test_blocks(make: type[nn.Module], names: list[str]) -> None:
     model = make()
-    found = find_blocks(model)
-    assert [name for name, _ in found] == names
-    assert all(model.get_submodule(name) is module for name, module in found)
+    result = find_blocks(model)
+    assert [name for name, _ in result] == names
+    assert all(model.get_submodule(name) is module for name, module in result)
 
 
 def test_a_task_may_name_the_blocks() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     assert blocks_of(model, lambda m: [m[0], m[1]]) == [("0", model[0]), ("1", model[1])]
     assert [name for name, _ in own_blocks(model, lambda m: [m[2]])] == ["2"]
-    with pytest.raises(TaskError, match="gave a Linear at position 1 that is no module inside of the model"):
+    with pytest.raises(TaskError, match="returned a Linear at position 1 that is no module inside the model"):
         blocks_of(model, lambda m: [m[0], nn.Linear(2, 2)])

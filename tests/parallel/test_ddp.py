@@ -60,7 +60,7 @@ def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
     rank = world.rank
     first, second = nn.Parameter(torch.zeros(40, 1000)), nn.Parameter(torch.zeros(40, 1000))
     reducer = DdpReducer([first, second], world, num_sums=1)
-    found, stayed = [], False
+    result, stayed = [], False
     for step in range(3):
         numbers = torch.arange(40_000.0).view(40, 1000) * (rank + 1) + step
         first.grad, second.grad = numbers.clone(), numbers.clone()
@@ -85,8 +85,8 @@ def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
         before = second.grad
         sums = reducer.reduce((1.0,))
         stayed = second.grad is before
-        found += [sums, first.grad.detach().clone(), second.grad.clone()]
-    return found, stayed
+        result += [sums, first.grad.detach().clone(), second.grad.clone()]
+    return result, stayed
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
     ],
 )
 def test_gradients_that_cannot_be_added_up_where_they_lie(kind: str) -> None:
-    (found, stayed), (other, _) = run_ranks(mixed, 2, kind)
+    (result, stayed), (other, _) = run_ranks(mixed, 2, kind)
     assert stayed == (engine.load() is not None)
     for step in range(3):
-        sums, first, second = found[3 * step : 3 * step + 3]
+        sums, first, second = result[3 * step : 3 * step + 3]
         assert sums == other[3 * step] == [2.0]
         numbers = torch.arange(40_000.0).view(40, 1000)
         once, both = numbers + step, numbers * 3 + 2 * step

@@ -1,4 +1,4 @@
-"""A model that is built without its numbers gets the same ones later."""
+"""A model that is built on the meta device gets the same values later."""
 
 from __future__ import annotations
 
@@ -60,12 +60,14 @@ def test_the_same_numbers(build: Callable[[], nn.Module]) -> None:
     tensors = dict(deferred.model.named_parameters()) | dict(deferred.model.named_buffers())
     assert all(tensor.is_meta for tensor in tensors.values())
     names = {id(tensor): name for name, tensor in tensors.items()}
-    found: dict[str, torch.Tensor] = {}
-    deferred.make(list(tensors.values()), lambda tensor, numbers: found.update({names[id(tensor)]: numbers.clone()}))
+    result: dict[str, torch.Tensor] = {}
+    deferred.materialize(
+        list(tensors.values()), lambda tensor, numbers: result.update({names[id(tensor)]: numbers.clone()})
+    )
     wanted = dict(usual.named_parameters()) | dict(usual.named_buffers())
-    assert found.keys() == wanted.keys()
+    assert result.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(result[name], tensor), name
     assert torch.equal(torch.rand(3), after)  # what is drawn next is the same, too
 
 
@@ -80,15 +82,15 @@ def test_only_what_is_needed_is_held() -> None:
 
     deferred = build_deferred(build)
     most = 0
-    original = deferred._do
+    original = deferred._run
 
     def counting(call: object, real: dict[int, torch.Tensor], is_kept: object) -> None:
         nonlocal most
         original(call, real, is_kept)  # type: ignore[arg-type]
         most = max(most, len(real))
 
-    deferred._do = counting  # type: ignore[method-assign,assignment]
-    deferred.make(list(deferred.model.parameters()), lambda *_: None)
+    deferred._run = counting  # type: ignore[method-assign,assignment]
+    deferred.materialize(list(deferred.model.parameters()), lambda *_: None)
     assert most == 1
 
 
@@ -106,5 +108,5 @@ def draw_by_name() -> nn.Module:
 
 @pytest.mark.parametrize("build", [look_at_numbers, draw_by_name])
 def test_what_cannot_be_deferred_says_so(build: Callable[[], nn.Module]) -> None:
-    with pytest.raises(TaskError, match=r"without its numbers.*Train without"):
+    with pytest.raises(TaskError, match=r"without its values.*Train without"):
         build_deferred(build)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.dropout import RowDropout, own_dropout
+from instep.parallel.dropout import RowDropout, replace_dropout
 
 CPU = torch.device("cpu")
 
@@ -46,14 +46,14 @@ def test_a_part_of_the_columns_gives_those_of_the_whole(
     shape = [rows, middle, columns]
     first = cut.draw(st.integers(0, shape[dim] - 1))
     count = cut.draw(st.integers(1, shape[dim] - first))
-    found = []
+    result = []
     for part in (None, (dim, first, count)):
         context = BatchContext(CPU, seed=7)
         dropout = RowDropout(0.3, context, 0)
         context.begin_step(1)
         context.begin_part(3, rows, replicated=False)
-        found.append(dropout._keep(torch.Size(shape), CPU, 40000, part))
-    whole, own = found
+        result.append(dropout._keep(torch.Size(shape), CPU, 40000, part))
+    whole, own = result
     # Where two parts would share a hash, the whole is drawn.
     assert torch.equal(own, whole.narrow(dim, first, count) if own.shape != whole.shape else whole)
     inner = columns if dim == 1 else 1
@@ -107,7 +107,7 @@ def test_every_dropout_of_a_model_is_replaced() -> None:
     model = nn.Sequential(
         nn.Linear(2, 2), twice, nn.Sequential(nn.Dropout2d(0.2)), twice, nn.TransformerEncoderLayer(4, 2)
     )
-    owned = own_dropout(model, context)
+    owned = replace_dropout(model, context)
     kinds = [type(m) for m in owned.modules()]
     assert nn.Dropout not in kinds
     assert nn.Dropout2d not in kinds
@@ -128,7 +128,7 @@ def test_evaluation_and_the_extremes() -> None:
     assert RowDropout(0.5, context, 0).eval()(x) is x
     assert RowDropout(0.0, context, 0)(x) is x
     assert torch.equal(RowDropout(1.0, context, 0)(x), torch.zeros(4, 3))
-    assert isinstance(own_dropout(nn.Dropout(0.1), context), RowDropout)
+    assert isinstance(replace_dropout(nn.Dropout(0.1), context), RowDropout)
 
 
 def test_a_guess_about_the_rows_is_said() -> None:
@@ -139,4 +139,4 @@ def test_a_guess_about_the_rows_is_said() -> None:
     layer(torch.ones(7, 4, 6))
     assert not context.doubts
     layer(torch.ones(8, 6))
-    assert "dropout 'drop' sees (8, 6) for 4 rows" in context.doubts["drop"]
+    assert "dropout 'drop' gets (8, 6) for 4 rows" in context.doubts["drop"]

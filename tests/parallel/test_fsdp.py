@@ -19,7 +19,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.parallel.fsdp import own_blocks
-from instep.parallel.total_norm import local_part
+from instep.parallel.gradients import to_local
 from instep.train.engine import Engine
 from instep.train.worker import open_run, worker_main
 from instep.world.world import World
@@ -47,7 +47,7 @@ def bytes_held(world: World, folder: str, options: dict[str, Any]) -> int:
         for p in model.parameters():
             assert p.grad is not None
             tensors += [p, p.grad]
-        return sum(t.numel() * t.element_size() for t in map(local_part, tensors))
+        return sum(t.numel() * t.element_size() for t in map(to_local, tensors))
 
 
 @pytest.mark.parametrize(("options", "most"), [({"strategy": "fsdp"}, 0.27), ({"mesh": "dp=2,fsdp=2"}, 0.52)])
@@ -62,7 +62,7 @@ KINDS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 def updated_by(world: World, folder: str, options: dict[str, Any]) -> list[float]:
     """Train a little with each of several optimizers; give a number for the weights of each."""
-    found = []
+    result = []
     for kind in KINDS:
         spec = TrainSpec(batch_size=8, steps=3, save_every="never", threads=1, **options)
         with open_run(world, spec, RunDirectory(Path(folder) / kind.__name__), "held") as run:
@@ -72,8 +72,8 @@ def updated_by(world: World, folder: str, options: dict[str, Any]) -> list[float
                 for x in step.shards():
                     step.backward(model(x).square().mean())
                 step.finish()
-            found.append(sum(float(whole(p).double().square().sum()) for p in model.parameters()))
-    return found
+            result.append(sum(float(whole(p).double().square().sum()) for p in model.parameters()))
+    return result
 
 
 def whole(p: torch.Tensor) -> torch.Tensor:
@@ -82,8 +82,8 @@ def whole(p: torch.Tensor) -> torch.Tensor:
 
 def test_optimizers_update_pieces_as_they_update_wholes(tmp_path: Path) -> None:
     wanted = run_ranks(updated_by, 1, str(tmp_path / "one"), {})[0]
-    for number, found in enumerate(run_ranks(updated_by, 3, str(tmp_path / "three"), {"strategy": "fsdp"})):
-        assert found == pytest.approx(wanted, rel=1e-5), number
+    for number, result in enumerate(run_ranks(updated_by, 3, str(tmp_path / "three"), {"strategy": "fsdp"})):
+        assert result == pytest.approx(wanted, rel=1e-5), number
     assert len(set(wanted)) == len(KINDS)
 
 
@@ -111,7 +111,7 @@ def branch(world: World, folder: str) -> str:
 
 
 def test_ranks_that_use_different_parameters_are_told(tmp_path: Path) -> None:
-    assert all("did not use the same parameters" in told for told in run_ranks(branch, 2, str(tmp_path)))
+    assert all("did not use the same parameters" in message for message in run_ranks(branch, 2, str(tmp_path)))
 
 
 def two_models(world: World, folder: str, options: dict[str, Any]) -> float:
@@ -128,8 +128,8 @@ def two_models(world: World, folder: str, options: dict[str, Any]) -> float:
                 each = (other(x) + 0 * one(torch.cat([x, x + 1])).sum()).square().mean(1)
                 step.backward((each * weights).sum() / weights.sum(), weight=weights.sum())
             step.finish()
-        found = run.evaluate(lambda _, batch: {"other": other(batch[0])[:, 0]}, numbers)
-        return found["other"]
+        result = run.evaluate(lambda _, batch: {"other": other(batch[0])[:, 0]}, numbers)
+        return result["other"]
 
 
 @pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"strategy": "fsdp"}])
@@ -147,7 +147,7 @@ def copy_it(world: World) -> str:
 
 
 def test_a_copy_is_refused_with_a_way_out() -> None:
-    assert "cut over the ranks" in run_ranks(copy_it, 2)[0]
+    assert "sharded over the ranks" in run_ranks(copy_it, 2)[0]
 
 
 class Count:
@@ -191,15 +191,15 @@ def evaluated(world: World, folder: str, options: dict[str, Any]) -> dict[str, f
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_evaluation_counts_every_sample_once(tmp_path: Path, world_size: int) -> None:
     wanted = run_ranks(evaluated, 1, str(tmp_path / "one"), {})[0]
-    found = run_ranks(evaluated, world_size, str(tmp_path / "several"), {"strategy": "fsdp"})
-    assert found == [pytest.approx(wanted, rel=1e-5)] * world_size
+    result = run_ranks(evaluated, world_size, str(tmp_path / "several"), {"strategy": "fsdp"})
+    assert result == [pytest.approx(wanted, rel=1e-5)] * world_size
     assert wanted["seen"] == 11
 
 
 def two_updates(world: World, folder: str, options: dict[str, Any]) -> list[float]:
     """Update one model in the middle of a step, and save after every step."""
     spec = TrainSpec(batch_size=16, epochs=2, save_every="1", exact=True, shards=4, **options)
-    found = []
+    result = []
     with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
         run.settled = False
         one, _ = run.prepare(deep_model(4, 2), lambda p: torch.optim.Adam(p, lr=1e-2))
@@ -212,8 +212,8 @@ def two_updates(world: World, folder: str, options: dict[str, Any]) -> list[floa
             step.update(others)
             for x in step.shards():
                 step.backward(other(one(x)).square().mean())
-            found.append(step.finish().loss)
-    return found
+            result.append(step.finish().loss)
+    return result
 
 
 def test_exact_sharding_with_two_updates_a_step(tmp_path: Path) -> None:

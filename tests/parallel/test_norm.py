@@ -40,9 +40,9 @@ def through(module: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> dict[s
         leaf = x.clone().requires_grad_()
         y = module(leaf)
         ((y * weights) ** 2).sum().backward()
-    found = {"y": y.detach(), "x": leaf.grad}
-    found |= {f"grad {name}": p.grad for name, p in module.named_parameters()}
-    return found | {f"buffer {name}": b.clone() for name, b in module.named_buffers()}
+    result = {"y": y.detach(), "x": leaf.grad}
+    result |= {f"grad {name}": p.grad for name, p in module.named_parameters()}
+    return result | {f"buffer {name}": b.clone() for name, b in module.named_buffers()}
 
 
 def rank_part(world: World, kind: str, replicated: bool) -> dict[str, torch.Tensor]:
@@ -63,13 +63,13 @@ def test_three_uneven_shares_equal_the_whole(kind: str) -> None:
     ranks = run_ranks(rank_part, 3, kind, False)
     for name, value in expected.items():
         if name in ("y", "x"):
-            found: Any = torch.cat([rank[name] for rank in ranks])
+            result: Any = torch.cat([rank[name] for rank in ranks])
         elif name.startswith("grad"):
-            found = sum(rank[name] for rank in ranks)
+            result = sum(rank[name] for rank in ranks)
         else:
-            found = ranks[0][name]
-            assert all(torch.equal(rank[name], found) for rank in ranks)
-        torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
+            result = ranks[0][name]
+            assert all(torch.equal(rank[name], result) for rank in ranks)
+        torch.testing.assert_close(result, value, rtol=1e-9, atol=1e-9)
 
 
 def test_a_replicated_part_is_not_exchanged() -> None:

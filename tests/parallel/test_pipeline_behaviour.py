@@ -107,11 +107,11 @@ def in_run(world: World, spec: TrainSpec, act: Any) -> Any:
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(world.broadcast_object(scratch))
         with open_run(world, spec, RunDirectory(run_dir), "test") as run:
-            found = act(run)
+            result = act(run)
         world.barrier()
         events = list(read_events(run_dir))
         world.barrier()
-    return found, events
+    return result, events
 
 
 def train(world: World, task: Task, **options: Any) -> tuple[Any, Any]:
@@ -125,8 +125,8 @@ def train(world: World, task: Task, **options: Any) -> tuple[Any, Any]:
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return run.metrics, sum(t.numel() * t.element_size() for t in tensors)
 
-    found, events = in_run(world, spec_of(world, **options), act)
-    return found, [e for e in events if e["event"] in ("step", "notice")]
+    result, events = in_run(world, spec_of(world, **options), act)
+    return result, [e for e in events if e["event"] in ("step", "notice")]
 
 
 def steps_of(events: list[Any]) -> list[float]:
@@ -189,14 +189,14 @@ def loss_not_finite(world: World) -> str:
 
 
 def behaviour(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {"named": train(world, Named()), "skip": train(world, Named(bad=7), on_nan="skip")}
-    found["computed"] = computed_loop(world)
+    result: dict[str, Any] = {"named": train(world, Named()), "skip": train(world, Named(bad=7), on_nan="skip")}
+    result["computed"] = computed_loop(world)
     if world.world_size > 1:
-        found["interleaved"] = train(world, Named(), schedule="interleaved", microbatches=4)
-        found["own loop"] = own_loop(world)
-        found["stopped"] = stop_in_the_middle(world)
-        found["not finite"] = loss_not_finite(world)
-    return found
+        result["interleaved"] = train(world, Named(), schedule="interleaved", microbatches=4)
+        result["own loop"] = own_loop(world)
+        result["stopped"] = stop_in_the_middle(world)
+        result["not finite"] = loss_not_finite(world)
+    return result
 
 
 @functools.cache
@@ -213,8 +213,8 @@ def piped() -> list[dict[str, Any]]:
 def test_named_layers_and_batches_that_are_not_all_rows(name: str) -> None:
     (metrics, _), events = alone()["named"]
     for rank in piped():
-        (found, _), found_events = rank[name]
-        assert found == pytest.approx(metrics, rel=1e-9)
+        (result, _), found_events = rank[name]
+        assert result == pytest.approx(metrics, rel=1e-9)
         assert len(steps_of(found_events)) == 6
         assert steps_of(found_events) == pytest.approx(steps_of(events), rel=1e-9)
 
@@ -242,8 +242,8 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_stages() -> None:
     expected = [(e["step"], e.get("skipped", False)) for e in events if e["event"] == "step"]
     assert any(skipped for _, skipped in expected)
     for rank in piped():
-        _, found = rank["skip"]
-        steps = [e for e in found if e["event"] == "step"]
+        _, result = rank["skip"]
+        steps = [e for e in result if e["event"] == "step"]
         assert [(e["step"], e.get("skipped", False)) for e in steps] == expected
         finite = [e["loss"] for e in steps if not e.get("skipped")]
         assert finite == pytest.approx(

@@ -54,15 +54,15 @@ def test_one_process_trains(case: Case) -> None:
 @pytest.mark.parametrize(("mesh", "case"), ALL, ids=[f"{mesh}-{case}" for mesh, case in ALL])
 def test_the_same_answer(mesh: str, case: Case) -> None:
     expected, ranks = reference()[case], [by_case[case] for by_case in piped(mesh)]
-    found = ranks[0]
-    assert len(found["losses"]) == case.steps
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
-    assert all(rank["metrics"] == found["metrics"] for rank in ranks)
-    assert all(rank["loss"] == found["loss"] for rank in ranks)
+    result = ranks[0]
+    assert len(result["losses"]) == case.steps
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
+    assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+    assert all(rank["metrics"] == result["metrics"] for rank in ranks)
+    assert all(rank["loss"] == result["loss"] for rank in ranks)
     if case.clip_norm is not None:
-        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
-        assert max(found["grad_norms"]) > case.clip_norm
+        assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
+        assert max(result["grad_norms"]) > case.clip_norm
     held: dict[str, torch.Tensor] = {}
     for rank in ranks:
         for name, tensor in rank["state"].items():
@@ -90,8 +90,8 @@ def test_the_tied_weight_is_held_at_both_ends_under_its_first_name() -> None:
 def test_the_bubble_is_predicted_and_measured() -> None:
     notices = piped("pp=2")[0][Case("mlp", "interleaved")]["notices"]
     (before,) = [text for text in notices if text.startswith("pipeline of 4 stages on 2 ranks")]
-    assert "With interleaved and 8 microbatches of a batch, a rank will stand idle for 6% of the time" in before
-    (after,) = [text for text in notices if text.startswith("the ranks of the pipeline stood idle for")]
+    assert "With interleaved and 8 microbatches of a batch, a rank will be idle for 6% of the time" in before
+    (after,) = [text for text in notices if text.startswith("the ranks of the pipeline were idle for")]
     assert "predicted 6%" in after
 
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Deep, dict[str, Any]]] = {
 
 
 def train(world: World, recompute: bool) -> dict[str, Any]:
-    found = {}
+    actual = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(world.broadcast_object(scratch))
         for name, (task, options) in CASES.items():
@@ -105,7 +105,7 @@ def train(world: World, recompute: bool) -> dict[str, Any]:
                 result = worker_main(world, task, spec, RunDirectory(folder / name))
             world.barrier()
             events = read_events(folder / name)
-            found[name] = {
+            actual[name] = {
                 "sha256": result.weights_sha256,
                 "metrics": result.metrics,
                 "losses": [e["loss"] for e in events if e["event"] == "step"],
@@ -113,7 +113,7 @@ def train(world: World, recompute: bool) -> dict[str, Any]:
                 "passes": PASSES["count"],
             }
             world.barrier()
-    return found
+    return actual
 
 
 @functools.cache

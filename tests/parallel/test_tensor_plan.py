@@ -17,9 +17,8 @@ from instep.core.mesh import Mesh
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.tensor.plan import brought_plan, compact, given_plan
-from instep.parallel.tensor.reducer import is_split
-from instep.parallel.tensor.strategy import Tensor
+from instep.parallel.tensor.plan import compact, given_plan, model_plan
+from instep.parallel.tensor.strategy import Tensor, is_split
 from instep.train.engine import Engine
 from instep.world.grid import Grid
 from instep.world.world import World
@@ -80,7 +79,7 @@ class Attentive(nn.Module):
         padding = torch.arange(length).expand(rows, length) >= length - torch.arange(rows)[:, None]
         by_head = torch.linspace(-1, 1, rows * 4 * length * length, dtype=x.dtype).view(rows * 4, length, length)
         k, v = x[..., :7], x[:, :, 5:14]
-        found = [
+        result = [
             self.packed(x, x, x, attn_mask=late, key_padding_mask=padding, need_weights=False)[0],
             self.packed(x, x, x, attn_mask=late, need_weights=False, is_causal=True)[0],
             self.packed(x, x.roll(1, 1), x.roll(1, 1), attn_mask=by_head)[0],
@@ -91,7 +90,7 @@ class Attentive(nn.Module):
             self.three_heads(x, x, x)[0],
             self.more_keys(x, x, x)[0],
         ]
-        return torch.cat([(y * torch.arange(y.numel()).view_as(y).cos()).flatten() for y in found])
+        return torch.cat([(y * torch.arange(y.numel()).view_as(y).cos()).flatten() for y in result])
 
 
 def spread_alone(world: World, kind: type[nn.Module]) -> dict[str, Any]:
@@ -165,18 +164,20 @@ def refuse_all(world: World) -> dict[str, str]:
 
 
 def test_a_plan_of_ones_own_is_followed_or_refused() -> None:
-    for told in run_ranks(refuse_all, 2):
+    for message in run_ranks(refuse_all, 2):
         for name, (_, words) in OWN_PLANS.items():
-            assert words in told[name], name
+            assert words in message[name], name
 
 
 def test_heads_that_do_not_divide_are_refused_with_their_numbers() -> None:
-    for told in run_ranks(refused, 4, BY_HEADS, "six_heads"):
-        assert "blocks.0.attention.q_proj by columns, which are cut into heads: 6 × 4, and tp=4 does not divide" in told
+    for message in run_ranks(refused, 4, BY_HEADS, "six_heads"):
+        assert (
+            "blocks.0.attention.q_proj by columns, which are cut into heads: 6 × 4, and tp=4 does not divide" in message
+        )
 
 
 def gradients_agree(world: World) -> list[Any]:
-    """Let the ranks have other gradients for a parameter that each holds whole, as a careless kernel might."""
+    """Reduce gradients that differ between ranks for a parameter that each holds whole, as a kernel may make them."""
     grid = Grid.open(world, Mesh(dp=world.world_size // 2, tp=2))
     strategy = Tensor(grid, BatchContext(world.device, 0))
     model = strategy.spread(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8)))
@@ -192,13 +193,13 @@ def test_whole_parameters_get_the_same_gradient_everywhere(world_size: int) -> N
     answers = run_ranks(gradients_agree, world_size)
     assert all(answer == answers[0] for answer in answers)
     assert answers[0][0] == [sum(range(world_size)), world_size]
-    first = 1.0 if world_size == 2 else 2 + 2e-6  # of ranks 0 and 2, one a team
+    first = 1.0 if world_size == 2 else 2 + 2e-6  # of ranks 0 and 2, one of each group
     assert answers[0][1][-1] == pytest.approx([first] * 8, rel=1e-7)
 
 
 def told_by(world: World) -> list[str]:
     """What is said to exact mode, and to a loss that is not finite."""
-    told = []
+    message = []
     MODELS["broken"] = lambda: nn.Sequential(Transformer(), nn.Threshold(1e9, float("nan")))
     for attempt in (
         lambda: Engine(world, TrainSpec(strategy="tensor", exact=True)),
@@ -207,8 +208,8 @@ def told_by(world: World) -> list[str]:
         try:
             attempt()
         except (SpecError, NumericsError) as error:
-            told.append(str(error))
-    return told
+            message.append(str(error))
+    return message
 
 
 def test_exact_mode_is_refused_and_a_loss_that_is_not_finite_told() -> None:
@@ -220,16 +221,16 @@ def test_exact_mode_is_refused_and_a_loss_that_is_not_finite_told() -> None:
 class TestReading:
     def test_a_path_stands_for_all_blocks(self) -> None:
         plan = given_plan({"blocks.*.mlp.*": "colwise", "head": "colwise_rep"}, Transformer(), "", strict=True)
-        assert [path for path, layer in plan.layers.items() if layer.word == "colwise"] == [
+        assert [path for path, layer in plan.layers.items() if layer.style == "colwise"] == [
             f"blocks.{n}.mlp.{name}" for n in range(2) for name in ("gate", "up", "drop", "down")
         ]
-        assert plan.layers["head"].word == "colwise_rep"
+        assert plan.layers["head"].style == "colwise_rep"
 
     def test_a_plan_that_a_model_brings_is_under_its_base_model(self) -> None:
-        found = brought_plan(Brought())
-        assert found["model.blocks.*.mlp.down"] == "rowwise"
-        assert found["lm_head"] == "colwise_rep"
-        assert brought_plan(Transformer()) == {}
+        result = model_plan(Brought())
+        assert result["model.blocks.*.mlp.down"] == "rowwise"
+        assert result["lm_head"] == "colwise_rep"
+        assert model_plan(Transformer()) == {}
 
     def test_numbers_are_put_together(self) -> None:
         paths = [f"blocks.{n}.mlp.{m}" for n in range(12) for m in (0, 2)] + ["head", "a.0.b", "a.2.b"]

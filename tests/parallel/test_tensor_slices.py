@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from instep.core.mesh import Mesh
-from instep.parallel.tensor.slice import Notes, Refused, Slice, noting
-from instep.parallel.tensor.team import Team, cut
+from instep.parallel.tensor.group import TensorParallelGroup, scatter_to_group
+from instep.parallel.tensor.slice import Refused, Slice, SliceRecord, record_slices
 from instep.world.grid import Grid
 from instep.world.world import World
 from ranks import run_ranks
 
 Operation = Callable[[torch.Tensor, torch.Tensor], Any]
-"""Of a tensor (2, 3, 24) of which ranks share the last dimension, and a plain parameter (24,)."""
+"""Of a tensor (2, 3, 24) whose last dimension is sharded, and a plain parameter (24,)."""
 
 
 def heads(x: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -87,7 +87,7 @@ BY_RULE: dict[str, Operation] = {
     "dtype": lambda x, p: x.float().double().to(torch.float64).detach() + x.clone(),
     "view_as": lambda x, p: x.view_as(x).reshape(6, 24).reshape_as(x),
 }
-JOINED: dict[str, Operation] = {
+GATHERED: dict[str, Operation] = {
     "layer_norm": lambda x, p: F.layer_norm(x, (24,), p),
     "sum": lambda x, p: x.sum(),
     "softmax": lambda x, p: x.softmax(-1),
@@ -111,51 +111,51 @@ def grid_of(world: World) -> Grid:
     return Grid.open(world, Mesh(tp=world.world_size))
 
 
-def tried(world: World, name: str) -> tuple[list[torch.Tensor], Notes, bool]:
-    """Do it to a whole tensor and to a Slice of it; give outputs and gradients of both."""
+def tried(world: World, name: str) -> tuple[list[torch.Tensor], SliceRecord, bool]:
+    """Apply an operation to a whole tensor and to a Slice of it; return outputs and gradients of both."""
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(2, 3, 24, generator=generator, dtype=torch.float64)
     weights = torch.randn(2, 3, 24, generator=generator, dtype=torch.float64)
-    found: list[torch.Tensor] = []
-    operation = {**BY_RULE, **JOINED}[name]
-    team = Team.of(grid_of(world))
+    result: list[torch.Tensor] = []
+    operation = {**BY_RULE, **GATHERED}[name]
+    group = TensorParallelGroup.of(grid_of(world))
     for split in (False, True):
         x, p = start.clone().requires_grad_(), weights[0, 0].clone().requires_grad_()
-        given: torch.Tensor = Slice(cut(x, -1, team), -1, 24, team, frozenset({"up"})) if split else x
-        with noting() as notes:
+        given: torch.Tensor = Slice(scatter_to_group(x, -1, group), -1, 24, group, frozenset({"up"})) if split else x
+        with record_slices() as record:
             y = operation(given, p)
         was_split = isinstance(y, Slice)
-        y = y.whole("test") if isinstance(y, Slice) else y
+        y = y.full_tensor("test") if isinstance(y, Slice) else y
         (y * torch.cos(torch.arange(y.numel()).view_as(y))).sum().backward()
-        found += [y.detach(), x.grad, p.grad if p.grad is not None else torch.zeros(24)]
-    return found, notes, was_split
+        result += [y.detach(), x.grad, p.grad if p.grad is not None else torch.zeros(24)]
+    return result, record, was_split
 
 
 def try_all(world: World) -> tuple[dict[str, Any], dict[str, str]]:
-    return {name: tried(world, name) for name in (*BY_RULE, *JOINED)}, refuse_all(world)
+    return {name: tried(world, name) for name in (*BY_RULE, *GATHERED)}, refuse_all(world)
 
 
 def refuse_all(world: World) -> dict[str, str]:
-    team, told = Team.of(grid_of(world)), {}
+    group, message = TensorParallelGroup.of(grid_of(world)), {}
     for name, operation in REFUSED.items():
-        part = Slice(torch.ones(2, 3, 24 // world.world_size), -1, 24, team, frozenset({"up"}))
+        part = Slice(torch.ones(2, 3, 24 // world.world_size), -1, 24, group, frozenset({"up"}))
         try:
             operation(part, torch.ones(24))
         except Refused as error:
-            told[name] = str(error)
-    return told
+            message[name] = str(error)
+    return message
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_slice_gives_what_the_whole_tensor_gives(world_size: int) -> None:
-    for by_name, told in run_ranks(try_all, world_size):
-        for name, ((y, x_grad, p_grad, *of_slice), notes, was_split) in by_name.items():
-            for expected, found in zip((y, x_grad, p_grad), of_slice, strict=True):
-                assert torch.allclose(expected, found, rtol=1e-12, atol=1e-12), name
+    for by_name, message in run_ranks(try_all, world_size):
+        for name, ((y, x_grad, p_grad, *of_slice), record, was_split) in by_name.items():
+            for expected, result in zip((y, x_grad, p_grad), of_slice, strict=True):
+                assert torch.allclose(expected, result, rtol=1e-12, atol=1e-12), name
             by_rule = name in BY_RULE and not (name in ("grouped", "six_heads") and world_size == 4)
             assert was_split or not by_rule, name
-            assert notes.joined.keys() == (set() if by_rule else {"up"}), name
+            assert record.gathered.keys() == (set() if by_rule else {"up"}), name
         uneven = by_name["six_heads"][1].uneven_heads
         assert uneven == ({"up": (6, 4)} if world_size == 4 else {})
-        assert set(told) == set(REFUSED)
-        assert "writes to a tensor of which each rank holds a part" in told["setitem"]
+        assert set(message) == set(REFUSED)
+        assert "writes to a tensor of which each rank holds a shard" in message["setitem"]

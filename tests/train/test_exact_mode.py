@@ -105,7 +105,7 @@ class LazyBuffer(Small):
 
 
 def test_a_buffer_that_comes_into_being_in_a_forward_pass_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="buffer 'scale' of a Lazy is filled in its forward pass"):
+    with pytest.raises(TaskError, match="buffer 'scale' of a Lazy is created in its forward pass"):
         train(LazyBuffer(), tmp_path)
 
 
@@ -225,7 +225,7 @@ def test_more_ranks_than_shards_are_refused() -> None:
 
 
 def test_shards_of_one_sample_are_refused_by_batch_norm(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"one value a channel has no variance. Use --drop-last, fewer --shards"):
+    with pytest.raises(TaskError, match=r"one value per channel has no variance. Use --drop-last, fewer --shards"):
         train(Small(), tmp_path, batch_size=10)
 
 

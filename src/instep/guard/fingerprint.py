@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from instep.core.splitmix import finalize64
+
 _ROW = 2**15
 """Pieces that are multiplied at once: as 64-bit numbers, with their keys, they fit a core's cache."""
 _ROWS_ON_A_DEVICE = 128
@@ -72,12 +74,8 @@ def _keys(kind: int, count: int, device: torch.device) -> torch.Tensor:
     """Give the first keys of a kind: odd numbers, scrambled from their position (splitmix64)."""
     if count & (count - 1):
         return _keys(kind, 1 << count.bit_length(), device)[:count]
-    value = (numpy.arange(1, count + 1, dtype=numpy.uint64) + numpy.uint64(kind << 40)) * numpy.uint64(
-        0x9E3779B97F4A7C15
-    )
-    value = (value ^ (value >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    value = (value ^ (value >> numpy.uint64(31))) | numpy.uint64(1)
+    position = numpy.arange(1, count + 1, dtype=numpy.uint64) + numpy.uint64(kind << 40)
+    value = finalize64(position * numpy.uint64(0x9E3779B97F4A7C15)) | numpy.uint64(1)
     return torch.from_numpy(value.view(numpy.int64)).to(device)
 
 

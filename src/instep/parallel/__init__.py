@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: strategies, and the layers whose answer would depend on the split.
+"""Strategies that distribute a model over ranks, and the layers whose output would depend on the split.
 
-Room: torch modules and gradients; speaks to other ranks through World only.
+Communicates through World only, except for torch.distributed.pipelining, FSDP2 and DTensor.
 """

@@ -1,8 +1,7 @@
 """The repeated blocks of a model, found from its modules.
 
-A deep model is one block again and again. The block is what is worth sharding, and what is worth computing twice to
-save its activations: large enough to be worth the trouble, small enough that only a part of the model is there at a
-time.
+A deep model repeats one block. The block is the unit of sharding and of activation checkpointing: large enough to be
+worth a collective or a second pass, small enough that only a fraction of the model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from torch import nn
 from instep.core.errors import TaskError
 
 Blocks = Callable[[nn.Module], Iterable[nn.Module]]
-"""Names the blocks of a model, where somebody knows better."""
+"""Returns the blocks of a model, where the Task names them."""
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def blocks_of(model: nn.Module, given: Blocks | None) -> list[tuple[str, nn.Module]]:
-    """Give the blocks of a model with their names: those that were named, or those that are found."""
+    """Return the blocks of a model with their names: those that the Task names, or those that repeat."""
     if given is None:
         return find_blocks(model)
     names = {id(module): name for name, module in model.named_modules() if name}
-    found = []
+    blocks = []
     for number, block in enumerate(given(model)):
         if id(block) not in names:
             raise TaskError(
-                f"blocks(model) gave a {type(block).__name__} at position {number} that is no module inside of the "
-                "model. Give modules of it, model.layers for instance."
+                f"blocks(model) returned a {type(block).__name__} at position {number} that is no module inside the "
+                "model. Return modules of the model, for instance model.layers."
             )
-        found.append((names[id(block)], block))
-    return found
+        blocks.append((names[id(block)], block))
+    return blocks
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the repeated blocks, with their names, in the model's order; empty: nothing is repeated.
+    """Return the repeated blocks with their names, in the model's order; empty if nothing repeats.
 
-    Blocks stand beside others of their class in a ModuleList or a Sequential; where there are none, they are the
-    modules of the one class, repeated anywhere, that holds most parameters. Modules made of others come before single
-    layers, outer ones before those inside them. What has no parameters does not count.
+    Blocks are neighbours of one class in a ModuleList, Sequential or ModuleDict. Without such neighbours, they are all
+    modules of the repeated class that holds most parameters. Modules with children are preferred to single layers,
+    outer modules to inner ones. Modules without parameters do not count.
     """
     modules = {name: module for name, module in model.named_modules() if name and _num_parameters(module)}
     composed = {name: module for name, module in modules.items() if any(True for _ in module.children())}
@@ -49,26 +48,26 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _beside_others(model: nn.Module, candidates: Iterable[nn.Module]) -> set[int]:
-    """Find those that have others of their class beside them in a list; the ids of the modules."""
-    wanted, found = {id(module) for module in candidates}, set()
+    """Return the ids of the candidates that have neighbours of their class in a list."""
+    wanted, repeated = {id(module) for module in candidates}, set()
     for holder in model.modules():
         if isinstance(holder, _LISTS):
             by_class: dict[type, set[int]] = {}
             for child in holder.children():
                 if id(child) in wanted:
                     by_class.setdefault(type(child), set()).add(id(child))
-            found |= {each for ids in by_class.values() if len(ids) > 1 for each in ids}
-    # Lists of lists: a stage that is nothing but a list of blocks is not a block itself.
+            repeated |= {number for ids in by_class.values() if len(ids) > 1 for number in ids}
+    # Lists of lists: a list of blocks is not a block itself.
     stages = {
         id(holder)
         for holder in model.modules()
-        if type(holder) in _LISTS and any(id(child) in found for child in holder.children())
+        if type(holder) in _LISTS and any(id(child) in repeated for child in holder.children())
     }
-    return found - stages
+    return repeated - stages
 
 
 def _largest(modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Take the class that is there more than once and holds most parameters, unless it only holds others."""
+    """Return the modules of the repeated class that holds most parameters; containers do not count."""
     by_class: dict[type, list[tuple[str, nn.Module]]] = {}
     for name, module in modules.items():
         if type(module) not in _LISTS:
@@ -79,11 +78,11 @@ def _largest(modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _outermost(wanted: set[int], modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in modules.items():  # outer ones come first
-        if id(module) in wanted and not any(name.startswith(f"{outer}.") for outer, _ in found):
-            found.append((name, module))
-    return found
+    outermost: list[tuple[str, nn.Module]] = []
+    for name, module in modules.items():  # outer modules come first
+        if id(module) in wanted and not any(name.startswith(f"{outer}.") for outer, _ in outermost):
+            outermost.append((name, module))
+    return outermost
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -1,14 +1,19 @@
-"""What a Task's loss gives to its model, found without a model.
+"""The arguments with which a Task's loss calls its model, captured without a model, and how a model is tried with them.
 
-`loss` and `metrics` call `model(…)` exactly once: a stand-in that notes the arguments and leaves at once sees all
-that the model would.
+`loss` and `metrics` call `model(…)` exactly once. So a stand-in that records the arguments and raises sees all that the
+model would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import TaskError
 
@@ -20,16 +25,20 @@ class Call:
     positional: tuple[Any, ...]
     named: dict[str, Any]
 
+    def to(self, device: torch.device) -> Call:
+        """Return the call with its tensors on a device."""
+        return Call(*tree_map_only(torch.Tensor, lambda t: t.to(device), (self.positional, self.named)))
+
 
 class _Captured(BaseException):
-    """Leaves the user's function from the middle; not an Exception, which they may catch."""
+    """Leaves the user's function from the middle; not an Exception, which the user's code may catch."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
 def call_of(function: Callable[[Any, Any], Any], batch: Any) -> Call:
-    """Find the arguments with which `function(model, batch)` calls its model."""
+    """Return the arguments with which `function(model, batch)` calls its model."""
 
     def capture(*positional: Any, **named: Any) -> NoReturn:
         raise _Captured(Call(positional, named))
@@ -38,4 +47,19 @@ def call_of(function: Callable[[Any, Any], Any], batch: Any) -> Call:
         function(capture, batch)
     except _Captured as captured:
         return captured.call
-    raise TaskError("loss returned without having called its model; it must do so exactly once.")
+    raise TaskError("loss returned without having called its model; it must call it exactly once.")
+
+
+@contextlib.contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode; restore its modes and buffers afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, value in buffers:
+            buffer.detach().copy_(value)

@@ -1,18 +1,17 @@
-"""Build a model without its numbers, and make them later, a tensor at a time: the same ones.
+"""Build a model on the meta device, and compute the same initial values later, one tensor at a time.
 
 [Note: Deferred models]
-A model that is to be cut over ranks need not fit into the memory of one. It is built on the meta device, where tensors
-have shapes and no numbers, and what its constructor does to them (draw, fill, copy, multiply) is written down. Later
-the same operations are made on the CPU in the same order, from the same state of the generator, so every number is the
-one that building the model as usual would have given. A tensor is handed over as soon as nothing more is done to it,
-and let go of; numbers that would be overwritten (a constructor's own, before `apply(init)`) are drawn, since what
-comes after them in the generator depends on it, and thrown away at once.
+A model that will be sharded need not fit into the memory of one rank. It is built on the meta device, where tensors
+have shapes and no values, and the operations of its constructor on them (draw, fill, copy, multiply) are recorded.
+Later the same operations run on the CPU in the same order, from the same state of the generator, so every value is the
+one that building the model as usual would have given. A tensor is delivered after its last operation, and freed. Values
+that would be overwritten (a constructor's own, before `apply(init)`) are drawn, since later draws depend on the state
+of the generator, and dropped at once.
 
-The functions of torch.nn.init are written down whole: some look at the numbers they have drawn, and do nothing to
-a tensor without numbers. They are taken hold of wherever they were imported to.
+The functions of torch.nn.init are recorded as single operations: some read the values that they have drawn, and do
+nothing to a tensor without values. They are replaced in every module that imported them.
 
-What cannot be written down (numbers that the constructor looks at, noise on tensors that were put on the CPU by name)
-is an error that says so.
+What cannot be recorded (values that the constructor reads, noise on tensors that it puts on the CPU) raises TaskError.
 """
 
 from __future__ import annotations
@@ -34,19 +33,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from instep.core.errors import TaskError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_OVERWRITING = {
-    "uniform_",
-    "normal_",
-    "fill_",
-    "zero_",
-    "copy_",
-    "random_",
-    "bernoulli_",
-    "exponential_",
-    "log_normal_",
-}
+_OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
 Deliver = Callable[[torch.Tensor, torch.Tensor], None]
-"""Gets a tensor of the deferred model, and its numbers; they are let go of when it returns."""
+"""Takes a tensor of the deferred model and its values, which are freed when it returns."""
 
 
 @dataclass(frozen=True)
@@ -57,68 +46,61 @@ class _Call:
     positional: tuple[Any, ...]
     named: dict[str, Any]
     made: dict[int, int]
-    """The storages that it made, and which of its results has each."""
+    """The storages that it made, and the position of each in its results."""
     used: tuple[int, ...]
     """The storages that it read or wrote."""
     overwrites: int | None
-    """The storage that it overwrites whole, whatever was in it."""
+    """The storage that it overwrites completely."""
 
     @property
-    def draws(self) -> bool:
-        """Whether the generator moves on."""
-        return _draws(self.function)
-
-    @property
-    def only_makes_room(self) -> bool:
-        """Whether what it makes has no numbers yet."""
+    def only_allocates(self) -> bool:
+        """Whether its results have no values yet."""
         return isinstance(self.function, OpOverload) and self.function.overloadpacket.__name__.startswith("empty")
 
 
 @dataclass
 class Deferred:
-    """A model without numbers, and how they are made."""
+    """A model on the meta device, and the operations that compute its values."""
 
     model: nn.Module
     _calls: list[_Call]
     _generator: torch.Tensor
     _keep: list[torch.Tensor] = field(default_factory=list)
-    """All tensors that were made, so that no storage's number is given out twice."""
+    """All tensors that were made: a storage that is freed could give its number to another."""
 
-    def make(self, wanted: list[torch.Tensor], deliver: Deliver) -> None:
-        """Make the numbers of `wanted` tensors of the model, one after the other, on the CPU."""
+    def materialize(self, wanted: list[torch.Tensor], deliver: Deliver) -> None:
+        """Compute the values of `wanted` tensors of the model, one after the other, on the CPU."""
         torch.set_rng_state(self._generator)
         by_storage: dict[int, list[torch.Tensor]] = {}
         for tensor in wanted:
             by_storage.setdefault(_storage(tensor), []).append(tensor)
         last = {storage: i for i, call in enumerate(self._calls) for storage in (*call.used, *call.made)}
         begins = {call.overwrites: i for i, call in enumerate(self._calls) if call.overwrites is not None}
-        # Read or changed in part before it is overwritten for the last time: needed from its beginning.
+        # Read, or changed in part, before it is overwritten for the last time: needed from the beginning.
         needed = {s for i, c in enumerate(self._calls) for s in c.used if i < begins.get(s, 0) and c.overwrites != s}
         real: dict[int, torch.Tensor] = {}
         for i, call in enumerate(self._calls):
-            self._do(call, real, lambda s, i=i: s in needed or i >= begins.get(s, 0))  # type: ignore[misc]
+            self._run(call, real, lambda s, i=i: s in needed or i >= begins.get(s, 0))  # type: ignore[misc]
             for storage in {*call.used, *call.made}:
                 if last[storage] == i:
                     for tensor in by_storage.pop(storage, ()):
                         deliver(tensor, _as(tensor, real[storage]))
                     real.pop(storage, None)
         if by_storage:
-            raise _refusal(f"{len(by_storage)} of its tensors came from elsewhere")
+            raise _refusal(f"{len(by_storage)} of its tensors were not made by its constructor")
 
-    def _do(self, call: _Call, real: dict[int, torch.Tensor], is_kept: Callable[[int], bool]) -> None:
-        """Make one operation, unless its result will be overwritten; what it draws is drawn in any case."""
+    def _run(self, call: _Call, real: dict[int, torch.Tensor], is_kept: Callable[[int], bool]) -> None:
+        """Run one operation, unless its result will be overwritten; random numbers are drawn in any case."""
         target = call.overwrites
         if target is not None and not is_kept(target):
-            if call.draws:
+            if _draws(call.function):
                 self._call(call, {**real, target: _empty_for(call.positional[0])})
             return
-        for storage in call.made:  # an empty one that will be overwritten is made only then
-            if call.only_makes_room and not is_kept(storage):
-                return
+        if call.only_allocates and not all(map(is_kept, call.made)):  # allocated when it is overwritten
+            return
         if target is not None and target not in real:
             real[target] = _empty_for(call.positional[0])
-        found = self._call(call, real)
-        results = _tensors_in(found)
+        results = _tensors_in(self._call(call, real))
         for storage, place in call.made.items():
             real[storage] = results[place]
 
@@ -134,7 +116,7 @@ class Deferred:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down what is done to tensors on the meta device."""
+    """Records the operations on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,22 +131,22 @@ class _Recorder(TorchDispatchMode):
         results = _tensors_in(out)
         if not any(t.is_meta for t in (*given, *results)):
             if _draws(func):
-                raise _refusal(f"{func} draws on the CPU, out of turn")
+                raise _refusal(f"{func} draws on the CPU, out of order")
             return out
         if kwargs.get("generator") is not None:
-            raise _refusal(f"{func} draws from a generator of its own")
+            raise _refusal(f"{func} draws from its own generator")
         args, kwargs = tree_map_only(torch.Tensor, _as_it_is_now, (args, kwargs))
         self.keep += [_as_it_is_now(t) for t in (*given, *results) if t.is_meta]
         used = tuple(_storage(t) for t in given if t.is_meta)
         made = {s: place for place, t in enumerate(results) if t.is_meta and (s := _storage(t)) not in used}
-        # A view makes nothing and changes nothing: whoever uses it finds the numbers by its storage.
+        # A view makes and changes nothing: its values are found by its storage.
         if made or func._schema.is_mutable:
             self.calls.append(_Call(func, args, kwargs, made, used, _overwritten(func, args)))
         return out
 
 
 def build_deferred(build: Callable[[], nn.Module]) -> Deferred:
-    """Build a model without numbers."""
+    """Build a model on the meta device, and record how."""
     state = torch.get_rng_state()
     recorder = _Recorder()
     try:
@@ -179,7 +161,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> Deferred:
 
 @contextlib.contextmanager
 def _initialisers_recorded(recorder: _Recorder) -> Iterator[None]:
-    """Have calls of torch.nn.init's functions written down as they are."""
+    """Record calls of torch.nn.init's functions as single operations."""
     originals = {
         function: name
         for name, function in vars(nn.init).items()
@@ -220,13 +202,13 @@ def _draws(function: Any) -> bool:
 
 def _refusal(why: str) -> TaskError:
     return TaskError(
-        f"meta_init builds the model without its numbers, and this one cannot be built so: {why}. Train without "
-        "--meta-init, or let model() only make modules and initialise them."
+        f"meta_init builds the model without its values, and this model cannot be built so: {why}. Train without "
+        "--meta-init, or let model() only create and initialise modules."
     )
 
 
 def _overwritten(function: Any, positional: tuple[Any, ...]) -> int | None:
-    if function.overloadpacket.__name__ not in _OVERWRITING or not isinstance(positional[0], torch.Tensor):
+    if function.overloadpacket.__name__ not in _OVERWRITES or not isinstance(positional[0], torch.Tensor):
         return None
     target = positional[0]
     return _storage(target) if target.is_meta and _is_whole(target) else None
@@ -241,7 +223,7 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _as_it_is_now(tensor: torch.Tensor) -> torch.Tensor:
-    """Hold on to a tensor's storage: a module's `to` gives the same parameter another one."""
+    """Keep a tensor's storage: a module's `to` gives the same parameter another one."""
     return tensor.detach() if tensor.is_meta else tensor
 
 
@@ -254,5 +236,5 @@ def _empty_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as(like: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """See a storage's numbers as a tensor of the deferred model sees them."""
+    """View a storage's values with the shape and strides of a tensor of the deferred model."""
     return real.as_strided(like.size(), like.stride(), like.storage_offset())

@@ -1,7 +1,7 @@
 """One process with several GPUs: PyTorch's DataParallel, for completeness.
 
-It copies the model to every GPU in each forward pass, and its layers see one GPU's rows: BatchNorm's statistics and
-dropout's noise depend on the number of GPUs, which they do under no other strategy. `ddp` has neither fault.
+It copies the model to every GPU in each forward pass, and its layers see one GPU's rows. So BatchNorm's statistics and
+dropout's noise depend on the number of GPUs, as under no other strategy. Use `ddp`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import data_parallel
 
+from instep.parallel.class_change import add_base
 from instep.parallel.single import Single
 from instep.parallel.strategy import Example
 
 
 class _Replicated(nn.Module):
-    """Stands before a model's own class, and sends each call of the model to copies of it."""
+    """Comes before a model's own class, and runs each call of the model on copies of it."""
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         if getattr(self, "_is_replica", False):
@@ -34,15 +35,14 @@ class Dp(Single):
         num_gpus = torch.cuda.device_count() if self.grid.world.device.type == "cuda" else 0
         if num_gpus < 2:
             self.said.append(
-                f"strategy=dp spreads a batch over the GPUs of one process, and this one sees {num_gpus}: it trains as "
-                "strategy=single does. For several processes use strategy=ddp with -n."
+                f"strategy=dp splits a batch over the GPUs of one process, and this process sees {num_gpus}: it trains "
+                "as strategy=single does. For several processes use strategy=ddp with -n."
             )
             return super().spread(model, example)
         self.said.append(
-            f"strategy=dp: one process drives {num_gpus} GPUs, copies the model to them in every step, and BatchNorm "
-            "and dropout see one GPU's rows. strategy=ddp with -n auto is faster and gives the same answer as one GPU."
+            f"strategy=dp: one process uses {num_gpus} GPUs and copies the model to them in every step, and BatchNorm "
+            "and dropout see one GPU's rows. strategy=ddp with -n auto is faster and gives the same result as one GPU."
         )
         model = model.to(self.grid.world.device)
-        kind = type(model)
-        model.__class__ = type(f"Replicated{kind.__name__}", (_Replicated, kind), {})
+        add_base(model, _Replicated, "Replicated")
         return model

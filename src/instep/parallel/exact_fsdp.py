@@ -1,12 +1,12 @@
 """Exact mode with sharded parameters and optimizer state.
 
 [Note: Exact sharding]
-The gradient of a shard of the batch must be whole and alone before it goes into the canonical tree ([Note: Exact
-mode]), and ranks have different numbers of such shards. So the parameters are gathered once, before the first pass of a
-step, FSDP2 is told to leave gradients alone, and the tree adds up whole gradients as it does without sharding: same
-passes, same additions, same norm, same bits. Each rank's piece of the sums is then the gradient of its piece of the
-parameters, which are let go of before the update. Between steps a rank holds its pieces and their optimizer state;
-within a step, whole parameters and gradients.
+The gradient of a shard of the batch must be complete and unreduced before it enters the canonical tree ([Note: Exact
+mode]), and ranks have different numbers of such shards. So the parameters are unsharded once, before the first pass of
+a step, FSDP2's gradient reduction is off, and the tree adds whole gradients as it does without sharding: same passes,
+same additions, same norm, same bits. Each rank's slice of the sums is then the gradient of its shard of the parameters,
+which are resharded before the update. Between steps a rank holds its shards and their optimizer state; within a step,
+whole parameters and gradients.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.exact import Exact, ExactReducer
 from instep.parallel.fsdp import Fsdp, Sharding
+from instep.parallel.gradients import from_local
 from instep.parallel.strategy import Example, Reducer
 from instep.world.grid import Grid
 
 
 class ExactShardedReducer(ExactReducer):
-    """Adds up whole gradients, and gives each rank its piece of the sums ([Note: Exact sharding])."""
+    """Adds whole gradients; each rank keeps its shard of the sums ([Note: Exact sharding])."""
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, context: BatchContext, num_sums: int
     ):
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._pieces = list(parameters)
-        self._place, self._num_places = grid.mesh.coordinate(grid.world.rank, "fsdp"), grid.mesh.fsdp
+        self._sharded = list(parameters)
+        self._fsdp_rank, self._fsdp_size = grid.mesh.coordinate(grid.world.rank, "fsdp"), grid.mesh.fsdp
         names = {id(p): name for name, p in model.named_parameters()}
         for module in self._modules:
             module.set_requires_gradient_sync(False)
@@ -55,19 +55,15 @@ class ExactShardedReducer(ExactReducer):
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         totals = super().reduce(sums)
-        for piece, whole in zip(self._pieces, self.parameters, strict=True):
-            piece.grad = None if whole.grad is None else self._piece_of(whole.grad, piece)
+        for sharded, whole in zip(self._sharded, self.parameters, strict=True):
+            sharded.grad = None if whole.grad is None else self._shard_of(whole.grad, like=sharded)
         self.end_step()
         return totals
 
-    def _piece_of(self, gradient: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
-        """View this rank's piece of a whole gradient: what is scaled or clipped later is the same memory."""
-        assert isinstance(like, DTensor)
-        pieces = gradient.chunk(self._num_places)
-        own = pieces[self._place] if self._place < len(pieces) else gradient[:0]
-        return DTensor.from_local(
-            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+    def _shard_of(self, gradient: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+        """Return this rank's shard of a whole gradient, in the same memory, which is scaled and clipped later."""
+        chunks = gradient.chunk(self._fsdp_size)
+        return from_local(chunks[self._fsdp_rank] if self._fsdp_rank < len(chunks) else gradient[:0], like)
 
     def end_step(self) -> None:
         for module in self._modules:
@@ -77,7 +73,7 @@ class ExactShardedReducer(ExactReducer):
 
 
 class ExactFsdp(Exact):
-    """Parameters and optimizer state cut over the ranks, and the same bits as on one."""
+    """Parameters and optimizer state sharded over the ranks, with the same bits as on one rank."""
 
     name = "exact fsdp"
     in_step = True

@@ -1,19 +1,20 @@
-"""Sharding: every parameter, its gradient and its optimizer state cut over the ranks (PyTorch's FSDP2).
+"""Sharding: every parameter, its gradient and its optimizer state sharded over the ranks (PyTorch's FSDP2).
 
 [Note: Sharding]
-The repeated blocks of a model are its units, and what is left of it is one more. A unit's parameters are gathered
-when it computes, and its gradients are added up and cut again as soon as backward has left it. The contract asks for
-sums rather than means (C4), so the division that FSDP2 makes is set to 1; the step's own sums travel by themselves.
-All ranks go through the same units in the same order, also a rank whose part counts nothing: its backward pass runs
-with zeros ([Note: Parts of weight 0]), and in evaluation one without a chunk computes along.
+The repeated blocks of a model are its FSDP units; the rest of the model is one more. A unit's parameters are
+all-gathered when it computes, and its gradients reduce-scattered as soon as backward has left it. The contract asks for
+sums rather than means (C4), so FSDP2's gradient divide factor is 1; the step's own sums have a collective of their own.
+All ranks run the same units in the same order, including a rank whose part has weight 0: its backward pass runs with
+zeros ([Note: Parts of weight 0]). In evaluation a rank without a chunk computes along.
 
-A block that shares a parameter with something outside of it is no unit of its own: a tied weight is gathered once.
+A block that shares a parameter with a module outside of it is no unit: a tied weight is gathered once.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,71 +29,62 @@ from instep.core.errors import SpecError, TaskError
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
-from instep.parallel.spread import SpreadReducer
+from instep.parallel.gradients import DistributedReducer
 from instep.parallel.strategy import Example, Reducer, Strategy
 from instep.world.grid import Grid
 
 
-class Trail:
-    """What this rank has gone through, and in which order, as a number."""
+class UnitOrder:
+    """A hash of the units that this rank has run, in their order."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.hash = 0
 
-    def note(self, unit: int, _module: nn.Module, _inputs: Any) -> None:
-        """Go through a unit."""
-        self.go_on(unit)
-
-    def go_on(self, number: int) -> None:
-        """Add a number to what there was."""
-        self.number = (self.number * 31 + number + 1) % 1000003  # its square, summed over ranks, is still exact
+    def add(self, number: int, *_hook_arguments: Any) -> None:
+        """Add the number of a unit, or of a parameter without gradient, to the hash."""
+        self.hash = (self.hash * 31 + number + 1) % 1000003  # its square, summed over ranks, is still exact
 
 
-class ShardedReducer(SpreadReducer):
-    """Gradients are sums already when backward is over; what is left are the step's own sums."""
+class ShardedReducer(DistributedReducer):
+    """All-reduces the step's sums; FSDP2 has reduced the gradients when backward is over."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, trail: Trail) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, order: UnitOrder) -> None:
         super().__init__(parameters, grid)
-        self._trail = trail
+        self._order = order
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         for number, p in enumerate(self.parameters):
             if p.grad is None:
-                self._trail.go_on(number)
-        own = float(self._trail.number)
-        *totals, trails, squares = sum_over_world(self._grid, (*sums, own, own * own))
-        if trails * trails != squares * self._grid.world.world_size:  # equal only if all of them are
+                self._order.add(number)
+        local_hash, device = float(self._order.hash), self._grid.world.device
+        values = (*sums, local_hash, local_hash * local_hash)
+        row = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
+        *totals, hashes, squares = self._grid.world.all_reduce(row).tolist()
+        if hashes * hashes != squares * self._grid.world.world_size:  # equal only if all ranks' hashes are
             raise TaskError(
-                "the ranks did not use the same parameters of the model, or not in the same order, so that gradients "
-                "of different parameters were added up. With fsdp, what a forward pass goes through must not depend "
-                "on its rows: use strategy=ddp."
+                "the ranks did not use the same parameters of the model in the same order, so gradients of different "
+                "parameters were added. With fsdp, the modules that a forward pass runs must not depend on its rows: "
+                "use strategy=ddp."
             )
         return totals
 
 
-def sum_over_world(grid: Grid, sums: Sequence[float | torch.Tensor]) -> list[float]:
-    """Add a step's sums up over all ranks, by themselves. Called on all ranks."""
-    device = grid.world.device
-    row = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in sums])
-    return grid.world.all_reduce(row).tolist()
-
-
 @dataclass(frozen=True)
 class Sharding:
-    """What can be chosen of it."""
+    """The options of sharding."""
 
     reshard: bool = True
-    """Let go of a unit's parameters after its forward pass, and gather them again in backward."""
+    """Free a unit's parameters after its forward pass, and all-gather them again in backward."""
     offload: bool = False
-    """Keep the pieces and their optimizer state in the host's memory."""
+    """Keep the shards and their optimizer state in host memory."""
     meta_init: bool = False
-    """Build the model without its numbers ([Note: Deferred models])."""
+    """Build the model on the meta device ([Note: Deferred models])."""
     precision: torch.dtype | None = None
-    """What parameters are gathered as, where that is not their own dtype."""
+    """The dtype in which parameters are gathered, if not their own."""
 
 
 class Fsdp(Strategy):
-    """Each parameter cut over the ranks along `fsdp`; copies of the whole along `dp`."""
+    """Each parameter sharded over the ranks along `fsdp`; replicas of the model along `dp`."""
 
     name: ClassVar[str] = "fsdp"
     in_step = True
@@ -100,9 +92,9 @@ class Fsdp(Strategy):
     def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
         super().__init__(grid, context)
         if sharding.offload and grid.world.device.type == "cpu":
-            raise SpecError("offload keeps parameters in the host's memory, and on CPU they are there. Leave it out.")
+            raise SpecError("offload keeps parameters in host memory, and on CPU they are there already. Leave it out.")
         self._sharding = sharding
-        self._trail = Trail()
+        self._order = UnitOrder()
         self._deferred: Deferred | None = None
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -114,21 +106,21 @@ class Fsdp(Strategy):
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         deferred, self._deferred = self._deferred, None
         model = super().spread(model, example) if deferred is None else self.replace_layers(model)
-        self.connect(model, connected=True)  # every rank must go through every backward pass
+        self.connect(model, connected=True)  # every rank must run every backward pass
         _guard_outputs(model)
         self.shard(model, deferred)
         return model
 
     def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
-        """Cut a model's parameters, in place; those of a deferred one as soon as a unit has its numbers."""
+        """Shard a model's parameters, in place; those of a deferred model as soon as a unit has its values."""
         units = [block for _, block in own_blocks(model, self.blocks)]
         for number, unit in enumerate((*units, model)):
-            unit.register_forward_pre_hook(partial(self._trail.note, number))
+            unit.register_forward_pre_hook(partial(self._order.add, number))
         if deferred is None:
             for unit in units:
                 self._shard_unit(unit)
         else:
-            self._make_in_units(model, units, deferred)
+            self._materialize(model, units, deferred)
         self._shard_unit(model, is_root=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -136,15 +128,13 @@ class Fsdp(Strategy):
                 module.set_force_sum_reduction_for_comms(True)
                 type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         whole = sum(p.numel() for p in model.parameters())
-        self.said.append(
-            f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, {len(units)} blocks gathered one at a time"
-            if units
-            else f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, all gathered at once: the model has no "
-            "repeated blocks"
-        )
+        how = f"{len(units)} blocks gathered one at a time"
+        if not units:
+            how = "all gathered at once: the model has no repeated blocks"
+        self.said.append(f"fsdp: {whole:,} parameters over {self.grid.mesh.fsdp} ranks, {how}")
 
-    def _make_in_units(self, model: nn.Module, units: Sequence[nn.Module], deferred: Deferred) -> None:
-        """Make the numbers of a model; each unit is cut when it has all of its own, before those of the next."""
+    def _materialize(self, model: nn.Module, units: Sequence[nn.Module], deferred: Deferred) -> None:
+        """Compute the values of a deferred model; shard each unit as soon as it has all of its own."""
         places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
         for module in model.modules():
             for held in (module._parameters, module._buffers):
@@ -154,26 +144,26 @@ class Fsdp(Strategy):
         unit_of = {tensor: unit for unit in units for tensor in (*unit.parameters(), *unit.buffers())}
         missing = {unit: sum(owner is unit for owner in unit_of.values()) for unit in units}
 
-        def deliver(deferred_one: torch.Tensor, numbers: torch.Tensor) -> None:
-            made = numbers.to(self.grid.world.device, copy=len(numbers.untyped_storage()) != numbers.nbytes)
-            if isinstance(deferred_one, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=deferred_one.requires_grad)
-            for held, name in places[deferred_one]:
-                held[name] = made
-            unit = unit_of.get(deferred_one)
+        def deliver(meta: torch.Tensor, values: torch.Tensor) -> None:
+            tensor = values.to(self.grid.world.device, copy=len(values.untyped_storage()) != values.nbytes)
+            if isinstance(meta, nn.Parameter):
+                tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+            for held, name in places[meta]:
+                held[name] = tensor
+            unit = unit_of.get(meta)
             if unit is not None:
                 missing[unit] -= 1
                 if not missing[unit]:
                     self._shard_unit(unit)
 
-        deferred.make(list(places), deliver)
+        deferred.materialize(list(places), deliver)
 
     def _shard_unit(self, module: nn.Module, is_root: bool = False) -> None:
         dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise TaskError(
-                f"fsdp moves the parameters of a module together, and {type(module).__name__} has some of "
-                f"{' and some of '.join(sorted(map(str, dtypes)))}. Make them one dtype, or use strategy=ddp."
+                f"fsdp gathers the parameters of a module together, and {type(module).__name__} has parameters of "
+                f"{' and of '.join(sorted(map(str, dtypes)))}. Make them one dtype, or use strategy=ddp."
             )
         assert self.grid.devices is not None
         narrow = self._sharding.precision
@@ -184,24 +174,24 @@ class Fsdp(Strategy):
             module,
             mesh=self.grid.devices["dp", "fsdp"] if self.grid.mesh.dp > 1 else self.grid.devices["fsdp"],
             mp_policy=policy,
-            # What is left besides the units is needed first in backward.
+            # The root has what is outside the units, which backward needs first.
             reshard_after_forward=self._sharding.reshard and not is_root,
             offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
         )
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
-        return ShardedReducer(parameters, self.grid, self._trail)
+        return ShardedReducer(parameters, self.grid, self._order)
 
 
 def _refuse_copy(module: nn.Module, _memo: Any) -> None:
     raise TaskError(
-        f"a {type(module).__name__} cannot be copied: its parameters are cut over the ranks. Keep an average of "
+        f"a {type(module).__name__} cannot be copied: its parameters are sharded over the ranks. Keep an average of "
         "`p.to_local()` for its parameters, by their names, or copy the model before run.prepare()."
     )
 
 
 class _Guard(torch.autograd.Function):
-    """Changes nothing; but what is a view cannot be written to any more, which torch then says."""
+    """The identity; torch raises if its output, a view, is written to in place."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
@@ -215,7 +205,7 @@ class _Guard(torch.autograd.Function):
 
 
 def _guard_outputs(model: nn.Module) -> None:
-    """Let nobody write to a model's output where it is a view: FSDP2 would not notice that backward begins."""
+    """Make in-place writes to outputs that are views raise: FSDP2 would not notice that backward begins."""
 
     def guard(tensor: torch.Tensor) -> torch.Tensor:
         return _Guard.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
@@ -226,21 +216,17 @@ def _guard_outputs(model: nn.Module) -> None:
 
 
 def own_blocks(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, nn.Module]]:
-    """Find the blocks, named or repeated, that share no parameter with anything outside of them."""
-    users: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                users[p] = users.get(p, 0) + 1
+    """Return the blocks, named or repeated, that share no parameter with a module outside of them."""
+    users = _uses(model)
 
     def is_closed(block: nn.Module) -> bool:
-        inside: dict[nn.Parameter, int] = {}
-        for module in block.modules():
-            for p in module._parameters.values():
-                if p is not None:
-                    inside[p] = inside.get(p, 0) + 1
-        return all(users[p] == count for p, count in inside.items())
+        return all(users[p] == count for p, count in _uses(block).items())
 
     # Not single layers: their weights are often used from outside (two embeddings, one of which is the head).
     blocks = blocks_of(model, given)
     return [(name, b) for name, b in blocks if is_closed(b) and (given is not None or any(True for _ in b.children()))]
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """Count the modules that hold each parameter."""
+    return Counter(p for m in module.modules() for p in m._parameters.values() if p is not None)

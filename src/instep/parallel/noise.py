@@ -1,8 +1,8 @@
-"""Find the random numbers that instep does not own, and say where they are drawn.
+"""Detect random operations whose noise depends on the number of processes.
 
-Functional dropout, fused attention dropout and noise drawn in a loss come from torch's global generator, in
-an order that depends on the split. They are seeded by the step and the first row, so that a run repeats
-itself; but another number of processes gives other noise, and the user is told so once.
+Functional dropout, fused attention dropout and noise drawn in a loss come from torch's global generator, in an order
+that depends on the split. They are seeded by the step and the first row, so that a run is repeatable. But another
+number of processes gives other noise, which the user is told once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 class NoiseWatch(TorchDispatchMode):
-    """Notes the user's line of every random operation. For one step: it slows each operation down."""
+    """Records the user's line of every random operation. For one step only: it slows each operation down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,16 +32,16 @@ class NoiseWatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def notices(self) -> list[str]:
-        """Word what was found."""
+        """Return a message for each line."""
         return [
-            f"{line} draws random numbers ({name}) that instep cannot own: they differ with the number of processes. "
-            "A dropout module (nn.Dropout) in the model's tree would not."
+            f"{line} draws random numbers ({name}) that instep does not control: they differ with the number of "
+            "processes. Those of a dropout module (nn.Dropout) in the model's tree would not."
             for line, name in self.lines.items()
         ]
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether the call really draws: attention counts as random even without dropout."""
+    """Return whether the call draws: torch tags attention as random even without dropout."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "p", "dropout"):
             value = kwargs.get(argument.name, args[position] if position < len(args) else argument.default_value)

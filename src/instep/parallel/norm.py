@@ -1,7 +1,7 @@
-"""BatchNorm over the whole micro-batch, wherever its rows are; on gloo too, where torch's own refuses.
+"""BatchNorm over the rows of a micro-batch on all ranks; also on gloo, which torch's SyncBatchNorm refuses.
 
-Each rank sends its mean, its sum of squared deviations and its count, and all combine them in rank order
-(Chan's formula: stable where sums of squares are not). Backward exchanges two sums a channel.
+Each rank sends its mean, its sum of squared deviations and its count, and all combine them in rank order (Chan's
+formula: stable where sums of squares are not). Backward all-reduces two sums for each channel.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import TaskError
 from instep.parallel.batch_context import BatchContext
+from instep.parallel.class_change import add_base
 from instep.world.world import World
 
 
@@ -30,7 +31,7 @@ class SyncedBatchNorm(torch.autograd.Function):
         eps: float,
         world: World | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Give the output, and the statistics: mean, variance, count."""
+        """Return the output, and the statistics: mean, variance, count."""
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         dims = [0, *range(2, x.dim())]
         num_channels = x.shape[1]
@@ -57,7 +58,7 @@ class SyncedBatchNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Send the gradient back through the statistics that all ranks share."""
+        """Return the gradients, including those through the statistics of all ranks."""
         normal, weight, inverse, total = ctx.saved_tensors
         grad_wide = grad.to(normal.dtype)
         grad_bias = grad_wide.sum(ctx.dims)
@@ -79,7 +80,7 @@ def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Synced(_BatchNorm):
-    """Stands between a BatchNorm class and torch's own forward pass, so that a subclass's own one goes on working."""
+    """Comes between a BatchNorm class and torch's own forward pass, so that a subclass's forward still runs."""
 
     _context: BatchContext
     _world: World
@@ -95,58 +96,51 @@ class _Synced(_BatchNorm):
         world = None if context.replicated else self._world
         y, mean, variance, count = SyncedBatchNorm.apply(x, self.weight, self.bias, self.eps, world)
         if self.track_running_stats:
-            _update_running(self, mean, variance, count)
+            update_running(self, mean, variance * (count / (count - 1)))
         return y  # type: ignore[no-any-return]
 
 
-def _update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+def update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Update a BatchNorm's running statistics once, with a mean and an unbiased variance."""
     module.num_batches_tracked += 1
     factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    unbiased = variance * (count / (count - 1))
-    module.running_mean.mul_(1 - factor).add_(mean.to(module.running_mean.dtype), alpha=factor)
-    module.running_var.mul_(1 - factor).add_(unbiased.to(module.running_var.dtype), alpha=factor)
+    for running, new in ((module.running_mean, mean), (module.running_var, variance)):
+        running.mul_(1 - factor).add_(new.to(running.device, running.dtype), alpha=factor)
 
 
 def refuse_single_values(x: torch.Tensor, context: BatchContext) -> None:
-    """Say before the first update what would fail at the epoch's end."""
+    """Raise, before the first update, if the smallest batch of an epoch would have one value for each channel."""
     if context.smallest_part * (x.numel() // (x.shape[1] * context.num_rows)) != 1:
         return
     what = "shard of one" if context.num_shards else "part of one, with --accumulate"
     remedy = "--drop-last, fewer --shards" if context.num_shards else "--drop-last"
     raise TaskError(
         f"a BatchNorm gets {tuple(x.shape[1:])} values a sample, and the smallest batch of an epoch (or {what}) is a "
-        f"single sample: one value a channel has no variance. Use {remedy}, or another --batch-size."
+        f"single sample: one value per channel has no variance. Use {remedy}, or another --batch-size."
     )
 
 
-_synced_classes: dict[type, type] = {}
-
-
 def sync_batch_norm(model: nn.Module, world: World, context: BatchContext) -> int:
-    """Make the BatchNorms of a model compute over all ranks; give their number.
+    """Make the BatchNorms of a model compute over all ranks, in place; return their number.
 
-    The modules stay what they are (names, state, hooks, the user's subclass): in the order in which Python
-    looks for methods, the synchronised forward pass stands right before torch's own.
+    In the method resolution order, the synchronised forward pass comes right before torch's own.
     """
     num_synced = 0
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            kind = type(module)
             if world.world_size > 1:
-                refuse_own_way(kind)
-            if kind not in _synced_classes:
-                _synced_classes[kind] = type(f"Synced{kind.__name__}", (kind, _Synced), {})
-            module.__class__ = _synced_classes[kind]
+                refuse_own_statistics(type(module))
+            add_base(module, _Synced, "Synced", before=False)
             synced: Any = module
             synced._context, synced._world = context, world
             num_synced += 1
     return num_synced
 
 
-def refuse_own_way(kind: type) -> None:
-    """Refuse a subclass that never asks its base class: its statistics would be those of one rank."""
+def refuse_own_statistics(kind: type) -> None:
+    """Raise if a subclass never calls its base class: its statistics would be those of one rank."""
     if kind.forward is not _BatchNorm.forward and "super" not in kind.forward.__code__.co_names:  # type: ignore[attr-defined]
         raise TaskError(
-            f"{kind.__name__} computes its batch statistics by itself, so they would cover one process's rows only. "
+            f"{kind.__name__} computes its own batch statistics, so they would cover one process's rows only. "
             "Let its forward call super().forward(x), or train on one process."
         )

@@ -1,10 +1,10 @@
 """Buffers that a model writes to in its forward pass, in exact mode.
 
 [Note: Shard buffers]
-Spectral normalisation, moving averages and the like leave something behind in every forward pass. How many passes a
-rank makes depends on the number of ranks, so what they leave must not add up: every shard begins with what the
-buffers held when the step began, and after the step they hold what its last shard left. BatchNorm's running
-statistics are not among them ([Note: Shard statistics]).
+Spectral normalisation, moving averages and the like write to buffers in every forward pass. The number of passes of a
+rank depends on the number of ranks, so the changes must not accumulate: every shard begins with the values at the
+beginning of the step, and after the step the buffers have the values that its last shard wrote. BatchNorm's running
+statistics are treated separately ([Note: Shard statistics]).
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from instep.parallel.shard_norm import is_by_shard
 from instep.world.world import World
 
 
-class _Watched:
-    """One buffer: what it held when the step began, and what the newest shard left in it."""
+class _TrackedBuffer:
+    """One buffer: its value at the beginning of the step, and the value that the newest shard wrote."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
-        self.left: torch.Tensor | None = None
-        self._restless = False
-        """Whether it changes unnoticed, written to through `.data`."""
-        self._look()
+        self.written: torch.Tensor | None = None
+        self._changes_unseen = False
+        """Whether it is written to through `.data`, which leaves its version as it is."""
+        self._read()
 
     def begin_step(self) -> None:
-        """Take over what was done to the buffer between two steps."""
+        """Read the buffer again if it changed between two steps."""
         if self._is_changed():
-            self._look()
+            self._read()
 
-    def _look(self) -> None:
-        self.begun = self.current.detach().clone()
+    def _read(self) -> None:
+        self.start = self.current.detach().clone()
         self._seen = self.current
         self._version = self.current._version
 
     def _is_changed(self) -> bool:
-        return self._restless or self.current is not self._seen or self.current._version != self._version
+        return self._changes_unseen or self.current is not self._seen or self.current._version != self._version
 
-    def look_closely(self) -> None:
-        """Find out whether it was changed without a trace."""
-        if not self._is_changed() and not torch.equal(self.current, self.begun):
-            self._restless = True
+    def detect_unseen_changes(self) -> None:
+        """Find out whether it changed although its version did not."""
+        if not self._is_changed() and not torch.equal(self.current, self.start):
+            self._changes_unseen = True
 
     @property
     def current(self) -> torch.Tensor:
@@ -52,24 +52,24 @@ class _Watched:
         return buffer
 
     def put_back(self) -> bool:
-        """Undo what a shard did, and keep it; tell whether it did anything."""
+        """Restore the value of the step's beginning, and keep the shard's; return whether they differ."""
         if not self._is_changed():
-            self.left = None
+            self.written = None
             return False
-        self.left = self.current.detach().clone()
-        self._set(self.begun)
+        self.written = self.current.detach().clone()
+        self._set(self.start)
         return True
 
     def end_step(self) -> None:
-        """Begin the next step with what was left."""
-        if self.left is not None:
-            self.begun = self.left
-            self._set(self.begun)
-            self.left = None
+        """Begin the next step with the value that was written."""
+        if self.written is not None:
+            self.start = self.written
+            self._set(self.start)
+            self.written = None
 
     def _set(self, value: torch.Tensor) -> None:
         with torch.no_grad():
-            self._seen.copy_(value)  # the same memory: a compiled model may hold on to it
+            self._seen.copy_(value)  # the same memory: a compiled model may refer to it
         self._module._buffers[self._name] = self._seen
         self._version = self._seen._version
 
@@ -83,42 +83,42 @@ class ShardBuffers:
         distinct = {
             id(module._buffers[name]): (module, name) for module, name in named if module._buffers[name] is not None
         }
-        self._watched = [_Watched(module, name) for module, name in distinct.values()]
+        self._buffers = [_TrackedBuffer(module, name) for module, name in distinct.values()]
         self._is_new = True
 
     def begin_step(self) -> None:
-        """Take over what was done to the buffers between two steps."""
-        for watched in self._watched:
-            watched.begin_step()
+        """Read the buffers again that changed between two steps."""
+        for buffer in self._buffers:
+            buffer.begin_step()
 
     def end_shard(self) -> int:
-        """Put back what a shard changed; give how many buffers that were."""
+        """Restore the buffers that a shard changed; return their number."""
         for module, name in self._empty:
             if module._buffers[name] is not None:
                 raise TaskError(
-                    f"the buffer {name!r} of a {type(module).__name__} is filled in its forward pass. In exact mode "
-                    "every shard must find the same: give it a tensor in __init__."
+                    f"the buffer {name!r} of a {type(module).__name__} is created in its forward pass. In exact mode "
+                    "every shard must begin with the same buffers: give it a tensor in __init__."
                 )
-        if self._is_new:  # the first shard shows who writes without a trace
+        if self._is_new:  # the first shard shows which buffers change unseen
             self._is_new = False
-            for watched in self._watched:
-                watched.look_closely()
-        return sum([watched.put_back() for watched in self._watched])
+            for buffer in self._buffers:
+                buffer.detect_unseen_changes()
+        return sum([buffer.put_back() for buffer in self._buffers])
 
     def end_step(self, world: World, apply: bool) -> None:
-        """Let what the last shard left be what the next step begins with, or drop it. Called on all ranks."""
+        """Set the buffers to what the last shard wrote, or drop that. Called on all ranks."""
         if not apply:
-            for watched in self._watched:
-                watched.left = None
+            for buffer in self._buffers:
+                buffer.written = None
             return
         # The last shard is always the last rank's.
-        own = [number for number, watched in enumerate(self._watched) if watched.left is not None]
-        changed = world.all_gather_object(own)[-1]
-        for number, watched in enumerate(self._watched):
+        changed_here = [number for number, buffer in enumerate(self._buffers) if buffer.written is not None]
+        changed = world.all_gather_object(changed_here)[-1]
+        for number, buffer in enumerate(self._buffers):
             if number not in changed:
-                watched.left = None
-            elif watched.left is None:
-                watched.left = torch.empty_like(watched.begun)
-        world.broadcast([w.left for w in self._watched if w.left is not None], source=world.world_size - 1)
-        for watched in self._watched:
-            watched.end_step()
+                buffer.written = None
+            elif buffer.written is None:
+                buffer.written = torch.empty_like(buffer.start)
+        world.broadcast([b.written for b in self._buffers if b.written is not None], source=world.world_size - 1)
+        for buffer in self._buffers:
+            buffer.end_step()

@@ -1,10 +1,10 @@
-"""BatchNorm in exact mode: the statistics of one shard, and running ones that all shards of a step make together.
+"""BatchNorm in exact mode: batch statistics of one shard, running statistics of all shards of a step.
 
 [Note: Shard statistics]
 A shard's output may depend on the shard alone, so a BatchNorm normalises by the shard's own mean and variance (ghost
-batch normalisation). The running statistics, which evaluation uses, are those of the whole step: at its end the
-ranks tell each other what their shards saw, and everyone combines that in the order of the shards (Chan's formula, in
-float64) and makes one update. Until then no buffer changes, so that no shard sees what another one left.
+batch normalisation). The running statistics, which evaluation uses, are those of the whole step: at its end the ranks
+gather the statistics of their shards, and each rank combines them in the order of the shards (Chan's formula, in
+float64) and makes one update. Until then no buffer changes, so no shard depends on another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.tree import run_of
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.norm import refuse_own_way, refuse_single_values
+from instep.parallel.class_change import add_base
+from instep.parallel.norm import refuse_own_statistics, refuse_single_values, update_running
 from instep.world.world import World
 
 Statistics = tuple[float, torch.Tensor, torch.Tensor]
@@ -26,10 +27,10 @@ Statistics = tuple[float, torch.Tensor, torch.Tensor]
 
 
 class _ByShard(_BatchNorm):
-    """Stands between a BatchNorm class and torch's own forward pass, so that a subclass's own one goes on working."""
+    """Comes between a BatchNorm class and torch's own forward pass, so that a subclass's forward still runs."""
 
     _context: BatchContext
-    _seen: dict[int, list[Statistics]]
+    _by_shard: dict[int, list[Statistics]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         context = self._context
@@ -39,90 +40,73 @@ class _ByShard(_BatchNorm):
         refuse_single_values(x, context)
         if not self.track_running_stats:
             return super().forward(x)
-        mean, variance = (torch.zeros(x.shape[1], dtype=self._statistics_dtype(x), device=x.device) for _ in range(2))
-        # With a momentum of 1 the kernel leaves the batch's own statistics in what it takes for running ones.
+        dtype = x.dtype if self.running_mean is None else self.running_mean.dtype
+        mean, variance = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
+        # With a momentum of 1 the kernel writes the batch's own statistics into the running ones that it is given.
         y = F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
         if not context.again:
-            self._seen.setdefault(context.shard, []).append((x.numel() / x.shape[1], mean, variance))
+            self._by_shard.setdefault(context.shard, []).append((x.numel() / x.shape[1], mean, variance))
         return y
-
-    def _statistics_dtype(self, x: torch.Tensor) -> torch.dtype:
-        return x.dtype if self.running_mean is None else self.running_mean.dtype
-
-
-_classes: dict[type, type] = {}
 
 
 def is_by_shard(module: nn.Module) -> bool:
-    """Tell whether a module's running statistics are looked after here."""
+    """Return whether `update_running_statistics` updates a module's running statistics."""
     return isinstance(module, _ByShard)
 
 
-def own_batch_norm(model: nn.Module, context: BatchContext) -> None:
-    """Make the BatchNorms of a model keep to one shard; the modules stay what they are."""
+def use_shard_statistics(model: nn.Module, context: BatchContext) -> None:
+    """Make the BatchNorms of a model normalise by one shard's statistics, in place."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            kind = type(module)
-            refuse_own_way(kind)
-            if kind not in _classes:
-                _classes[kind] = type(f"Shard{kind.__name__}", (kind, _ByShard), {})
-            module.__class__ = _classes[kind]
-            own: Any = module
-            own._context, own._seen = context, {}
+            refuse_own_statistics(type(module))
+            add_base(module, _ByShard, "Shard", before=False)
+            by_shard: Any = module
+            by_shard._context, by_shard._by_shard = context, {}
 
 
-def settle_running_statistics(model: nn.Module, world: World, context: BatchContext, apply: bool) -> None:
+def update_running_statistics(model: nn.Module, world: World, context: BatchContext, apply: bool) -> None:
     """Make the step's update of all running statistics, or drop it. Called on all ranks."""
     norms: list[Any] = [m for m in model.modules() if isinstance(m, _ByShard) and m.track_running_stats]
     if not norms:
         return
     if apply:
-        runs = [run_of(rank, world.world_size, context.num_shards) for rank in range(world.world_size)]
-        first, last = runs[world.rank]
-        own = [torch.cat([_flat(_pooled(m._seen.get(s, [])), m) for m in norms]) for s in range(first, last)]
-        width = sum(2 * m.num_features + 1 for m in norms)
-        padded = torch.zeros(max(b - a for a, b in runs), width, dtype=torch.float64)
-        for row, values in zip(padded, own, strict=False):
-            row.copy_(values)
-        gathered = world.all_gather(padded.to(world.device))
-        rows = torch.cat([part[: b - a] for part, (a, b) in zip(gathered, runs, strict=True)]).cpu()
-        for module, columns in zip(norms, rows.split([2 * m.num_features + 1 for m in norms], dim=1), strict=True):
-            _update(module, [_from_row(row) for row in columns])
+        widths = [2 * m.num_features + 1 for m in norms]
+        first, last = run_of(world.rank, world.world_size, context.num_shards)
+        local = torch.zeros(last - first, sum(widths), dtype=torch.float64)
+        for row, shard in zip(local, range(first, last), strict=True):
+            row.copy_(torch.cat([_flat(_pooled(m._by_shard.get(shard, [])), m) for m in norms]))
+        by_shard = gather_by_shard(local, world, context.num_shards)
+        for module, columns in zip(norms, by_shard.split(widths, dim=1), strict=True):
+            if (pooled := _pooled([(float(row[0]), *row[1:].chunk(2)) for row in columns])) is not None:
+                update_running(module, *pooled[1:])
     for module in norms:
-        module._seen.clear()
+        module._by_shard.clear()
 
 
-def _pooled(seen: list[Statistics]) -> Statistics | None:
-    """Combine statistics of several sets of values, in their order, in float64."""
-    seen = [each for each in seen if each[0]]
-    if not seen:
+def gather_by_shard(local: torch.Tensor, world: World, num_shards: int) -> torch.Tensor:
+    """Return the rows of all shards, in their order, on the CPU; `local` has this rank's. Called on all ranks."""
+    runs = [run_of(rank, world.world_size, num_shards) for rank in range(world.world_size)]
+    padded = torch.zeros(max(last - first for first, last in runs), local.shape[1], dtype=torch.float64)
+    padded[: len(local)] = local
+    gathered = world.all_gather(padded.to(world.device))
+    return torch.cat([rows[: last - first] for rows, (first, last) in zip(gathered, runs, strict=True)]).cpu()
+
+
+def _pooled(statistics: list[Statistics]) -> Statistics | None:
+    """Combine the statistics of several sets of values, in their order, in float64."""
+    statistics = [(count, mean, variance) for count, mean, variance in statistics if count]
+    if not statistics:
         return None
-    total = sum(count for count, _, _ in seen)
-    mean = sum(mean.double() * count for count, mean, _ in seen) / total
-    squares = sum(v.double() * (count - 1) + (m.double() - mean).square() * count for count, m, v in seen)
+    total = sum(count for count, _, _ in statistics)
+    mean = sum(mean.double() * count for count, mean, _ in statistics) / total
+    squares = sum(v.double() * (count - 1) + (m.double() - mean).square() * count for count, m, v in statistics)
     assert isinstance(mean, torch.Tensor)
     assert isinstance(squares, torch.Tensor)
     return total, mean, squares / max(total - 1, 1)
 
 
-def _flat(seen: Statistics | None, module: Any) -> torch.Tensor:
-    if seen is None:
+def _flat(statistics: Statistics | None, module: Any) -> torch.Tensor:
+    if statistics is None:
         return torch.zeros(2 * module.num_features + 1, dtype=torch.float64)
-    count, mean, variance = seen
+    count, mean, variance = statistics
     return torch.cat([torch.tensor([count], dtype=torch.float64), mean.cpu(), variance.cpu()])
-
-
-def _from_row(row: torch.Tensor) -> Statistics:
-    mean, variance = row[1:].chunk(2)
-    return float(row[0]), mean, variance
-
-
-def _update(module: Any, seen: list[Statistics]) -> None:
-    pooled = _pooled(seen)
-    if pooled is None:
-        return
-    _, mean, variance = pooled
-    module.num_batches_tracked += 1
-    factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    for running, new in ((module.running_mean, mean), (module.running_var, variance)):
-        running.mul_(1 - factor).add_(new.to(running.device, running.dtype), alpha=factor)

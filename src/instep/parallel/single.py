@@ -1,4 +1,4 @@
-"""One process: nothing to spread, nothing to agree on."""
+"""One process: nothing is distributed, nothing is reduced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instep.parallel.strategy import Reducer, Strategy
 
 
 class LocalReducer(Reducer):
-    """The gradients are what they should be already."""
+    """Leaves gradients as they are: there is one rank."""
 
     def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
         return [float(value) for value in sums]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks
 from instep.parallel.capture import Call
-from instep.parallel.dropout import own_dropout
+from instep.parallel.dropout import replace_dropout
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.zero_weight import zero_gradient_of_outputs
 from instep.world.grid import Grid
@@ -101,7 +101,7 @@ class Strategy(ABC):
 
     def replace_layers(self, model: nn.Module) -> nn.Module:
         """Let the layers that depend on the whole batch know of it."""
-        model = own_dropout(model, self.context)
+        model = replace_dropout(model, self.context)
         self.connect(model, bool(sync_batch_norm(model, self.grid.data, self.context)))
         return model
 

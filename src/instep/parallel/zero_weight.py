@@ -1,11 +1,10 @@
-"""Parts of weight 0.
+"""Parts of weight 0: their backward pass runs, and contributes nothing.
 
 [Note: Parts of weight 0]
-A part whose weight is 0 must contribute nothing, even if its mean is 0/0 and its gradient NaN. Where no
-layer connects the ranks, its gradients are simply thrown away. Synchronised BatchNorm does connect them: the
-other ranks' losses depend on this rank's rows through the statistics, so its backward pass must run, and
-carry those terms to the layers below. What is taken out is the part's own gradient, where it enters the
-model: at the output, it is replaced by zeros.
+A part of weight 0 must contribute nothing, even if its mean is 0/0 and its gradient NaN. If no layer communicates, its
+gradients are dropped. A synchronised BatchNorm does communicate: the other ranks' losses depend on this rank's rows
+through the statistics, so the backward pass of the part must run, and propagate those terms to the layers below. Only
+the part's own gradient is removed: at the model's output, where it enters, it is replaced by zeros.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from instep.parallel.batch_context import BatchContext
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """The same for compiled code, which knows no hooks: it looks at a tensor when its backward pass runs."""
+    """Zeroes a gradient in compiled code, which runs no tensor hooks: a flag is read when backward runs."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, is_zero: torch.Tensor) -> torch.Tensor:
@@ -34,12 +33,12 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 def zero_gradient_of_outputs(model: nn.Module, context: BatchContext) -> None:
-    """Let the model's output take no gradient in while this part has weight 0."""
+    """Replace the gradient of a model's output by zeros while the part has weight 0."""
 
     def zero_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
         return torch.zeros_like(gradient) if context.has_zero_weight else None
 
-    def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    def register_zeroing(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if not context.num_rows or not torch.is_grad_enabled():
             return output
         if torch.compiler.is_compiling():
@@ -48,4 +47,4 @@ def zero_gradient_of_outputs(model: nn.Module, context: BatchContext) -> None:
         tree_map_only(torch.Tensor, lambda t: t.register_hook(zero_gradient) if t.requires_grad else None, output)
         return output
 
-    model.register_forward_hook(watch_output)
+    model.register_forward_hook(register_zeroing)

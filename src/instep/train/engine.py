@@ -11,10 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
+from instep.core.splitmix import mix64
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
 from instep.guard.slowness import Pace
-from instep.parallel.batch_context import BatchContext, mix64
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.ddp import Ddp
 from instep.parallel.dp import Dp
 from instep.parallel.exact import Exact
@@ -22,11 +23,10 @@ from instep.parallel.exact_fsdp import ExactFsdp
 from instep.parallel.fsdp import Fsdp, Sharding
 from instep.parallel.pipeline.strategy import Pipeline
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.shard_norm import settle_running_statistics
+from instep.parallel.shard_norm import update_running_statistics
 from instep.parallel.single import Single
 from instep.parallel.strategy import Strategy
-from instep.parallel.tensor.sharded import ShardedTensor
-from instep.parallel.tensor.strategy import Tensor
+from instep.parallel.tensor.strategy import ShardedTensor, Tensor
 from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState
 from instep.train.witness import Witness
@@ -132,7 +132,7 @@ class Engine:
         """In exact mode, let what the shards left in the models be what the next step finds. Called on all ranks."""
         for trained in self.trained:
             trained.reducer.end_step()
-            settle_running_statistics(trained.model, self.world, self.context, apply)
+            update_running_statistics(trained.model, self.world, self.context, apply)
             if trained.shard_buffers is not None and buffers_changed:
                 trained.shard_buffers.end_step(self.world, apply)
 

@@ -15,7 +15,7 @@ from instep.data.loader import first_rows
 from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
-from instep.parallel.pipeline.pipe import Staged
+from instep.parallel.pipeline.stages import Staged
 from instep.train.compile import CompiledLoss, LossOf, is_compiled, wants_compiling
 from instep.train.origin import find_origin
 from instep.train.run import Run

@@ -24,8 +24,8 @@ from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecor
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
+from instep.parallel.gradients import to_local
 from instep.parallel.strategy import Example, Layers, TensorPlanOf
-from instep.parallel.total_norm import local_part
 from instep.train.choices import describe_choices
 from instep.train.compile import compile_model, wants_compiling
 from instep.train.directory import agree_on_directory, describe_run
@@ -339,7 +339,7 @@ class Run:
 
     def _already_lost(self) -> str:
         weights = [p for trained in self.engine.trained for p in trained.model.parameters()]
-        own = not all(bool(torch.isfinite(local_part(p)).all()) for p in weights)
+        own = not all(bool(torch.isfinite(to_local(p)).all()) for p in weights)
         lost = any(self.world.all_gather_object(own))  # each may hold a piece only
         return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
 

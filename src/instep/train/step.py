@@ -23,8 +23,8 @@ from instep.data.loader import GlobalBatch, Part
 from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
 from instep.parallel.capture import call_of
-from instep.parallel.pipeline.pipe import Staged
 from instep.parallel.pipeline.schedule import Microbatch
+from instep.parallel.pipeline.stages import Staged
 from instep.parallel.pipeline.strategy import Pipeline
 from instep.train.arriving import Arriving
 from instep.train.compile import Before, CompiledLoss, LossOf, is_compiled
@@ -121,7 +121,7 @@ class Step:
             return _wide(loss) * (scale * self._loss_factor) if scale else None
 
         self._begin_gradient()
-        model.pipe.train(microbatches, plan.replicated, work)
+        model.local_stages.train(microbatches, plan.replicated, work)
 
     def _compute_compiled(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> None:
         """Go through a part in compiled code; where that fails, without ([Note: Compiling])."""

@@ -1,13 +1,13 @@
-"""Pipeline parallelism: a model's layers are cut into stages, one after the other, each on a rank of its own.
+"""Pipeline parallelism: a model's layers are split into consecutive stages, each on another rank.
 
-    chain.py      a model as a chain of layers, from the Task or found by tracing it
-    measure.py    what each layer costs, and where the chain may be cut
-    holding.py    what of a model a stage holds; the rest of it is let go
-    wire.py       what travels between stages
-    schedule.py   PyTorch's stages and schedules, with our microbatches
-    pipe.py       the pipeline at work, seen from one rank
-    reducer.py    gradients: over the copies of a stage, and of weights that stages share
-    strategy.py   all of it, as one way to spread a model
+    layers.py       a model as a sequence of layers, named by the Task
+    trace.py        the same, found by tracing the forward pass
+    profile.py      what each layer costs, and where the sequence is split into stages
+    ownership.py    the modules and tensors that a stage owns; a rank drops the others
+    activations.py  what stages send to each other
+    schedule.py     PyTorch's stages and schedules, run on instep's microbatches
+    stages.py       this rank's stages, in training and in evaluation
+    strategy.py     the strategy `pipeline`, and its reducer
 
-Room: torch modules and torch.distributed.pipelining; other than that, speaks to other ranks through World only.
+Communicates through torch.distributed.pipelining and World.
 """

@@ -1,49 +1,67 @@
-"""What of a model a stage holds: its own parameters and buffers, under the names that they have in the whole model.
+"""The modules, parameters and buffers that a stage owns, under the names that they have in the whole model.
 
-The root module stays, with the modules that the stage uses. A module that it does not use is replaced by an empty one;
-a parameter that it does not use becomes None. So everything that goes by names (optimizers, logs, checkpoints) sees
-the same ones on one rank and on many. A weight that several stages use (an embedding tied to the head) is held by each
-of them, also under all its names.
+The root module stays, with the modules that the stage uses. A module that it does not use is replaced by an empty one,
+an unused parameter by None. So everything that goes by names (optimizers, logs, checkpoints) sees the same names on one
+rank and on many. A weight that several stages use (an embedding tied to the head) is owned by each of them, under all
+its names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from instep.parallel.pipeline.chain import Uses
+
+@dataclass
+class Uses:
+    """The modules and tensors that consecutive layers compute with, by id."""
+
+    modules: set[int] = field(default_factory=set)
+    tensors: set[int] = field(default_factory=set)
+    """Parameters and buffers."""
+
+    def add_module(self, module: nn.Module) -> None:
+        """Add a module with everything inside it."""
+        self.modules |= {id(m) for m in module.modules()}
+        self.tensors |= {id(t) for t in (*module.parameters(), *module.buffers())}
+
+    @classmethod
+    def union(cls, parts: Iterable[Uses]) -> Uses:
+        """Return what any of several layers computes with."""
+        parts = list(parts)
+        return cls(set().union(*(p.modules for p in parts)), set().union(*(p.tensors for p in parts)))
 
 
 class Elsewhere(nn.Module):
-    """Stands where the model has a module that another stage holds."""
+    """Replaces a module that another stage owns."""
 
 
 @dataclass(frozen=True)
 class StageOwnership:
-    """Which ranks of a pipeline hold what."""
+    """What each rank of a pipeline owns."""
 
     by_rank: tuple[Uses, ...]
     shared: tuple[tuple[str, tuple[int, ...]], ...]
-    """Trainable parameters that several ranks hold, by name, with these ranks."""
+    """Trainable parameters that several ranks own: name and ranks."""
 
 
-def plan_holding(model: nn.Module, by_rank: Sequence[Uses]) -> StageOwnership:
-    """Decide who holds what. What no layer uses goes to the first rank, to be saved with the rest."""
-    known = set().union(*(uses.tensors for uses in by_rank))
-    leftover = Uses(set(), {id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in known})
-    uses = (by_rank[0] | leftover, *by_rank[1:])
+def plan_ownership(model: nn.Module, by_rank: Sequence[Uses]) -> StageOwnership:
+    """Decide what each rank owns. The first rank owns what no layer uses, so that it is saved with the rest."""
+    used = Uses.union(by_rank).tensors
+    unused = Uses(set(), {id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in used})
+    owned = (Uses.union([by_rank[0], unused]), *by_rank[1:])
     shared = []
     for name, parameter in model.named_parameters():
-        ranks = tuple(rank for rank, each in enumerate(uses) if id(parameter) in each.tensors)
+        ranks = tuple(rank for rank, uses in enumerate(owned) if id(parameter) in uses.tensors)
         if len(ranks) > 1 and parameter.requires_grad:
             shared.append((name, ranks))
-    return StageOwnership(tuple(uses), tuple(shared))
+    return StageOwnership(owned, tuple(shared))
 
 
 def keep_only(model: nn.Module, uses: Uses) -> None:
-    """Take away from a model what is not used, its memory with it."""
+    """Remove from a model what is not used, and free its memory."""
     for name, child in list(model._modules.items()):
         if child is None:
             continue
@@ -53,10 +71,10 @@ def keep_only(model: nn.Module, uses: Uses) -> None:
             model._modules[name] = Elsewhere()
     if id(model) in uses.modules:
         return
-    for own in (model._parameters, model._buffers):
-        for name, tensor in own.items():
+    for tensors in (model._parameters, model._buffers):
+        for name, tensor in tensors.items():
             if tensor is not None and id(tensor) not in uses.tensors:
-                own[name] = None
+                tensors[name] = None
 
 
 def _is_used(module: nn.Module, uses: Uses) -> bool:

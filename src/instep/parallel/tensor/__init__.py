@@ -1,1 +1,1 @@
-"""Tensor parallelism: each layer's weights are shared by a team of ranks, which compute on the same rows."""
+"""Tensor parallelism: each layer's weights are sharded over the ranks of a group, which compute on the same rows."""

@@ -1,12 +1,13 @@
-"""Carry out a plan: layers get their split forward pass, parameters become DTensors on the axis tp.
+"""Apply a plan: layers get their split forward pass, parameters become DTensors on the axis tp.
 
-Ranks: all of a team; each holds the whole model before, and its parts after. No collective is needed for that.
+Ranks: all of a group; each holds the whole model before, and its shards after. That needs no collective.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,218 +18,175 @@ from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import TaskError
 from instep.parallel.tensor import attention, layers
-from instep.parallel.tensor.layers import Computing, Way, distribute, exchange_class
-from instep.parallel.tensor.plan import COLUMNS, HEADS, REPLICATE, ROWS, WHOLE_COLUMNS, LayerPlan, TensorPlan
+from instep.parallel.tensor.group import TensorParallelGroup
+from instep.parallel.tensor.layers import ForwardPass, LayerSplit, change_class, distribute
+from instep.parallel.tensor.plan import COLWISE, COLWISE_REP, HEADS, REPLICATE, ROWWISE, LayerPlan, TensorPlan
 from instep.parallel.tensor.slice import Slice
-from instep.parallel.tensor.team import Team
 from instep.world.whole import whole_of
 
-
-class Changes:
-    """What was done to a model, to take it back."""
-
-    def __init__(self) -> None:
-        self._modules: list[tuple[nn.Module, type, dict[str, nn.Parameter | None]]] = []
-        self._hooks: list[Any] = []
-
-    def keep(self, module: nn.Module) -> None:
-        """Remember a module as it is."""
-        self._modules.append((module, type(module), dict(module._parameters)))
-
-    def hook(self, handle: Any) -> None:
-        """Remember a hook."""
-        self._hooks.append(handle)
-
-    def undo(self) -> None:
-        """Make the model what it was."""
-        for module, kind, parameters in reversed(self._modules):
-            module.__class__ = kind
-            module._parameters.update(parameters)
-        for handle in self._hooks:
-            handle.remove()
+_SPLITS: dict[tuple[type[nn.Module], str], LayerSplit] = {
+    (nn.Linear, COLWISE): layers.COLWISE_LINEAR,
+    (nn.Linear, COLWISE_REP): layers.GATHERED_COLWISE_LINEAR,
+    (nn.Linear, ROWWISE): layers.ROWWISE_LINEAR,
+    (nn.Embedding, COLWISE): layers.COLWISE_EMBEDDING,
+    (nn.Embedding, COLWISE_REP): layers.COLWISE_EMBEDDING,
+    (nn.Embedding, ROWWISE): layers.ROWWISE_EMBEDDING,
+}
 
 
-def split_layers(model: nn.Module, team: Team, plan: TensorPlan) -> Changes:
-    """Share a model's layers among a team. `fully_shard` may follow on the same model. Called on all ranks."""
-    changes = Changes()
-    styled = _follow_styles(model, team, plan)
-    ways = {path: way for path, way in ways_of(model, plan).items() if way is not None}
-    placed = _placements(model, ways)
-    computing = Computing(team)
-    made: dict[int, nn.Parameter] = {}
+def split_layers(model: nn.Module, group: TensorParallelGroup, plan: TensorPlan) -> ExitStack:
+    """Shard a model's layers over a group; closing the result restores the model. Called on all ranks.
+
+    `fully_shard` may follow on the same model.
+    """
+    undo, forward_pass = ExitStack(), ForwardPass(group)
+    for path, style in plan.torch_styles.items():
+        parallelize_module(model, group.mesh, {path: copy.copy(style)}, src_data_rank=None)
+    splits = {path: split for path, split in splits_of(model, plan).items() if split is not None}
+    shard_dims = _shard_dims(model, splits)
+    distributed: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # no shortcut in evaluation: it would want its layers' whole weights
-        if not module._parameters or any(_is_under(path, each) for each in styled):
+            module.activation_relu_or_gelu = 0  # no fast path in evaluation: it needs its layers' whole weights
+        if not module._parameters or any(path == p or path.startswith(f"{p}.") for p in plan.torch_styles):
             continue
-        changes.keep(module)
+        undo.callback(_restore, module, type(module), dict(module._parameters))
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = distribute(parameter, placed.get(id(parameter)), team)
-                module._parameters[name] = made[id(parameter)]
-        exchange_class(module, ways.get(path), computing, path)
-    _surround(model, computing, changes)
-    return changes
+                if id(parameter) not in distributed:
+                    distributed[id(parameter)] = distribute(parameter, shard_dims.get(id(parameter)), group)
+                module._parameters[name] = distributed[id(parameter)]
+        change_class(module, splits.get(path), forward_pass, path)
+    _hook_forward(model, forward_pass, undo)
+    return undo
 
 
-def dress(model: nn.Module, team: Team, ways: Mapping[str, Way]) -> Changes:
-    """Let layers go the ways of a plan with their weights still whole, to see where that leads."""
-    changes, computing = Changes(), Computing(team)
+def try_splits(model: nn.Module, group: TensorParallelGroup, splits: Mapping[str, LayerSplit]) -> ExitStack:
+    """Change layers to the forward passes of a plan, with their weights still whole; closing the result undoes it."""
+    undo, forward_pass = ExitStack(), ForwardPass(group)
     for path, module in model.named_modules():
-        if path in ways:
-            changes.keep(module)
-            exchange_class(module, ways[path], computing, path)
-    _surround(model, computing, changes)
-    return changes
+        if path in splits:
+            undo.callback(_restore, module, type(module), dict(module._parameters))
+            change_class(module, splits[path], forward_pass, path)
+    _hook_forward(model, forward_pass, undo)
+    return undo
 
 
-def _surround(model: nn.Module, computing: Computing, changes: Changes) -> None:
-    """Note when the model computes, and let no part of a tensor out."""
+def _restore(module: nn.Module, kind: type, parameters: dict[str, nn.Parameter | None]) -> None:
+    module.__class__ = kind
+    module._parameters.update(parameters)
+
+
+def _hook_forward(model: nn.Module, forward_pass: ForwardPass, undo: ExitStack) -> None:
+    """Track when the model computes, and gather its outputs."""
 
     def begin(_module: nn.Module, _inputs: Any) -> None:
-        computing.begin()
+        forward_pass.begin()
 
     def end(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        computing.end()
-        return whole_outputs(output)
+        forward_pass.end()
+        return full_outputs(output)
 
-    changes.hook(model.register_forward_pre_hook(begin))
-    changes.hook(model.register_forward_hook(end, always_call=True))
+    undo.callback(model.register_forward_pre_hook(begin).remove)
+    undo.callback(model.register_forward_hook(end, always_call=True).remove)
 
 
-def whole_outputs(output: Any) -> Any:
-    """Give what a model gives with whole, plain tensors in it."""
-    output = tree_map_only(Slice, lambda each: each.whole("output"), output)
+def full_outputs(output: Any) -> Any:
+    """Return a model's output with whole, plain tensors in it."""
+    output = tree_map_only(Slice, lambda x: x.full_tensor("output"), output)
     output = tree_map_only(DTensor, whole_of, output)
-    inside = {key: value for key, value in _attributes(output) if isinstance(value, Slice | DTensor)}
+    if isinstance(output, torch.Tensor | nn.Module) or not hasattr(output, "__dict__"):
+        return output
+    inside = {key: value for key, value in vars(output).items() if isinstance(value, Slice | DTensor)}
     if inside:  # an object that torch does not look into
         output = copy.copy(output)
         for key, value in inside.items():
-            setattr(output, key, whole_outputs(value))
+            setattr(output, key, full_outputs(value))
     return output
 
 
-def _attributes(output: Any) -> list[tuple[str, Any]]:
-    if isinstance(output, torch.Tensor | nn.Module) or not hasattr(output, "__dict__"):
-        return []
-    return list(vars(output).items())
-
-
-def ways_of(model: nn.Module, plan: TensorPlan) -> dict[str, Way | None]:
-    """Find the way of each layer in a plan, its inner ones too; None: whole."""
-    modules = dict(model.named_modules())
-    found: dict[str, Way | None] = {}
+def splits_of(model: nn.Module, plan: TensorPlan) -> dict[str, LayerSplit | None]:
+    """Return the split of each layer in a plan, its inner layers included; None: it is whole."""
+    splits: dict[str, LayerSplit | None] = {}
     for path, layer in plan.layers.items():
-        module = modules[path]
-        way = way_of(module, layer.word)
-        if way is not None and way.base is attention.Heads:
-            found[f"{path}.out_proj"] = layers.LINEAR_ROWS
-        found[path] = way
-    return found
+        split = split_of(model.get_submodule(path), layer.style)
+        if split is not None and split.base is attention.HeadwiseAttention:
+            splits[f"{path}.out_proj"] = layers.ROWWISE_LINEAR
+        splits[path] = split
+    return splits
 
 
-def way_of(module: nn.Module, word: str) -> Way | None:
-    """Find the way of a module by its word."""
-    if word == REPLICATE:
-        return None
-    if is_plain(module, nn.Linear):
-        return {
-            COLUMNS: layers.LINEAR_COLUMNS,
-            WHOLE_COLUMNS: layers.LINEAR_WHOLE_COLUMNS,
-            ROWS: layers.LINEAR_ROWS,
-        }.get(word)
-    if is_plain(module, nn.Embedding):
-        return {
-            COLUMNS: layers.EMBEDDING_COLUMNS,
-            WHOLE_COLUMNS: layers.EMBEDDING_COLUMNS,
-            ROWS: layers.EMBEDDING_ROWS,
-        }.get(word)
-    if isinstance(module, nn.MultiheadAttention) and is_plain(module, nn.MultiheadAttention) and word == HEADS:
+def split_of(module: nn.Module, style: str) -> LayerSplit | None:
+    """Return the split of a module for a style; None: it is whole, or there is none."""
+    if isinstance(module, nn.MultiheadAttention) and is_plain(module, nn.MultiheadAttention) and style == HEADS:
         return attention.PACKED if module._qkv_same_embed_dim else attention.UNPACKED
-    return None
+    return next((split for (kind, name), split in _SPLITS.items() if name == style and is_plain(module, kind)), None)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Tell whether a module computes as this class of torch does."""
+    """Return whether a module has the forward pass of this class of torch."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
-def why_not(module: nn.Module, word: str, team: Team) -> str:
-    """Say why a module cannot be split this way; empty: it can."""
-    if word == REPLICATE:
+def why_not(module: nn.Module, style: str, group: TensorParallelGroup) -> str:
+    """Return why a module cannot have this style; empty: it can."""
+    if style == REPLICATE:
         return ""
-    if way_of(module, word) is None:
-        return f"a {type(module).__name__} cannot be split {word}"
+    if split_of(module, style) is None:
+        return f"a {type(module).__name__} cannot be split {style}"
     if isinstance(module, nn.MultiheadAttention):
-        if module.num_heads % team.size:
-            return f"{module.num_heads} heads cannot be shared by tp={team.size}"
-        extra = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
-        return "it attends to more than its keys (add_bias_kv, add_zero_attn)" if extra else ""
+        if module.num_heads % group.size:
+            return f"{module.num_heads} heads cannot be shared by tp={group.size}"
+        has_extra_keys = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
+        return "it attends to more than its keys (add_bias_kv, add_zero_attn)" if has_extra_keys else ""
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.sparse:
             return "max_norm and sparse gradients need whole rows"
-        if word == ROWS and module.scale_grad_by_freq:
-            return "scale_grad_by_freq counts words"
-        size, what = (module.num_embeddings, "rows") if word == ROWS else (module.embedding_dim, "columns")
+        if style == ROWWISE and module.scale_grad_by_freq:
+            return "scale_grad_by_freq counts tokens"
+        size, what = (module.num_embeddings, "rows") if style == ROWWISE else (module.embedding_dim, "columns")
     else:
         assert isinstance(module, nn.Linear)
-        size, what = (module.in_features, "inputs") if word == ROWS else (module.out_features, "outputs")
-    return "" if team.can_share(size) else f"{size} {what} do not give each of tp={team.size} ranks some"
+        size, what = (module.in_features, "inputs") if style == ROWWISE else (module.out_features, "outputs")
+    return "" if group.can_shard(size) else f"{size} {what} are too few for tp={group.size} ranks"
 
 
-def settle(plan: TensorPlan, model: nn.Module, team: Team, strict: bool) -> None:
-    """Check a given plan against the model: what cannot be done is an error, or left whole if it was brought along."""
+def fit_plan(plan: TensorPlan, model: nn.Module, group: TensorParallelGroup, strict: bool) -> None:
+    """Check a given plan against the model: raise if a layer cannot have its style, or replicate it if not `strict`."""
     modules = dict(model.named_modules())
     for path, layer in list(plan.layers.items()):
-        reason = why_not(modules[path], layer.word, team)
+        reason = why_not(modules[path], layer.style, group)
         if reason and strict:
             raise TaskError(
-                f"tensor_plan: {path} cannot be {layer.word}: {reason}. Leave it out of the plan, or use another tp."
+                f"tensor_plan: {path} cannot be {layer.style}: {reason}. Leave it out of the plan, or use another tp."
             )
         if reason:
             plan.layers[path] = LayerPlan(REPLICATE, reason)
     # A weight that an embedding and a head share has one placement: rows of the one are columns of the other.
-    by_weight: dict[int, list[str]] = {}
+    heads = {
+        id(modules[path].weight)
+        for path, layer in plan.layers.items()
+        if layer.style in (COLWISE, COLWISE_REP) and is_plain(modules[path], nn.Linear)
+    }
     for path, module in modules.items():
-        if is_plain(module, nn.Linear) or is_plain(module, nn.Embedding):
-            by_weight.setdefault(id(module.weight), []).append(path)
-    for paths in by_weight.values():
-        words = {path: plan.layers[path].word for path in paths if path in plan.layers}
-        heads = [path for path, word in words.items() if word in (COLUMNS, WHOLE_COLUMNS) and _is_linear(modules[path])]
-        for path in paths if heads else ():
-            if not _is_linear(modules[path]) and words.get(path) != ROWS and not why_not(modules[path], ROWS, team):
-                plan.layers[path] = LayerPlan(ROWS, tied=True)
+        if is_plain(module, nn.Embedding) and id(module.weight) in heads and not why_not(module, ROWWISE, group):
+            layer = plan.layers.get(path, LayerPlan(REPLICATE))
+            plan.layers[path] = layer if layer.style == ROWWISE else LayerPlan(ROWWISE, tied=True)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
-def _placements(model: nn.Module, ways: Mapping[str, Way]) -> dict[int, int]:
-    """Find along which dimension each parameter is cut, by its id; refuse one that two layers want cut differently."""
-    found: dict[int, int] = {}
+def _shard_dims(model: nn.Module, splits: Mapping[str, LayerSplit]) -> dict[int, int]:
+    """Return the dimension along which each parameter is sharded, by its id; raise if two layers disagree."""
+    shard_dims: dict[int, int] = {}
     first: dict[int, str] = {}
-    for path, way in ways.items():
-        for name, dim in way.cuts.items():
+    for path, split in splits.items():
+        for name, dim in split.shard_dims.items():
             parameter = model.get_submodule(path)._parameters.get(name)
             if parameter is None:
                 continue
-            if found.setdefault(id(parameter), dim) != dim:
+            if shard_dims.setdefault(id(parameter), dim) != dim:
                 raise TaskError(
-                    f"tensor_plan: {first[id(parameter)]} and {path} share a weight, and the plan cuts it by rows for "
-                    "one and by columns for the other. Leave one of them out."
+                    f"tensor_plan: {first[id(parameter)]} and {path} share a weight, and the plan shards it by rows "
+                    "for one and by columns for the other. Leave one of them out."
                 )
             first.setdefault(id(parameter), path)
-    return found
-
-
-def _follow_styles(model: nn.Module, team: Team, plan: TensorPlan) -> list[str]:
-    """Apply what is given as PyTorch's own styles; give the layers they are for."""
-    for path, style in plan.styles.items():
-        parallelize_module(model, team.mesh, {path: copy.copy(style)}, src_data_rank=None)
-    return list(plan.styles)
-
-
-def _is_under(path: str, parent: str) -> bool:
-    return path == parent or path.startswith(f"{parent}.")
+    return shard_dims

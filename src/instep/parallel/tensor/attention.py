@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from instep.parallel.tensor.layers import SplitModule, Way, plain
+from instep.parallel.tensor.group import scatter_to_group
+from instep.parallel.tensor.layers import LayerSplit, SplitModule, full_tensor
 from instep.parallel.tensor.slice import Slice
-from instep.parallel.tensor.team import cut
 
 
-class Heads(SplitModule):
+class HeadwiseAttention(SplitModule):
     """An nn.MultiheadAttention of which each rank has some heads."""
 
     embed_dim: int
@@ -34,10 +34,10 @@ class Heads(SplitModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend, each rank with its heads; give what torch's own gives."""
+        """Attend, each rank with its heads; return what torch's own returns."""
         batched = query.dim() == 3
         same = (query is key, query is value, key is value)
-        query, key, value = (plain(x, "attention") for x in (query, key, value))
+        query, key, value = (full_tensor(x, "attention") for x in (query, key, value))
         q, k, v = self._project(query, key, value, same)
         if not batched:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -50,61 +50,58 @@ class Heads(SplitModule):
             scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
             weights = (scores if mask is None else scores + mask).softmax(-1)
             weights = F.dropout(weights, p, True) if p else weights
-            found = weights @ v
+            attended = weights @ v
         else:
             causal = is_causal and key_padding_mask is None
-            found = F.scaled_dot_product_attention(q, k, v, None if causal else mask, p, causal)
-        found = found.transpose(1, 2).flatten(2)
+            attended = F.scaled_dot_product_attention(q, k, v, None if causal else mask, p, causal)
+        attended = attended.transpose(1, 2).flatten(2)
         if not batched:
-            found = found.squeeze(0)
+            attended = attended.squeeze(0)
         elif not self.batch_first:
-            found = found.transpose(0, 1)
-        y = self.out_proj(found)
+            attended = attended.transpose(0, 1)
+        y = self.out_proj(attended)
         if not need_weights:
             return y, None
-        weights = plain(weights, "attention weights")
+        weights = full_tensor(weights, "attention weights")
         weights = weights.mean(1) if average_attn_weights else weights
         return y, weights if batched else weights.squeeze(0)
 
     def _project(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, same: tuple[bool, bool, bool]
     ) -> tuple[torch.Tensor, ...]:
-        """Give queries, keys and values, each a Slice of all heads."""
+        """Return queries, keys and values, each a Slice of all heads."""
         if not self._qkv_same_embed_dim:
-            whole = self.in_proj_bias
-            biases = whole.chunk(3) if whole is not None else (None,) * 3
-            team, names = self._computing.team, ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-            found = []
+            biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None,) * 3
+            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            projected = []
             for x, name, bias in zip((query, key, value), names, biases, strict=True):
-                weight, part = self.local(name), None if bias is None else cut(bias, 0, team)
-                assert weight is not None
-                found.append(self.give(F.linear(self._computing.enter(x), weight, part), self.embed_dim))
-            return tuple(found)
+                local_bias = None if bias is None else scatter_to_group(bias, 0, self._pass.group)
+                local = F.linear(self._pass.copy_to_group(x), self.local_weight(name), local_bias)
+                projected.append(self.to_slice(local, self.embed_dim))
+            return tuple(projected)
         if all(same):
             return self._packed(query).chunk(3, -1)
-        # A rank's rows of the packed weights may be of any of the three: each input goes through all of them.
+        # A rank's rows of the packed weights may belong to any of the three: each input is projected by all of them.
         q, k = self._packed(query).chunk(3, -1)[0], self._packed(key).chunk(3, -1)
         return q, k[1], k[2] if same[2] else self._packed(value).chunk(3, -1)[2]
 
     def _packed(self, x: torch.Tensor) -> Slice:
-        weight = self.local("in_proj_weight")
-        assert weight is not None
-        return self.give(F.linear(self._computing.enter(x), weight, self.local("in_proj_bias")), 3 * self.embed_dim)
+        weight, bias = self.local_weight("in_proj_weight"), self.local_bias("in_proj_bias")
+        return self.to_slice(F.linear(self._pass.copy_to_group(x), weight, bias), 3 * self.embed_dim)
 
 
 def _merge_masks(
     attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor | None:
-    """Make one mask, to be added to the scores, of those that torch's attention takes."""
+    """Return one mask, to be added to the scores, for those that torch's attention takes."""
     merged = None
     num_rows, num_heads = q.shape[:2]
     if attn_mask is not None:
         attn_mask = _additive(attn_mask, q)
-        many = attn_mask.dim() == 3
-        merged = attn_mask.view(num_rows, num_heads, *attn_mask.shape[1:]) if many else attn_mask
+        by_head = attn_mask.dim() == 3
+        merged = attn_mask.view(num_rows, num_heads, *attn_mask.shape[1:]) if by_head else attn_mask
     if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, q)
-        padding = padding.view(num_rows, 1, 1, -1)
+        padding = _additive(key_padding_mask, q).view(num_rows, 1, 1, -1)
         merged = padding if merged is None else merged + padding
     return merged
 
@@ -115,5 +112,5 @@ def _additive(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask, float("-inf"))
 
 
-PACKED = Way(Heads, {"in_proj_weight": 0, "in_proj_bias": 0})
-UNPACKED = Way(Heads, {"q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0})
+PACKED = LayerSplit(HeadwiseAttention, {"in_proj_weight": 0, "in_proj_bias": 0})
+UNPACKED = LayerSplit(HeadwiseAttention, {"q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0})

@@ -1,6 +1,6 @@
-"""Which layers a team of ranks shares, and how: in words, before anything is done.
+"""Which layers are sharded over a tensor-parallel group, and how: the plan, before it is applied.
 
-The words are those of Hugging Face's plans, so that a model that brings one needs nothing else.
+The names of the styles are those of Hugging Face's plans, so a model that has such a plan needs nothing else.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from torch import nn
 
 from instep.core.errors import TaskError
 
-COLUMNS, WHOLE_COLUMNS, ROWS, HEADS, REPLICATE = "colwise", "colwise_rep", "rowwise", "heads", "replicate"
-_WORDS = {
-    "colwise": COLUMNS,
-    "local_colwise": COLUMNS,
-    "packed_colwise": COLUMNS,
-    "local_packed_colwise": COLUMNS,
-    "colwise_rep": WHOLE_COLUMNS,
-    "colwise_gather_output": WHOLE_COLUMNS,
-    "rowwise": ROWS,
-    "rowwise_rep": ROWS,
-    "rowwise_split_input": ROWS,
-    "local_rowwise": ROWS,
-    "embedding_rowwise": ROWS,
+COLWISE, COLWISE_REP, ROWWISE, HEADS, REPLICATE = "colwise", "colwise_rep", "rowwise", "heads", "replicate"
+_STYLES = {
+    "colwise": COLWISE,
+    "local_colwise": COLWISE,
+    "packed_colwise": COLWISE,
+    "local_packed_colwise": COLWISE,
+    "colwise_rep": COLWISE_REP,
+    "colwise_gather_output": COLWISE_REP,
+    "rowwise": ROWWISE,
+    "rowwise_rep": ROWWISE,
+    "rowwise_split_input": ROWWISE,
+    "local_rowwise": ROWWISE,
+    "embedding_rowwise": ROWWISE,
     "heads": HEADS,
     "replicate": REPLICATE,
-    "sequence_parallel": REPLICATE,  # the same numbers, with more memory for activations
+    "sequence_parallel": REPLICATE,  # the same result, with more memory for activations
 }
-"""What each word means here. Tensors look whole to the code between layers, so several of them say the same."""
-_IN_WORDS = {
-    COLUMNS: "by columns",
-    WHOLE_COLUMNS: "by columns, joined after each",
-    ROWS: "by rows",
+"""What each style means here. A Slice looks whole to the code between layers, so several of them mean the same."""
+_DESCRIPTIONS = {
+    COLWISE: "by columns",
+    COLWISE_REP: "by columns, joined after each",
+    ROWWISE: "by rows",
     HEADS: "by heads",
     REPLICATE: "whole on every rank",
 }
@@ -43,56 +43,56 @@ _IN_WORDS = {
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What is done with one layer."""
+    """How one layer is sharded."""
 
-    word: str
+    style: str
     why: str = ""
-    """Why nothing better could be done."""
+    """Why it has no better style."""
     tied: bool = False
-    """Whether its weight is another layer's, too, so that it can be cut one way only."""
+    """Whether another layer has the same weight, so that it can be sharded along one dimension only."""
 
 
 @dataclass
 class TensorPlan:
-    """What is done with each layer that has weights to share, by its path."""
+    """How each layer with weights is sharded, by its path."""
 
     source: str
-    """Where it comes from, in words."""
+    """Where the plan comes from, for messages."""
     layers: dict[str, LayerPlan] = field(default_factory=dict)
-    styles: dict[str, Any] = field(default_factory=dict)
+    torch_styles: dict[str, Any] = field(default_factory=dict)
     """Layers that get a ParallelStyle of PyTorch's."""
     pairs: list[set[str]] = field(default_factory=list)
-    """The kinds of layers between which parts go as they are."""
+    """The kinds of layers between which Slices pass without being gathered."""
 
     def describe(self, size: int, share: float) -> str:
-        """Say it in one line; `share` is the part of all parameters that is split."""
+        """Return the plan in one line; `share` is the fraction of all parameters that is sharded."""
         groups: dict[tuple[str, str], list[str]] = {}
         for path, layer in self.layers.items():
-            groups.setdefault((layer.word, layer.why), []).append(path)
-        for path, style in self.styles.items():
-            groups.setdefault((type(style).__name__, ""), []).append(path)
-        told = [
-            f"{', '.join(compact(paths))} {_IN_WORDS.get(word, 'by ' + word)}" + (f" ({why})" if why else "")
-            for (word, why), paths in groups.items()
+            groups.setdefault((layer.style, layer.why), []).append(path)
+        for path, torch_style in self.torch_styles.items():
+            groups.setdefault((type(torch_style).__name__, ""), []).append(path)
+        descriptions = [
+            f"{', '.join(compact(paths))} {_DESCRIPTIONS.get(style, 'by ' + style)}" + (f" ({why})" if why else "")
+            for (style, why), paths in groups.items()
         ]
         return (
             f"tensor plan, {self.source}: {share:.0%} of the parameters are shared by tp={size} ranks. "
-            + "; ".join(told)
+            + "; ".join(descriptions)
             + ". Everything else is whole on every rank."
         )
 
 
 def compact(paths: list[str]) -> list[str]:
-    """Write `blocks.0–11.out` for paths that differ in one number."""
+    """Return `blocks.0–11.out` for paths that differ in one number."""
     numbers: dict[str, list[tuple[int, ...]]] = {}
     for path in paths:
         kind = kind_of(path)
         numbers.setdefault(kind, []).append(tuple(map(int, re.findall(r"(?<![^.])\d+(?![^.])", path))))
-    return [_fill(kind, found) for kind, found in numbers.items()]
+    return [_fill(kind, tuples) for kind, tuples in numbers.items()]
 
 
-def _fill(kind: str, found: list[tuple[int, ...]]) -> str:
-    columns = iter(zip(*found, strict=True))
+def _fill(kind: str, numbers: list[tuple[int, ...]]) -> str:
+    columns = iter(zip(*numbers, strict=True))
 
     def span(_: re.Match[str]) -> str:
         values = sorted(set(next(columns)))
@@ -106,14 +106,14 @@ def _fill(kind: str, found: list[tuple[int, ...]]) -> str:
 
 
 def kind_of(path: str) -> str:
-    """A path without its numbers: the same for the same layer of all blocks."""
+    """Return a path without its numbers: the same for the same layer of all blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def given_plan(given: Mapping[str, Any], model: nn.Module, source: str, strict: bool) -> TensorPlan:
-    """Read a plan: words or PyTorch's ParallelStyles by path, in which `*` stands for any one name.
+    """Read a plan: names of styles or PyTorch's ParallelStyles by path, in which `*` stands for any one name.
 
-    `strict`: whoever wrote it meant this model, so that a path that is nowhere and an unknown word are errors.
+    `strict`: the plan was written for this model, so a path without a layer and an unknown style are errors.
     """
     plan = TensorPlan(source)
     modules = dict(model.named_modules())
@@ -124,31 +124,31 @@ def given_plan(given: Mapping[str, Any], model: nn.Module, source: str, strict: 
             raise TaskError(f"tensor_plan: there is no layer {pattern!r} in the model. It has {_some(modules)}.")
         for path in paths:
             if not isinstance(style, str):
-                plan.styles[path] = style
-            elif style in _WORDS:
-                plan.layers[path] = LayerPlan(_WORDS[style])
+                plan.torch_styles[path] = style
+            elif style in _STYLES:
+                plan.layers[path] = LayerPlan(_STYLES[style])
             elif strict:
                 raise TaskError(
-                    f"tensor_plan: {style!r} for {pattern!r} is unknown. Words are {', '.join(sorted(_WORDS))}; a "
-                    "ParallelStyle of torch.distributed.tensor.parallel will do, too."
+                    f"tensor_plan: {style!r} for {pattern!r} is unknown. Styles are {', '.join(sorted(_STYLES))}, or a "
+                    "ParallelStyle of torch.distributed.tensor.parallel."
                 )
             else:
                 plan.layers[path] = LayerPlan(REPLICATE, f"{style!r} is not known here")
     return plan
 
 
-def brought_plan(model: nn.Module) -> dict[str, Any]:
-    """Find the plan that a Hugging Face model brings: its own, and that of its base model's config."""
-    found: dict[str, Any] = {}
+def model_plan(model: nn.Module) -> dict[str, Any]:
+    """Return the plan of a Hugging Face model: its own, and that of its base model's config; empty: it has none."""
+    styles: dict[str, Any] = {}
     prefix = str(getattr(model, "base_model_prefix", ""))
     of_base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     if isinstance(of_base, Mapping):
         under = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
-        found |= {under + path: word for path, word in of_base.items()}
+        styles |= {under + path: style for path, style in of_base.items()}
     own = getattr(model, "_tp_plan", None)
     if isinstance(own, Mapping):
-        found |= own
-    return found
+        styles |= own
+    return styles
 
 
 def _some(modules: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Rules for operations that lay the elements of a Slice out otherwise, or take some of them ([Note: Slices])."""
+"""Rules for operations that change the shape of a Slice, or select some of its elements ([Note: Slices])."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any
 
 import torch
 
-from instep.parallel.tensor.slice import Slice, note_uneven
-from instep.parallel.tensor.team import pass_on
+from instep.parallel.tensor.group import redistribute
+from instep.parallel.tensor.slice import Slice, record_uneven
 
 
-def argument(args: Any, kwargs: Any, place: int, name: str, default: Any) -> Any:
-    if len(args) > place:
-        return args[place]
-    return kwargs.get(name, default)
+def argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
+    """Return an argument that may be given by position or by name."""
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def other_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """See a tensor's elements in another shape."""
+def viewed(func: Any, args: Any, kwargs: Any) -> Any:
+    """View a tensor's elements in another shape."""
     x, *given = args
-    if not isinstance(x, Slice):
-        return NotImplemented
     if given and isinstance(given[0], torch.dtype):
         return NotImplemented
     name = func.__name__
@@ -43,51 +40,46 @@ def other_shape(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _filled(sizes: Sequence[int], numel: int) -> list[int]:
-    """Put a number in the place of -1."""
+    """Replace -1 by the size that it stands for."""
     known = math.prod(size for size in sizes if size != -1)
     return [numel // max(known, 1) if size == -1 else size for size in sizes]
 
 
 def reshape(x: Slice, new: list[int]) -> Any:
-    """Give a Slice another shape, where the ranks' parts stay parts."""
-    block = _block_with(list(x.shape), new, x.axis)
+    """Return a Slice of another shape, where the ranks' shards are still shards."""
+    block = _block_with(list(x.shape), new, x.positive_dim)
     if block is None:
         return NotImplemented
     (first, last), (new_first, new_last) = block
     before, sizes = new[:new_first], tuple(new[new_first:new_last])
     after = new[new_last:]
-    if sizes == (x.size_shared,):
-        local = x.local.reshape(*before, x.local.shape[x.axis], *after)
-        return x.like(local, -1 - len(after))
-    if any(size != 1 for size in x.shape[first : x.axis]):
-        return NotImplemented  # something lies around the shared dimension: the parts would be interleaved
-    team, total = x.team, math.prod(sizes)
+    if sizes == (x.full_size,):
+        local = x.local.reshape(*before, x.local.shape[x.positive_dim], *after)
+        return x.with_local(local, -1 - len(after))
+    if any(size != 1 for size in x.shape[first : x.positive_dim]):
+        return NotImplemented  # a dimension before the sharded one is merged with it: shards would be interleaved
+    num_ranks, local = x.group.size, x.local
     lead = next((n for n, size in enumerate(sizes) if size != 1), 0)
-    packed = _is_packed(sizes[lead:]) and sizes[lead + 1] % team.size == 0
-    if packed and (sizes[lead] % team.size or len(sizes) > lead + 2):
-        shared, flat = lead + 1, (total // sizes[lead],) * sizes[lead]
-    elif x.size_shared % team.size == 0 and sizes[lead] % team.size == 0:
-        shared, flat = lead, None
+    # Columns that several layers share: (3, heads, …) or (2, …), not (heads, …).
+    is_packed = len(sizes) > lead + 1 and sizes[lead] in (2, 3) and sizes[lead + 1] % num_ranks == 0
+    if is_packed and (sizes[lead] % num_ranks or len(sizes) > lead + 2):
+        shard = lead + 1
+        pieces = (math.prod(sizes) // sizes[lead],) * sizes[lead]
+        shape = list(local.shape)
+        flat = local.reshape(*shape[:first], math.prod(shape[first:last]), *shape[last:])
+        local = redistribute(flat, first, pieces, x.group)
+    elif x.full_size % num_ranks == 0 and sizes[lead] % num_ranks == 0:
+        shard = lead
     else:
-        note_uneven(x, sizes)
+        record_uneven(x, sizes)
         return NotImplemented
-    local = x.local
-    if flat is not None:
-        around = list(local.shape)
-        one = local.reshape(*around[:first], math.prod(around[first:last]), *around[last:])
-        local = pass_on(one, first, flat, team)
-    parts = [*sizes[:shared], sizes[shared] // team.size, *sizes[shared + 1 :]]
-    local = local.reshape(*before, *parts, *after)
-    return x.like(local, -(len(sizes) - shared + len(after)), sizes[shared])
+    local_sizes = [*sizes[:shard], sizes[shard] // num_ranks, *sizes[shard + 1 :]]
+    local = local.reshape(*before, *local_sizes, *after)
+    return x.with_local(local, -(len(sizes) - shard + len(after)), sizes[shard])
 
 
-def _is_packed(sizes: Sequence[int]) -> bool:
-    """Tell whether columns that are cut like this are several layers' in one: (3, heads, …), (2, …), not (heads, …)."""
-    return len(sizes) > 1 and sizes[0] in (2, 3)
-
-
-def _block_with(old: list[int], new: list[int], axis: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Find the smallest runs of old and new dimensions that hold the same elements, with `axis` in the old one."""
+def _block_with(old: list[int], new: list[int], dim: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return the smallest runs of old and new dimensions that hold the same elements, with `dim` in the old one."""
     if math.prod(old) != math.prod(new) or 0 in old:
         return None
     i = j = 0
@@ -100,116 +92,82 @@ def _block_with(old: list[int], new: list[int], axis: int) -> tuple[tuple[int, i
                 left, i = left * old[i], i + 1
             else:
                 right, j = right * new[j], j + 1
-        while i == len(old) and j < len(new):  # what is left of the new ones is of size 1
+        while i == len(old) and j < len(new):  # the remaining new dimensions have size 1
             j += 1
-        if i0 <= axis < i:
+        if i0 <= dim < i:
             return (i0, i), (j0, j)
     return None
 
 
-def other_order(func: Any, args: Any, kwargs: Any) -> Any:
-    """Change the order of dimensions; found out on a tensor without elements."""
+def transposed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Change the order of dimensions; a meta tensor shows the new position of the sharded one."""
     x = args[0]
-    if not isinstance(x, Slice):
-        return NotImplemented
-    probe = torch.empty([1] * x.dim(), device="meta").expand(*[2 + (n == x.axis) for n in range(x.dim())])
+    probe = torch.empty([1] * x.dim(), device="meta").expand(*[2 + (n == x.positive_dim) for n in range(x.dim())])
     moved = func(probe, *args[1:], **kwargs)
-    shared = [n for n, size in enumerate(moved.shape) if size == 3]
-    if len(shared) != 1:
+    sharded = [n for n, size in enumerate(moved.shape) if size == 3]
+    if len(sharded) != 1:
         return NotImplemented
-    return x.like(func(x.local, *args[1:], **kwargs), shared[0] - moved.dim())
+    return x.with_local(func(x.local, *args[1:], **kwargs), sharded[0] - moved.dim())
 
 
-def one_dim_more_or_less(func: Any, args: Any, kwargs: Any) -> Any:
-    """Add a dimension, or take out one of size 1."""
-    x = args[0]
-    if not isinstance(x, Slice):
-        return NotImplemented
+def squeezed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Add or remove a dimension of size 1."""
+    x, dim = args[0], argument(args, kwargs, 1, "dim", None)
     if func.__name__ == "unsqueeze":
-        dim = argument(args, kwargs, 1, "dim", None) % (x.dim() + 1)
-        return x.like(func(x.local, dim), x.place - (dim > x.axis))
-    dim = argument(args, kwargs, 1, "dim", None)
-    if not isinstance(dim, int) or dim % x.dim() == x.axis or x.shape[dim] != 1:
+        dim %= x.dim() + 1
+        return x.with_local(func(x.local, dim), x.shard_dim - (dim > x.positive_dim))
+    if not isinstance(dim, int) or dim % x.dim() == x.positive_dim or x.shape[dim] != 1:
         return NotImplemented
-    return x.like(func(x.local, dim), x.place + (dim % x.dim() > x.axis))
+    return x.with_local(func(x.local, dim), x.shard_dim + (dim % x.dim() > x.positive_dim))
 
 
 def expanded(func: Any, args: Any, kwargs: Any) -> Any:
     """Repeat along dimensions of size 1."""
     x, *given = args
-    if not isinstance(x, Slice) or kwargs:
+    if kwargs:
         return NotImplemented
     sizes = list(given[0]) if len(given) == 1 and not isinstance(given[0], int) else list(given)
-    if len(sizes) < -x.place or sizes[x.place] not in (-1, x.size_shared):
+    if len(sizes) < -x.shard_dim or sizes[x.shard_dim] not in (-1, x.full_size):
         return NotImplemented
-    sizes[x.place] = -1
-    return x.like(func(x.local, *sizes))
+    sizes[x.shard_dim] = -1
+    return x.with_local(func(x.local, *sizes))
 
 
-def pieces(func: Any, args: Any, kwargs: Any) -> Any:
-    """Cut into pieces along a dimension."""
-    x = args[0]
-    if not isinstance(x, Slice):
-        return NotImplemented
-    name = func.__name__
+def split(func: Any, args: Any, kwargs: Any) -> Any:
+    """Split into several tensors along a dimension."""
+    x, name = args[0], func.__name__
     dim = argument(args, kwargs, 1 if name == "unbind" else 2, "dim", 0) % x.dim()
-    if dim != x.axis:
-        place = x.place + (1 if name == "unbind" and dim > x.axis else 0)
-        return tuple(x.like(piece, place) for piece in func(x.local, *args[1:], **kwargs))
-    if name == "unbind":
-        return NotImplemented
-    how = argument(args, kwargs, 1, "chunks" if name == "chunk" else "split_size", None)
+    if dim != x.positive_dim:
+        shard_dim = x.shard_dim + (1 if name == "unbind" and dim > x.positive_dim else 0)
+        return tuple(x.with_local(piece, shard_dim) for piece in func(x.local, *args[1:], **kwargs))
+    how = None if name == "unbind" else argument(args, kwargs, 1, "chunks" if name == "chunk" else "split_size", None)
     if how is None:
         return NotImplemented
-    sizes = tuple(len(piece) for piece in func(torch.empty(x.size_shared, 0, device="meta"), how))
-    if any(size % x.team.size for size in sizes):
-        note_uneven(x, sizes)
+    num_ranks = x.group.size
+    sizes = tuple(len(piece) for piece in func(torch.empty(x.full_size, 0, device="meta"), how))
+    if any(size % num_ranks for size in sizes):
+        record_uneven(x, sizes)
         return NotImplemented
-    local = pass_on(x.local, x.axis, sizes, x.team)
-    parts = local.split([size // x.team.size for size in sizes], x.axis)
-    return tuple(x.like(part, size=size) for part, size in zip(parts, sizes, strict=True))
+    local = redistribute(x.local, x.positive_dim, sizes, x.group)
+    pieces = local.split([size // num_ranks for size in sizes], x.positive_dim)
+    return tuple(x.with_local(piece, size=size) for piece, size in zip(pieces, sizes, strict=True))
 
 
-def item(func: Any, args: Any, _kwargs: Any) -> Any:
-    """Index by numbers, slices, None and …, where the shared dimension is left alone."""
+def indexed(func: Any, args: Any, _kwargs: Any) -> Any:
+    """Index by numbers, slices, None and …, where the sharded dimension is kept whole."""
     x, index = args
-    if not isinstance(x, Slice):
-        return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
-    if any(not (each is None or each is Ellipsis or type(each) in (int, slice)) for each in index):
+    if any(not (entry is None or entry is Ellipsis or type(entry) in (int, slice)) for entry in index):
         return NotImplemented
-    if sum(each is Ellipsis for each in index) == 0:
+    if not any(entry is Ellipsis for entry in index):
         index = (*index, Ellipsis)
+    # Write … out, so that each entry but None is one dimension's.
     at = index.index(Ellipsis)
-    num_after = sum(each is not None for each in index[at + 1 :])
-    num_before = sum(each is not None for each in index[:at])
-    if x.axis < num_before:
-        touched, later = _nth(index, x.axis)
-        remaining = sum(not isinstance(each, int) for each in later if each is not Ellipsis)
-        remaining += x.dim() - num_before - num_after
-    elif x.axis >= x.dim() - num_after:
-        from_end = index[at + 1 :]
-        touched, later = _nth(from_end, x.axis - (x.dim() - num_after))
-        remaining = sum(not isinstance(each, int) for each in later)
-    else:
-        touched = slice(None)
-        remaining = x.dim() - num_after - x.axis - 1 + sum(not isinstance(each, int) for each in index[at + 1 :])
-    if touched != slice(None):
+    num_given = sum(entry is not None for entry in index) - 1
+    entries = [*index[:at], *[slice(None)] * (x.dim() - num_given), *index[at + 1 :]]
+    positions = [position for position, entry in enumerate(entries) if entry is not None]
+    position = positions[x.positive_dim]
+    if entries[position] != slice(None):
         return NotImplemented
-    return x.like(func(x.local, index), -1 - remaining)
-
-
-def _nth(index: tuple[Any, ...], number: int) -> tuple[Any, tuple[Any, ...]]:
-    """Find the index of a dimension, and what comes after it; None makes a dimension and is of none."""
-    for place, each in enumerate(index):
-        if each is None:
-            continue
-        if number == 0:
-            return each, index[place + 1 :]
-        number -= 1
-    raise AssertionError
-
-
-def each(_func: Any, args: Any, _kwargs: Any) -> Any:
-    """Go through a tensor's first dimension."""
-    return iter(args[0].unbind(0))
+    num_after = sum(not isinstance(entry, int) for entry in entries[position + 1 :])
+    return x.with_local(func(x.local, index), -1 - num_after)

@@ -1,129 +1,201 @@
-"""The strategy `tensor`: each layer's weights shared by a team of ranks, which work on the same rows."""
+"""The strategies `tensor` and `fsdp×tensor`: each layer's weights sharded over a group that computes the same rows.
+
+[Note: Whole parameters stay the same]
+A parameter that every rank of a group holds whole gets its gradient from the same numbers on each. So the gradients are
+the same, until a kernel adds in another order on one of them (atomics on GPUs, another processor). Ranks that differ in
+one bit drift apart. So such a gradient is not each rank's own: one rank of each group counts, and all ranks get the
+same sum. It is reduced together with the loss, so it costs no more collectives than data parallelism.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
-from instep.core.errors import TaskError
+from instep.core.errors import SpecError, TaskError
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
+from instep.parallel.ddp import DdpReducer
+from instep.parallel.deferred import Deferred
+from instep.parallel.fsdp import Fsdp, Sharding
+from instep.parallel.gradients import DistributedReducer
 from instep.parallel.strategy import Example, Reducer, Strategy, TensorPlanOf
-from instep.parallel.tensor.apply import Changes, settle, split_layers
-from instep.parallel.tensor.check import Answer, answer_of, difference, on_device
-from instep.parallel.tensor.find import certain_plan, tried_plan, without_slices
-from instep.parallel.tensor.plan import TensorPlan, brought_plan, given_plan
-from instep.parallel.tensor.reducer import TensorReducer, num_split
-from instep.parallel.tensor.slice import noting
-from instep.parallel.tensor.team import Team
+from instep.parallel.tensor.apply import fit_plan, split_layers
+from instep.parallel.tensor.auto_plan import plan_by_trial, plan_without_example, without_slices
+from instep.parallel.tensor.check import Answer, answer_of, difference
+from instep.parallel.tensor.group import TensorParallelGroup
+from instep.parallel.tensor.plan import TensorPlan, given_plan, model_plan
+from instep.parallel.tensor.slice import Slice, record_slices
 from instep.world.grid import Grid
 
 
+def is_split(parameter: torch.Tensor) -> bool:
+    """Return whether each rank has a shard of a parameter."""
+    return isinstance(parameter, DTensor) and any(isinstance(placement, Shard) for placement in parameter.placements)
+
+
+class TensorReducer(DistributedReducer):
+    """Reduces gradients of shards over the ranks with the same shards; others over all ranks, one of each group."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, num_sums: int) -> None:
+        super().__init__(parameters, grid)
+        sharded = [p for p in self.parameters if is_split(p)]
+        whole = [p for p in self.parameters if not is_split(p)]
+        self._of_whole = DdpReducer(whole, grid.world, num_sums, counted=grid.is_counted)
+        has_replicas = sharded and grid.data.world_size > 1
+        self._of_sharded = DdpReducer(sharded, grid.data, 0) if has_replicas else None
+
+    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+        if self._of_sharded is not None:
+            self._of_sharded.reduce(())
+        return self._of_whole.reduce(sums)
+
+
 class Tensor(Strategy):
-    """Layers shared along the axis tp, copies along dp."""
+    """Layers sharded along the axis tp, replicas along dp."""
 
     name = "tensor"
 
-    def __init__(self, grid: Grid, context: BatchContext) -> None:
-        super().__init__(grid, context)
-        self.team = Team.of(grid)
-
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         model = super().spread(model)
-        self.said.append(split_model(model, self.grid, self.team, example, self.tensor_plan))
+        self.said.append(split_model(model, self.grid, example, self.tensor_plan))
         return model
 
     def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
         return TensorReducer(parameters, self.grid, num_sums)
 
 
+class ShardedTensor(Fsdp):
+    """Layers sharded along tp, their shards sharded again along fsdp, replicas along dp."""
+
+    name: ClassVar[str] = "fsdp×tensor"
+
+    def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
+        super().__init__(grid, context, sharding)
+        if sharding.meta_init:
+            raise SpecError(
+                f"meta_init: the split of layers along tp({grid.mesh.tp}) is found by trying, and a model without its "
+                "values cannot be tried. Leave meta_init out, or shard along fsdp alone."
+            )
+        self._example: Example | None = None
+
+    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+        self._example = example
+        return super().spread(model, example)
+
+    def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
+        self.said.append(split_model(model, self.grid, self._example, self.tensor_plan))
+        super().shard(model, deferred)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Before FSDP's own hook, which registers autograd hooks on inputs, and knows nothing of Slices.
+                module.register_forward_pre_hook(_gather_inputs, prepend=True, with_kwargs=True)
+
+
+def _gather_inputs(_module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return tree_map_only(Slice, lambda x: x.full_tensor("a block of fsdp"), (args, kwargs))
+
+
 def split_model(
-    model: nn.Module,
-    grid: Grid,
-    team: Team,
-    example: Example | None = None,
-    plan_of: TensorPlanOf | None = None,
+    model: nn.Module, grid: Grid, example: Example | None = None, plan_of: TensorPlanOf | None = None
 ) -> str:
-    """Find a plan for a model, carry it out, see that the answer is the same, and say the plan. Called on all ranks."""
-    plan = _split(model, grid, team, example, plan_of)
-    share = num_split(model) / max(1, sum(p.numel() for p in model.parameters()))
-    return plan.describe(team.size, share)
+    """Find a plan, apply it, check that the model computes the same, and describe the plan. Called on all ranks."""
+    splitter = _Splitter(model, grid, example)
+    plan = splitter.split(plan_of)
+    num_split = sum(p.numel() for p in model.parameters() if is_split(p))
+    return plan.describe(splitter.group.size, num_split / max(1, sum(p.numel() for p in model.parameters())))
 
 
-def _split(
-    model: nn.Module, grid: Grid, team: Team, example: Example | None, plan_of: TensorPlanOf | None
-) -> TensorPlan:
-    call = on_device(example(), grid.world.device) if example is not None else None
-    expected = answer_of(model, call) if call is not None else None
-    given = plan_of(model) if plan_of is not None else None
-    brought = brought_plan(model) if given is None else None
-    if given is not None or brought:
-        source = "as the Task gives it" if given is not None else "as the model brings it"
-        plan = given_plan(given or brought or {}, model, source, strict=given is not None)
-        settle(plan, model, team, strict=given is not None)
-        _follow(plan, model, grid, team, call, expected, strict=given is not None)
-        return plan
-    if call is None or expected is None:
-        plan = certain_plan(model, team)
-        split_layers(model, team, plan)
-        return plan
-    return _best(tried_plan(model, team, call), model, grid, team, call, expected)
+class _Splitter:
+    """Splits one model, and compares it with itself before."""
 
+    def __init__(self, model: nn.Module, grid: Grid, example: Example | None) -> None:
+        self.group = TensorParallelGroup.of(grid)
+        self._model, self._grid = model, grid
+        self._call: Call | None = None
+        self._expected = Answer([])
+        if example is not None:
+            self._call = example().to(grid.world.device)
+            self._expected = answer_of(model, self._call)
 
-def _follow(
-    plan: TensorPlan, model: nn.Module, grid: Grid, team: Team, call: Call | None, expected: Answer | None, strict: bool
-) -> None:
-    """Carry out a plan that was given; refuse one that changes the answer. Called on all ranks."""
-    split_layers(model, team, plan)
-    if call is None or expected is None:
-        return
-    with noting() as notes:
-        try:
-            wrong = difference(expected, answer_of(model, call))
-        except Exception as error:
+    def split(self, plan_of: TensorPlanOf | None) -> TensorPlan:
+        """Apply the Task's plan, else the model's own, else one that is found. Called on all ranks."""
+        given = plan_of(self._model) if plan_of is not None else None
+        own = model_plan(self._model) if given is None else None
+        if given is not None or own:
+            strict = given is not None
+            source = "as the Task gives it" if strict else "as the model brings it"
+            plan = given_plan(given or own or {}, self._model, source, strict)
+            fit_plan(plan, self._model, self.group, strict)
+            self._apply_given(plan, strict)
+            return plan
+        if self._call is None:
+            plan = plan_without_example(self._model, self.group)
+            split_layers(self._model, self.group, plan)
+            return plan
+        return self._apply_best(plan_by_trial(self._model, self.group, self._call))
+
+    def _apply_given(self, plan: TensorPlan, strict: bool) -> None:
+        """Apply a plan that was given; raise if it changes the model's output. Called on all ranks."""
+        split_layers(self._model, self.group, plan)
+        if self._call is None:
+            return
+        with record_slices() as record:
+            try:
+                actual = answer_of(self._model, self._call)
+            except Exception as error:
+                raise TaskError(
+                    f"the tensor plan, {plan.source}, does not run: {type(error).__name__}: {error}. With PyTorch's "
+                    "ParallelStyles, code gets its bare shard of a tensor; with names of styles (colwise, rowwise) "
+                    "tensors look whole to it."
+                ) from error
+        for path, sizes in record.uneven_heads.items() if strict else ():
             raise TaskError(
-                f"the tensor plan, {plan.source}, does not run: {type(error).__name__}: {error}. Styles of PyTorch's "
-                "give code its bare part of a tensor; with words (colwise, rowwise) tensors look whole to it."
-            ) from error
-    for path, sizes in notes.uneven_heads.items() if strict else ():
-        raise TaskError(
-            f"the tensor plan splits {path} by columns, which are cut into heads: {' × '.join(map(str, sizes))}, and "
-            f"tp={team.size} does not divide that. Use a tp that does, or colwise_rep: then each rank has all heads."
-        )
-    if wrong := _agreed(wrong, grid):
-        raise TaskError(
-            f"the tensor plan, {plan.source}, changes the model's answer: {wrong}. Does a layer by rows get what one "
-            "by columns gives? Use words (colwise, rowwise), or leave the plan away: then one is found."
-        )
+                f"the tensor plan splits {path} by columns, which are cut into heads: {' × '.join(map(str, sizes))}, "
+                f"and tp={self.group.size} does not divide that. Use a tp that does, or colwise_rep: then each rank "
+                "has all heads."
+            )
+        if wrong := self._agree(difference(self._expected, actual)):
+            raise TaskError(
+                f"the tensor plan, {plan.source}, changes the model's answer: {wrong}. Does a rowwise layer get the "
+                "output of a colwise one? Use names of styles (colwise, rowwise), or leave the plan out: then one is "
+                "found."
+            )
 
+    def _apply_best(self, plan: TensorPlan) -> TensorPlan:
+        """Apply a plan that was found; if it changes the output, one that gathers more. Called on all ranks."""
 
-def _best(plan: TensorPlan, model: nn.Module, grid: Grid, team: Team, call: Call, expected: Answer) -> TensorPlan:
-    """Carry out a plan that was found; if it changes the answer, one that passes fewer parts on. All ranks call it."""
+        def attempt(changed: TensorPlan) -> tuple[str, ExitStack]:
+            assert self._call is not None
+            undo = split_layers(self._model, self.group, changed)
+            return self._agree(difference(self._expected, answer_of(self._model, self._call))), undo
 
-    def attempt(changed: TensorPlan) -> tuple[str, Changes]:
-        changes = split_layers(model, team, changed)
-        return _agreed(difference(expected, answer_of(model, call)), grid), changes
+        wrong, undo = attempt(plan)
+        if not wrong:
+            return plan
+        undo.close()
+        paired = set[str]().union(*plan.pairs)
+        bad: set[str] = set()
+        for pair in plan.pairs:
+            failed, undo = attempt(without_slices(plan, paired - pair, wrong))
+            undo.close()
+            bad |= pair if failed else set()
+        reduced = without_slices(plan, bad or paired, wrong)
+        wrong, _ = attempt(reduced)
+        if wrong:
+            raise TaskError(
+                f"no split of this model computes what it computes whole: {wrong}. Give a tensor_plan, or use another "
+                "strategy."
+            )
+        return reduced
 
-    wrong, changes = attempt(plan)
-    if not wrong:
-        return plan
-    changes.undo()
-    paired = set[str]().union(*plan.pairs)
-    bad: set[str] = set()
-    for pair in plan.pairs:
-        failed, changes = attempt(without_slices(plan, paired - pair, wrong))
-        changes.undo()
-        bad |= pair if failed else set()
-    reduced = without_slices(plan, bad or paired, wrong)
-    wrong, _ = attempt(reduced)
-    if wrong:
-        raise TaskError(
-            f"no way to split this model gives its own answer: {wrong}. Give a tensor_plan, or use another strategy."
-        )
-    return reduced
-
-
-def _agreed(wrong: str, grid: Grid) -> str:
-    """Give the first rank's complaint to all: rounding may lie on both sides of the limit. Called on all ranks."""
-    return next((str(told) for told in grid.world.all_gather_object(wrong) if told), "")
+    def _agree(self, wrong: str) -> str:
+        """Return the first rank's complaint on all: rounding may be on both sides of the limit. Called on all ranks."""
+        return next((str(complaint) for complaint in self._grid.world.all_gather_object(wrong) if complaint), "")

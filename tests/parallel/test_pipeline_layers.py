@@ -1,4 +1,4 @@
-"""Where a model may be cut: found by tracing, named by the Task, or refused with a reason. No processes."""
+"""Where a model may be split: found by tracing, named by the Task, or refused with a reason. No processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch import nn
 from instep.core.errors import TaskError
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.dropout import own_dropout
-from instep.parallel.pipeline.chain import find_chain
-from instep.parallel.pipeline.measure import Measured, estimate, measure
-from instep.parallel.pipeline.ownership import keep_only, plan_holding
-from instep.parallel.pipeline.strategy import plan_stages
+from instep.parallel.dropout import replace_dropout
+from instep.parallel.pipeline.layers import find_layers
+from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership
+from instep.parallel.pipeline.profile import LayerProfile, estimate_profile, plan_stages, profile_layers
 from pipeline_recipes import LENGTH, VOCABULARY, Conv, Nested, Tied, mlp
 
 TOKENS = Call((torch.randint(0, VOCABULARY, (2, LENGTH)),), {})
@@ -65,83 +64,87 @@ class Skipping(nn.Module):
 )
 def test_the_pieces_give_what_the_model_gives(model: nn.Module, call: Call) -> None:
     model.eval()
-    chain = find_chain(model, None, call, 3)
+    layers = find_layers(model, None, call, 3)
     whole = model(*call.positional)
-    for middle in range(1, len(chain.names)):
-        first, second = chain.stage(0, middle), chain.stage(middle, len(chain.names))
+    for middle in range(1, len(layers.names)):
+        first, second = layers.stage(0, middle), layers.stage(middle, len(layers.names))
         assert torch.equal(second(call, first(call, None)), whole)
 
 
 def test_inputs_and_buffers_may_be_needed_everywhere() -> None:
     call = Call(TOKENS.positional, {"mask": torch.ones(2, LENGTH)})
-    chain = find_chain(Tied(), None, call, 8)
-    assert len([name for name in chain.names if name.startswith("blocks")]) >= 7
+    layers = find_layers(Tied(), None, call, 8)
+    assert len([name for name in layers.names if name.startswith("blocks")]) >= 7
 
 
 @pytest.mark.parametrize(
-    ("model", "least", "message"),
+    ("model", "min_layers", "message"),
     [
-        (Branching(), 2, "Branching cannot be cut into 2 stages: its forward pass cannot be traced .TraceError"),
-        (Skipping(), 4, "Skipping cannot be cut into 4 stages: it can be cut into 2 pieces only, where a single value"),
+        (Branching(), 2, "Branching cannot be split into 2 stages: its forward pass cannot be traced .TraceError"),
+        (
+            Skipping(),
+            4,
+            "Skipping cannot be split into 4 stages: it can be split into 2 pieces only, where a single value",
+        ),
     ],
 )
-def test_what_cannot_be_cut(model: nn.Module, least: int, message: str) -> None:
+def test_what_cannot_be_cut(model: nn.Module, min_layers: int, message: str) -> None:
     with pytest.raises(TaskError, match=message) as caught:
-        find_chain(model, None, ROWS, least)
+        find_layers(model, None, ROWS, min_layers)
     assert "Define layers(model) in the Task" in str(caught.value)
 
 
 def test_a_forward_pass_that_depends_on_the_mode() -> None:
     model = Moody()
-    with pytest.raises(TaskError, match="do not give what the model gives"):
-        measure(model, find_chain(model, None, ROWS, 2), ROWS, context())
+    with pytest.raises(TaskError, match="do not compute what the model computes"):
+        profile_layers(model, find_layers(model, None, ROWS, 2), ROWS, context())
 
 
 def test_layers_that_leave_something_out() -> None:
     model = mlp()
     assert isinstance(model, nn.Sequential)
     with pytest.raises(TaskError, match="must make up the whole model"):
-        measure(model, find_chain(model, lambda m: list(m)[:-1], ROWS, 2), ROWS, context())  # type: ignore[call-overload]
+        profile_layers(model, find_layers(model, lambda m: list(m)[:-1], ROWS, 2), ROWS, context())  # type: ignore[call-overload]
 
 
 def test_layers_that_are_no_layers() -> None:
-    with pytest.raises(TaskError, match="gave a str at position 1"):
-        find_chain(mlp(), lambda m: [m, "head"], ROWS, 2)  # type: ignore[list-item]
+    with pytest.raises(TaskError, match="returned a str at position 1"):
+        find_layers(mlp(), lambda m: [m, "head"], ROWS, 2)  # type: ignore[list-item]
 
 
 def test_functions_as_layers_show_what_they_use() -> None:
     model = Tied().eval()
 
-    def layers(m: Any) -> list[Any]:
+    def named(m: Any) -> list[Any]:
         return [
             lambda x: m.drop(m.embed(x) + m.positions),
             *m.blocks,
             lambda h: m.head(m.drop(m.norm(h))) * m.scale,
         ]
 
-    chain = find_chain(model, layers, TOKENS, 2)
-    assert id(model.positions) in chain.uses(0).tensors
-    assert id(model.drop) in chain.uses(0).modules
-    last = chain.uses(len(chain.names) - 1)
+    layers = find_layers(model, named, TOKENS, 2)
+    assert id(model.positions) in layers.uses(0).tensors
+    assert id(model.drop) in layers.uses(0).modules
+    last = layers.uses(len(layers.names) - 1)
     assert {id(model.embed.weight), id(model.norm.bias), id(model.scale)} <= last.tensors
     assert id(model.positions) not in last.tensors
-    assert measure(model, chain, TOKENS, context()).passable[0]
+    assert profile_layers(model, layers, TOKENS, context()).sendable[0]
 
 
 def test_equal_layers_cost_the_same_and_larger_ones_more() -> None:
     wide = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4))
     call = Call((torch.randn(2, 512),), {})
-    costs = measure(wide, find_chain(wide, None, call, 2), call, context()).costs
+    costs = profile_layers(wide, find_layers(wide, None, call, 2), call, context()).costs
     assert costs[0] == costs[1] == costs[2] > costs[3]
 
 
 def test_a_shared_dropout_counts_on_over_the_stages() -> None:
     shared = context()
-    model = own_dropout(Tied(), shared)
-    chain = find_chain(model, None, TOKENS, 4)
-    measured = measure(model, chain, TOKENS, shared)
+    model = replace_dropout(Tied(), shared)
+    layers = find_layers(model, None, TOKENS, 4)
+    profile = profile_layers(model, layers, TOKENS, shared)
     place = next(number for number, layer in enumerate(shared.noisy) if layer is model.drop)
-    uses = [row[place] for row in measured.noise_uses]
+    uses = [row[place] for row in profile.noise_uses]
     assert uses[-1] == 2
     assert uses[len(uses) // 2] == 1
     assert not shared.doubts
@@ -150,34 +153,33 @@ def test_a_shared_dropout_counts_on_over_the_stages() -> None:
 
 def test_too_few_layers_with_weights() -> None:
     model = nn.Sequential(nn.Linear(LENGTH, 8), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.Linear(8, 2))
-    chain = find_chain(model, None, ROWS, 4)
-    with pytest.raises(TaskError, match="has 2 layers with weights that can be apart, and a pipeline of 4 stages"):
-        plan_stages(chain, estimate(model, chain), model, 4)
+    layers = find_layers(model, None, ROWS, 4)
+    with pytest.raises(
+        TaskError, match="has 2 layers with weights that can be on different ranks, and a pipeline of 4 stages"
+    ):
+        plan_stages(layers, estimate_profile(model, layers), model, 4)
 
 
 def test_a_value_that_cannot_travel_is_no_place_to_cut() -> None:
     model = nn.Sequential(nn.Linear(LENGTH, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    chain = find_chain(model, None, ROWS, 2)
-    measured = Measured([1.0, 1.0, 9.0], [True, False, True], [])
-    assert plan_stages(chain, measured, model, 2).bounds == (0, 1, 3)
-    measured = Measured([1.0, 1.0, 9.0], [True, True, True], [])
-    assert plan_stages(chain, measured, model, 2).bounds == (0, 2, 3)
+    layers = find_layers(model, None, ROWS, 2)
+    profile = LayerProfile([1.0, 1.0, 9.0], [True, False, True], [])
+    assert plan_stages(layers, profile, model, 2).bounds == (0, 1, 3)
+    profile = LayerProfile([1.0, 1.0, 9.0], [True, True, True], [])
+    assert plan_stages(layers, profile, model, 2).bounds == (0, 2, 3)
 
 
 def test_a_stage_keeps_its_own_under_their_names() -> None:
     model = Tied()
     names = dict(model.named_parameters())
-    chain = find_chain(model, None, TOKENS, 2)
-    half = next(number for number, name in enumerate(chain.names) if name.startswith("blocks.3"))
+    layers = find_layers(model, None, TOKENS, 2)
+    half = next(number for number, name in enumerate(layers.names) if name.startswith("blocks.3"))
     by_rank = []
-    for first, last in ((0, half), (half, len(chain.names))):
-        uses = chain.uses(first)
-        for number in range(first + 1, last):
-            uses |= chain.uses(number)
-        by_rank.append(uses)
-    holding = plan_holding(model, by_rank)
-    assert holding.shared == (("embed.weight", (0, 1)),)
-    keep_only(model, holding.by_rank[1])
+    for first, last in ((0, half), (half, len(layers.names))):
+        by_rank.append(Uses.union(map(layers.uses, range(first, last))))
+    ownership = plan_ownership(model, by_rank)
+    assert ownership.shared == (("embed.weight", (0, 1)),)
+    keep_only(model, ownership.by_rank[1])
     held = dict(model.named_parameters())
     assert all(names[name] is p for name, p in held.items())
     assert next(iter(held)) == "embed.weight"

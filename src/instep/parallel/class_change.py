@@ -1,0 +1,16 @@
+"""Change the class of a module that exists: its names, state, hooks and the user's methods stay."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_classes: dict[tuple[type, type, bool], type] = {}
+
+
+def add_base(module: nn.Module, mixin: type[nn.Module], prefix: str, before: bool = True) -> None:
+    """Make a module an instance of its own class and of `mixin`, in place; `before`: whose methods come first."""
+    kind = type(module)
+    key = (kind, mixin, before)
+    if key not in _classes:
+        _classes[key] = type(f"{prefix}{kind.__name__}", (mixin, kind) if before else (kind, mixin), {})
+    module.__class__ = _classes[key]

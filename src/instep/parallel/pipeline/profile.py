@@ -1,0 +1,217 @@
+"""What the layers of a model cost, and where they are split into stages.
+
+Ranks: `profile_layers` on one, which broadcasts the profile; the rest on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from instep.core.balance import balance
+from instep.core.errors import TaskError
+from instep.parallel.batch_context import BatchContext
+from instep.parallel.capture import Call, trial
+from instep.parallel.pipeline.activations import is_sendable
+from instep.parallel.pipeline.layers import LayerSequence
+
+_REPEATS, _MOST_REPEATS = 3, 20
+_ENOUGH_S = 2e-3
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Measurements of each layer."""
+
+    costs: list[float]
+    """Seconds; where nothing could be measured, numbers of parameters."""
+    sendable: list[bool]
+    """Whether a layer's output can be sent to another rank."""
+    noise_uses: list[list[int]]
+    """How often each noisy layer of the context has been used when a layer ends."""
+
+
+def profile_layers(model: nn.Module, layers: LayerSequence, call: Call, context: BatchContext) -> LayerProfile:
+    """Run the layers on the arguments of one call; check that they compute what the model computes.
+
+    The layers are moved to the device one at a time, because the whole model may not fit.
+    """
+    placed = [_PlacedLayer(model, layers, number, context.noise.device) for number in range(len(layers.names))]
+    context.end_part()
+    with trial(model), torch.no_grad():
+        expected = model(*call.positional, **call.named)
+        device_call = call.to(context.noise.device)
+        costs, values = [], [None]
+        for layer in placed:
+            seconds, output = layer.time(device_call, values[-1])
+            costs.append(seconds)
+            values.append(output)
+        _check_same(model, expected, values[-1])
+        noise_uses = list(_noise_uses(placed, device_call, context))
+    sendable = [is_sendable(value) for value in values[1:]]
+    return LayerProfile(_equalize(costs, _kinds(model, layers, call, values)), sendable, noise_uses)
+
+
+class _PlacedLayer:
+    """One layer, on the device while it computes."""
+
+    def __init__(self, model: nn.Module, layers: LayerSequence, number: int, device: torch.device) -> None:
+        self._function = layers.stage(number, number + 1)
+        used = layers.uses(number).tensors
+        self._tensors = [t for t in (*model.parameters(), *model.buffers()) if id(t) in used]
+        self._device = device
+
+    def __call__(self, call: Call, value: Any) -> Any:
+        with self._on_device():
+            return self._function(call, value)
+
+    def time(self, call: Call, value: Any) -> tuple[float, Any]:
+        """Return the shortest time of a few runs, and the output. A very fast layer is run more often."""
+        best, total = math.inf, 0.0
+        with self._on_device():
+            for number in range(_MOST_REPEATS):
+                begun = time.perf_counter()
+                output = self._function(call, value)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                seconds = time.perf_counter() - begun
+                best, total = min(best, seconds), total + seconds
+                if number + 1 >= _REPEATS and total > _ENOUGH_S:
+                    break
+        return best, output
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        before = [t.data for t in self._tensors]
+        for t in self._tensors:
+            t.data = t.data.to(self._device)
+        try:
+            yield
+        finally:
+            for t, data in zip(self._tensors, before, strict=True):
+                t.data = data
+
+
+def _kinds(model: nn.Module, layers: LayerSequence, call: Call, values: Sequence[Any]) -> list[Any]:
+    """Return a key for each layer: the shapes of its input, output and weights."""
+    shapes = {id(t): tuple(t.shape) for t in (*model.parameters(), *model.buffers())}
+    activations = ((call.positional, call.named), *values[1:])
+    passed = [tuple(tuple(t.shape) for t in tree_flatten(v)[0] if isinstance(t, torch.Tensor)) for v in activations]
+    return [
+        (passed[number], passed[number + 1], tuple(sorted(shapes[t] for t in layers.uses(number).tensors)))
+        for number in range(len(layers.names))
+    ]
+
+
+def _equalize(costs: Sequence[float], kinds: Sequence[Any]) -> list[float]:
+    """Return the least cost of its kind for each layer: what one of them took longer was a disturbance."""
+    least: dict[Any, float] = {}
+    for cost, kind in zip(costs, kinds, strict=True):
+        least[kind] = min(cost, least.get(kind, math.inf))
+    return [least[kind] for kind in kinds]
+
+
+def estimate_profile(model: nn.Module, layers: LayerSequence) -> LayerProfile:
+    """Estimate the costs by the number of parameters, where there is no example call to run."""
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    costs = [1.0 + sum(sizes.get(t, 0) for t in layers.uses(number).tensors) for number in range(len(layers.names))]
+    return LayerProfile(costs, [True] * len(costs), [])
+
+
+def _noise_uses(layers: Sequence[_PlacedLayer], call: Call, context: BatchContext) -> Iterator[list[int]]:
+    """Count the uses of each noisy layer: each use draws noise of its own ([Note: Row noise])."""
+    for layer in context.noisy:
+        if isinstance(layer, nn.Module):
+            layer.train()
+    doubts = dict(context.doubts)
+    context.begin_part(0, 1, replicated=True)
+    value: Any = None
+    for compute in layers:
+        value = compute(call, value)
+        yield [layer.uses for layer in context.noisy]
+    context.end_part()
+    context.doubts.clear()  # doubts about these rows concern nobody
+    context.doubts.update(doubts)
+
+
+def _check_same(model: nn.Module, expected: Any, actual: Any) -> None:
+    ours, theirs = tree_flatten(actual)[0], tree_flatten(expected)[0]
+    if len(ours) == len(theirs) and all(map(_is_close, ours, theirs)):
+        return
+    raise TaskError(
+        f"the layers of a {type(model).__name__}, applied one after the other, do not compute what the model computes. "
+        "If layers(model) names them, they must make up the whole model, in order. If not, the forward pass depends on "
+        "more than its inputs (on self.training, for instance): define layers(model) in the Task."
+    )
+
+
+def _is_close(ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return bool(ours == theirs)
+    atol = 1e-5
+    if ours.device != theirs.device and theirs.numel():  # a GPU may round a convolution's inputs to ten bits
+        atol = 1e-2 * float(theirs.double().nan_to_num().abs().max())
+    return ours.shape == theirs.shape and torch.allclose(ours.to(theirs), theirs, rtol=1e-3, atol=atol, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where a sequence of layers is split into stages."""
+
+    bounds: tuple[int, ...]
+    """Stage s has the layers from bounds[s] to bounds[s + 1] - 1."""
+    costs: tuple[float, ...]
+    """Of each stage."""
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return the stages' first and last layers, and their shares of the cost, for a message."""
+        total = sum(self.costs) or 1.0
+        stages = []
+        for (first, last), cost in zip(itertools.pairwise(self.bounds), self.costs, strict=True):
+            span = names[first] if last == first + 1 else f"{names[first]} … {names[last - 1]}"
+            stages.append(f"{span} ({cost / total:.0%})")
+        return ", ".join(stages)
+
+
+def plan_stages(layers: LayerSequence, profile: LayerProfile, model: nn.Module, num_stages: int) -> StagePlan:
+    """Decide where to split: stages of about the same cost, each with something to train."""
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    has_weights = [bool(layers.uses(number).tensors & trained) for number in range(len(layers.names))]
+    ends = _possible_ends(has_weights, profile.sendable)
+    if len(ends) < num_stages:
+        raise TaskError(
+            f"a {type(model).__name__} has {len(ends)} {'layers' if len(ends) != 1 else 'layer'} with weights that can "
+            f"be on different ranks, and a pipeline of {num_stages} stages needs {num_stages}. Use fewer processes "
+            "along pp (and not schedule=interleaved, which has two stages on each), or name more layers by "
+            "layers(model) in the Task."
+        )
+    costs = [sum(profile.costs[first:last]) for first, last in itertools.pairwise([0, *ends])]
+    bounds = tuple([0, *ends][cut] for cut in balance(costs, num_stages))
+    return StagePlan(bounds, tuple(sum(profile.costs[a:b]) for a, b in itertools.pairwise(bounds)))
+
+
+def _possible_ends(has_weights: Sequence[bool], sendable: Sequence[bool]) -> list[int]:
+    """Return after which layers a stage may end: it has weights, the next layer has, and its output can be sent.
+
+    So a layer without weights stays with the one before: an activation function that works in place must not begin a
+    stage.
+    """
+    ends: list[int] = []
+    stage_has_weights = False
+    for number, has in enumerate(has_weights):
+        stage_has_weights |= has
+        if number == len(has_weights) - 1:
+            break
+        if stage_has_weights and sendable[number] and has_weights[number + 1]:
+            ends.append(number + 1)
+            stage_has_weights = False
+    return [*ends, len(has_weights)] if stage_has_weights or ends else []
