@@ -15,6 +15,7 @@ import torch
 from instep.checkpoint.pieces import Key, Piece
 from instep.checkpoint.stream import check_dtype
 from instep.checkpoint.tree import local_of, take_apart
+from instep.world.device import has_streams
 
 Share = Mapping[Key, Piece]
 """What one of several ranks writes of a state, and where."""
@@ -71,8 +72,8 @@ class HostBuffer:
         host = {key: self._room_for(key, tensor) for key, tensor in sources.items()}
         if host:
             torch._foreach_copy_(list(host.values()), list(sources.values()), non_blocking=True)
-        for device in {tensor.device for tensor in sources.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {tensor.device for tensor in sources.values() if has_streams(tensor.device)}:
+            torch.get_device_module(device).current_stream(device).synchronize()
         self._host = host
         tensors: dict[str, dict[str, torch.Tensor]] = {part: {} for part in parts.skeletons}
         files = {part: f"{part}.safetensors" for part in parts.skeletons}
@@ -89,7 +90,7 @@ class HostBuffer:
         It may run in another thread: it knows shapes, and nothing of the state itself.
         """
         sources = parts.local(share)
-        wanted = [(key, tensor.shape, tensor.dtype, tensor.is_cuda) for key, tensor in sources.items()]
+        wanted = [(key, tensor.shape, tensor.dtype, has_streams(tensor.device)) for key, tensor in sources.items()]
 
         def reserve() -> None:
             for key, shape, dtype, pinned in wanted:
@@ -101,4 +102,4 @@ class HostBuffer:
         known = self._host.get(key)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))

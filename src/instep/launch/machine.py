@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from instep.world.device import ACCELERATORS
+
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where it is, not where we write
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -31,8 +33,8 @@ class Machine:
     available_bytes: int | None = None
     shared_memory_bytes: int | None = None
     """Free room in /dev/shm."""
-    has_nvidia: bool = False
-    """Whether the kernel knows an NVIDIA GPU, whatever torch can do with it."""
+    accelerator: str = ""
+    """The type of accelerator that the kernel knows, whether or not torch can use it."""
     omp_num_threads: str | None = None
 
 
@@ -57,7 +59,7 @@ def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
         memory_bytes=min((n for n in (total, limit) if n is not None), default=None),
         available_bytes=available,
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
-        has_nvidia=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
+        accelerator=next((kind for kind, accelerator in ACCELERATORS.items() if accelerator.is_installed()), ""),
         omp_num_threads=environ.get("OMP_NUM_THREADS"),
     )
 

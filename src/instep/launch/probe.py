@@ -11,17 +11,15 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from instep.core.errors import EnvironmentFailed, InstepError
 from instep.core.spec import LaunchSpec
 from instep.launch.local import LogPlan, launch
+from instep.world.device import device_backends
 from instep.world.lane import engine
 from instep.world.world import World, place_here
-
-Backend = Literal["gloo", "nccl", "shared-memory"]
 
 PROCESSES = 2
 _TIMEOUT = datetime.timedelta(seconds=30)
@@ -44,7 +42,7 @@ class ProbeResult:
     """Of shared memory: why its innermost loops are in Python, if they are."""
 
 
-def probe(backend: Backend) -> ProbeResult:
+def probe(backend: str) -> ProbeResult:
     """Start two processes, as a training would, and let them all-reduce over a backend."""
     begun = time.monotonic()
     silent = io.StringIO()
@@ -63,15 +61,16 @@ def probe(backend: Backend) -> ProbeResult:
     )
 
 
-def add_up(attempt: int, backend: Backend) -> float:
+def add_up(attempt: int, backend: str) -> float:
     """Be one of the two: add up, check the sum, give the seconds it took. Called on all ranks."""
     del attempt
     place = place_here()
-    comm = "auto" if backend == "nccl" else backend
-    if backend != "nccl":
+    needs_device = backend in device_backends()
+    comm = "auto" if needs_device else backend
+    if not needs_device:
         place = replace(place, device="cpu")
     with World.join(place, timeout=_TIMEOUT, comm=comm) as world:
-        if backend == "nccl" and world.backend != backend:
+        if needs_device and world.backend != backend:
             raise EnvironmentFailed(f"these processes would meet over {world.backend}, not over {backend}.")
         seconds = []
         for _ in range(_ROUNDS):

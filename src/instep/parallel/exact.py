@@ -21,7 +21,7 @@ from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import own_dropout
 from instep.parallel.shard_norm import own_batch_norm
 from instep.parallel.strategy import Example, Reducer, Strategy
-from instep.world.determinism import first_matmul
+from instep.world.determinism import prepare_deterministic
 from instep.world.world import World
 
 
@@ -195,7 +195,7 @@ class Exact(Strategy):
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         del example  # the model is taken as it is
-        first_matmul(self.grid.world.device)
+        prepare_deterministic(self.grid.world.device)
         model = own_dropout(model, self.context)
         own_batch_norm(model, self.context)
         model = model.to(self.grid.world.device)

@@ -18,10 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from instep.core.errors import SpecError
+from instep.world.device import ACCELERATORS
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""What gloo, NCCL and tensorpipe read the name of their interface from."""
 _SIOCGIFCONF = 0x8912
 _ROW_BYTES, _MOST_ROWS = 40, 256
 
@@ -82,7 +81,8 @@ def interface_of(address: str) -> str:
 
 def socket_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Give the variables that make the ranks use an interface, without those that a person has set. Pure."""
-    return {name: interface for name in SOCKET_VARIABLES if interface and name not in environ}
+    names = ("GLOO_SOCKET_IFNAME", *(a.socket_variable for a in ACCELERATORS.values()), "TP_SOCKET_IFNAME")
+    return {name: interface for name in names if interface and name not in environ}
 
 
 def _held_v4() -> list[tuple[Address, str]]:

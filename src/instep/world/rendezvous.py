@@ -22,7 +22,7 @@ def spans_machines(place: Place) -> bool:
 
 
 def choose_interface(place: Place) -> None:
-    """Have gloo and NCCL use the interface that reaches rank 0's machine, unless a person or the launcher chose one.
+    """Make the backends use the interface that reaches rank 0's machine, unless a person or the launcher chose one.
 
     On one machine that is the loopback; left alone, gloo listens on the address that the host's name stands for.
     """

@@ -2,7 +2,7 @@
 
 Without this, whoever sends over one learns of it after a quarter of an hour, and whoever waits to receive never does.
 A short cut heals: the kernel sends again what was lost. This is for gloo's connections, whose ends read what comes;
-NCCL may send to a rank that will read much later, which looks the same.
+a device's own backend may send to a rank that will read much later, which looks the same.
 
 Room: this process's own sockets. Ranks: each for itself; issues no collectives.
 """

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from instep.world.device import accelerator_of
+
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Give the whole of a tensor, with a gradient that finds its way back. Called on all ranks that share it.
@@ -19,8 +21,8 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    through_host = tensor.device.type == "cuda" and dist.get_backend(tensor.device_mesh.get_group(0)) != "nccl"
-    if not through_host:
+    accelerator = accelerator_of(tensor.device)
+    if accelerator is None or dist.get_backend(tensor.device_mesh.get_group(0)) == accelerator.backend:
         return tensor.full_tensor()
     there = cast(DTensor, tensor.cpu())
     return there.full_tensor().to(tensor.device)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.topology import Place
 from instep.world import autoload
+from instep.world.device import accelerator_of, device_backends, device_count, device_of
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp
@@ -41,36 +42,31 @@ TIMEOUT = datetime.timedelta(minutes=10)
 def place_here() -> Place:
     """Describe this process: its launcher's variables, and the device that is its own."""
     place = detect(os.environ)
-    return replace(place, device=_device_of(place))
+    return replace(place, device=device_of(place.local_rank))
 
 
 def judge_place(place: Place, processes: int = 1, nodes: int = 1) -> tuple[str, ...]:
     """Say, on the main rank, what a person should know of how a scheduler started this process."""
-    notices = judge_allocation(os.environ, place, processes, nodes, torch.cuda.device_count())
+    notices = judge_allocation(os.environ, place, processes, nodes, device_count())
     return notices if place.is_main else ()
 
 
-def _device_of(place: Place) -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{place.local_rank % torch.cuda.device_count()}"
-
-
 def backend_for(place: Place, comm: str = "auto") -> str:
-    """Choose nccl when each local rank has a GPU of its own; it refuses two ranks on one GPU.
+    """Choose the device's own backend when each local rank has a device of its own: it refuses ranks that share one.
 
     On CPU `comm` chooses between our own group, which shares memory where it can, and gloo alone.
     """
-    if place.device == "cpu":
+    accelerator = accelerator_of(place.device)
+    if accelerator is None:
         return "gloo" if comm == "gloo" else autoload.BACKEND
     if comm == "shared-memory":
         raise SpecError(
             f"comm=shared-memory is for processes that train on CPU, and this one trains on {place.device}. "
             "Leave --comm away."
         )
-    if place.local_world_size > gpus_of_node(os.environ, torch.cuda.device_count()):
+    if place.local_world_size > gpus_of_node(os.environ, accelerator.device_count()):
         return "gloo"
-    return "nccl" if dist.is_nccl_available() else "gloo"
+    return accelerator.backend if accelerator.is_backend_available() else "gloo"
 
 
 class World:
@@ -116,8 +112,8 @@ class World:
 
         `tcp_timeout_s` is how long nothing may be heard of another machine.
         """
-        if place.device.startswith("cuda"):
-            torch.cuda.set_device(torch.device(place.device))
+        if (accelerator := accelerator_of(place.device)) is not None:
+            accelerator.module.set_device(torch.device(place.device))
         if place.world_size == 1:
             return cls(place, "none")
         backend = backend_for(place, comm)
@@ -131,7 +127,7 @@ class World:
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timeout,
-                device_id=torch.device(place.device) if backend == "nccl" else None,
+                device_id=torch.device(place.device) if backend in device_backends() else None,
             )
         except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise EnvironmentFailed(
@@ -145,7 +141,7 @@ class World:
             raise EnvironmentFailed(
                 f"comm=shared-memory was asked for, but {group.refusal}. With --comm auto gloo is used then."
             )
-        spans = spans_machines(place) and backend != "nccl"
+        spans = spans_machines(place) and backend not in device_backends()
         return cls(place, backend, group, TcpTimeout(tcp_timeout_s, before) if spans else None)
 
     def within(self, group: dist.ProcessGroup) -> World:
@@ -337,7 +333,7 @@ class World:
     @property
     def wire(self) -> torch.device:
         """Where tensors must be to travel from one rank to another one: gloo knows too little of GPUs."""
-        return self.device if self.backend == "nccl" else torch.device("cpu")
+        return self.device if self.backend in device_backends() else torch.device("cpu")
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Give every rank rank 0's value, or another one's. It travels as JSON, not pickled. Called on all ranks."""

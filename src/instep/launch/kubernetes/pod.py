@@ -7,6 +7,7 @@ from typing import Any
 from instep.core.errors import EXIT_SPEC, EXIT_USER
 from instep.launch.kubernetes.asked import PORT, TASK_FOLDER, KubernetesSpec
 from instep.launch.kubernetes.yaml import Noted
+from instep.world.device import ACCELERATORS
 
 PREEMPTED = 143
 """What a pod ends with that was asked to go and has saved: 0 would pass for a training that is done."""
@@ -54,7 +55,7 @@ def _resources(spec: KubernetesSpec) -> dict[str, Any]:
     requests = {name: value for name, value in asked.items() if value is not None}
     limits: dict[str, Any] = {"memory": spec.memory} if spec.memory is not None else {}
     if spec.gpus_per_node:
-        limits["nvidia.com/gpu"] = spec.gpus_per_node
+        limits[next(iter(ACCELERATORS.values())).kubernetes_resource] = spec.gpus_per_node
     return {name: value for name, value in (("requests", requests), ("limits", limits)) if value}
 
 

@@ -21,6 +21,7 @@ from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
 from instep.parallel.pipeline.chain import Chain, StageFunction, quietly
 from instep.parallel.pipeline.wire import is_passable
+from instep.world.device import synchronize
 
 _REPEATS, _MOST_REPEATS = 3, 20
 _ENOUGH_S = 2e-3
@@ -104,8 +105,7 @@ def _time(function: StageFunction, call: Call, value: Any, device: torch.device)
     for number in range(_MOST_REPEATS):
         begun = time.perf_counter()
         found = function(call, value)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         taken = time.perf_counter() - begun
         best, spent = min(best, taken), spent + taken
         if number + 1 >= _REPEATS and spent > _ENOUGH_S:
