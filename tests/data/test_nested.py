@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from instep.core.errors import TaskError
-from instep.data.nested import map_tensors, num_rows, tensors
+from instep.data.nested import map_tensors, num_rows
+from instep.world.tensors import nested_tensors
 
 
 class Pair(NamedTuple):
@@ -56,6 +57,6 @@ def test_the_rows_are_the_first_tensors() -> None:
     assert num_rows((one, two)) == 2
     assert num_rows({"n": 7, "x": Frozen(two)}) == 3
     assert num_rows([torch.tensor(1.0), two]) == 3
-    assert [len(tensor) for tensor in tensors(Pair(one, {"a": [two]}))] == [2, 3]
+    assert [len(tensor) for tensor in nested_tensors(Pair(one, {"a": [two]}))] == [2, 3]
     with pytest.raises(TaskError, match="dict holds no tensor"):
         num_rows({"a": "b"})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from instep.core.errors import TaskError
+from instep.world.tensors import nested_tensors
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -34,24 +35,9 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Walk over the tensors of a nested batch."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors(getattr(tree, field.name))
-
-
 def num_rows(batch: Any) -> int:
     """Count a batch's rows: the first dimension of its first tensor."""
-    for tensor in tensors(batch):
+    for tensor in nested_tensors(batch):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise TaskError(

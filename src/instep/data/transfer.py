@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from instep.data.nested import map_tensors, tensors
+from instep.data.nested import map_tensors
 from instep.world.device import has_streams
+from instep.world.tensors import nested_tensors
 
 
 def to_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -59,7 +60,7 @@ class CopyAhead:
     def _arrived(self, batch: Any, event: torch.Event) -> Any:
         current = self._module.current_stream(self._device)
         current.wait_event(event)
-        for tensor in tensors(batch):
+        for tensor in nested_tensors(batch):
             # Its memory belongs to the copying stream, which must not reuse it while this one may read it.
             tensor.record_stream(current)
         return batch

@@ -10,9 +10,9 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
+from instep.guard.observation import Frame, Observation, Process
 from instep.guard.processes import descendants_of, spent_by, state_of, system_call_of
 from instep.guard.pulse import Beat, read_pulse
-from instep.guard.sighting import Frame, Process, Sighting
 from instep.guard.stacks import Asked, collect_stacks
 from instep.launch.scratch import Scratch
 
@@ -34,7 +34,7 @@ class Observer:
         found = {rank: read_pulse(self._scratch.pulse(self.attempt, rank)) for rank in ranks}
         return {rank: beat for rank, beat in found.items() if beat is not None}
 
-    def look(self, beats: Mapping[int, Beat], helpers: bool = False) -> list[Sighting]:
+    def look(self, beats: Mapping[int, Beat], helpers: bool = False) -> list[Observation]:
         """See where every rank is; with `helpers`, where its data workers are too."""
         states = {rank: state_of(beat.pid, beat.start_ticks) for rank, beat in beats.items()}
         families = {rank: descendants_of(beats[rank].pid) for rank, state in states.items() if state}
@@ -51,7 +51,7 @@ class Observer:
                 stack = answers[rank][0] if rank in answers else ()
                 process = Process(pid=beat.pid, state=states[rank], stack=stack, system_call=calls[rank])
             seen.append(
-                Sighting(
+                Observation(
                     rank=rank,
                     process=process,
                     step=beat.step,

@@ -13,7 +13,7 @@ from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
-from instep.guard.slowness import Pace
+from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext, mix64
 from instep.parallel.ddp import Ddp
 from instep.parallel.dp import Dp
@@ -64,7 +64,7 @@ class Engine:
         """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
         self.witness: Witness | None = None
         self.stop_request = StopRequest()
-        self.pace = Pace()
+        self.pace = StepTimer()
         """What this rank's own part of the steps takes."""
         self._buffers: list[list[torch.Tensor]] = []
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}

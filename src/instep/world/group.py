@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from instep.world.background import Background, done
-from instep.world.flat import as_bytes, flattened
 from instep.world.gloo_side import GlooSide
 from instep.world.inter_node_group import InterNodeGroup
 from instep.world.lane.between import Between
 from instep.world.lane.lane import Lane, Steps
 from instep.world.lane.opening import open_lane
 from instep.world.lane.reduction import DTYPES, AddUp, Reduction
+from instep.world.tensors import as_bytes, flattened, row_of
 
 _REDUCTIONS = (
     (dist.ReduceOp.SUM, Reduction.SUM),
@@ -235,24 +235,24 @@ class SharedGroup(dist.ProcessGroup):
         for outs, own in zip(outputs, inputs, strict=True):
             with contextlib.ExitStack() as stack:
                 flats = [as_bytes(stack.enter_context(flattened(out))) for out in outs]
-                yield from self._own_lane().all_gather(flats, as_bytes(_row(own)))
+                yield from self._own_lane().all_gather(flats, as_bytes(row_of(own)))
 
     def _gather_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
         for output, own in zip(outputs, inputs, strict=True):
             with flattened(output) as flat:
                 parts = [as_bytes(part) for part in flat.split(own.numel())] if own.numel() else []
-                yield from self._own_lane().all_gather(parts, as_bytes(_row(own)))
+                yield from self._own_lane().all_gather(parts, as_bytes(row_of(own)))
 
     def _scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], how: Reduction
     ) -> Steps:
         for out, parts in zip(outputs, inputs, strict=True):
             with flattened(out) as flat:
-                yield from self._own_lane().reduce_scatter(flat, [_row(part) for part in parts], how)
+                yield from self._own_lane().reduce_scatter(flat, [row_of(part) for part in parts], how)
 
     def _scatter_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: Reduction) -> Steps:
         # A view, or a copy made now and not when it was asked for: earlier operations may still write to it.
-        parts = (_row(whole).split(max(1, output.numel())) for output, whole in zip(outputs, inputs, strict=True))
+        parts = (row_of(whole).split(max(1, output.numel())) for output, whole in zip(outputs, inputs, strict=True))
         for output, own_parts in zip(outputs, parts, strict=True):
             yield from self._scatter([output], [own_parts], how)
 
@@ -303,11 +303,6 @@ class SharedGroup(dist.ProcessGroup):
             return None
         rail = dist.PrefixStore(f"rail/{place}", store)
         return InterNodeGroup(dist.ProcessGroupGloo(rail, machine, len(self.plan.machines), timeout))
-
-
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """See a tensor's numbers as one contiguous row, to be read."""
-    return tensor.detach().contiguous().view(-1)
 
 
 def _check_whole(what: str, *, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:

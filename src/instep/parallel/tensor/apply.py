@@ -21,7 +21,7 @@ from instep.parallel.tensor.layers import Computing, Way, distribute, exchange_c
 from instep.parallel.tensor.plan import COLUMNS, HEADS, REPLICATE, ROWS, WHOLE_COLUMNS, LayerPlan, TensorPlan
 from instep.parallel.tensor.slice import Slice
 from instep.parallel.tensor.team import Team
-from instep.world.whole import whole_of
+from instep.world.tensors import whole_of
 
 
 class Changes:

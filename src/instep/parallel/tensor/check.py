@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep.parallel.capture import Call
-from instep.world.whole import whole_of
+from instep.world.tensors import whole_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """By dtype: how far a tensor may be off, in the norm. A wrong plan is off by much more."""

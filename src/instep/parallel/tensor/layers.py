@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from instep.parallel.tensor.slice import Slice, note_new, note_use
 from instep.parallel.tensor.team import Team, add, cut, enter
-from instep.world.whole import whole_of
+from instep.world.tensors import whole_of
 
 
 class Computing:
