@@ -58,7 +58,7 @@ def have_patience(seconds: float) -> None:
     group = dist.group.WORLD
     assert isinstance(group, SharedGroup)
     assert group.lane is not None
-    group.lane.timeout_s = seconds
+    group.lane.peers.timeout_s = seconds
 
 
 def check_blames(end: End, victim: int, pid: int) -> None:

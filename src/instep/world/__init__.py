@@ -1,4 +1,5 @@
-"""Who am I, the process group, every collective, seeds.
+"""The process's place in the job, its device, the process group and its collectives, seeds.
 
-Room: the only one that speaks to the other ranks; with launch, the only one that reads the environment.
+With `parallel` and `checkpoint`, this package communicates with the other ranks during training (`launch` only to start
+them); with `launch`, it reads the environment.
 """
