@@ -31,9 +31,6 @@ class Xpu(Accelerator):
     unseen_advice = backend_advice = "Look at the driver."
     module = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
 
-    def is_backend_available(self) -> bool:
-        return True
-
     def supports_bf16(self) -> bool:
         return True
 
@@ -52,6 +49,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> Xpu:
     accelerator = Xpu()
     monkeypatch.setattr(ACCELERATORS["cuda"], "is_available", lambda: False)
     monkeypatch.setattr(ACCELERATORS["cuda"], "device_count", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda backend: backend == "xccl")
     monkeypatch.setitem(ACCELERATORS, "xpu", accelerator)
     return accelerator
 

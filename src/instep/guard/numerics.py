@@ -5,7 +5,6 @@ Ranks: each its own modules and tensors. Costs nothing until a loss or gradient 
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -65,9 +64,7 @@ class Trace:
                 self._handles.append(p.register_hook(self._check_gradient(f"the parameter {name}")))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -65,12 +65,6 @@ class Accelerator(ABC):
         """Return how many devices of this type this process sees."""
         return int(self.module.device_count())
 
-    def is_backend_available(self) -> bool:
-        """Return whether torch was built with the backend."""
-        import torch.distributed as dist
-
-        return dist.is_backend_available(self.backend)
-
     def default_generator(self, device: torch.device) -> torch.Generator:
         """Return a device's global random generator."""
         generator: torch.Generator = self.module.default_generators[device.index or 0]
@@ -135,7 +129,7 @@ class Cuda(Accelerator):
         return ((torch.backends.cudnn, "benchmark", False),)  # it chooses kernels by their speed
 
     def prepare_deterministic(self, device: torch.device) -> None:
-        """Have torch read cuBLAS's setting once, then unset it unless the user chose another value.
+        """Multiply once, so that torch reads cuBLAS's setting, then unset it unless the user chose another value.
 
         With deterministic kernels torch checks that variable at the first matrix product, and never again. While it is
         set, torch parses the workspace size from it in every product, with a regular expression: about 100 µs each.

@@ -38,18 +38,6 @@ class GlooFallback:
         """Combine the ranks' tensors, in place."""
         return self._with_mean(tensors, opts, lambda: self.group.allreduce_coalesced(list(tensors), opts))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        """Overwrite the tensors with one rank's."""
-        return self.group.broadcast(list(tensors), opts)
-
-    def barrier(self, opts: Any) -> Any:
-        """Wait until every rank is here."""
-        return self.group.barrier(opts)
-
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
-        """Collect the ranks' tensors in lists."""
-        return self.group.allgather(output_lists, inputs, opts)
-
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Collect the ranks' tensors, each in one output."""
         works = [self.group._allgather_base(out, own, opts) for out, own in zip(outputs, inputs, strict=True)]

@@ -137,14 +137,14 @@ class SharedGroup(dist.ProcessGroup):
         """Overwrite the tensors with one rank's."""
         opts = opts or dist.BroadcastOptions()
         if not self._can(tensors):
-            return self._gloo.broadcast(tensors, opts)
+            return self._gloo.group.broadcast(list(tensors), opts)
         return self._do(self._broadcast(tensors, opts.rootRank), tensors, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait until every rank is here."""
         opts = opts or dist.BarrierOptions()
         if self.refusal:
-            return self._gloo.barrier(opts)
+            return self._gloo.group.barrier(opts)
         return self._do((self._hierarchical or self._own_lane()).barrier(), [], opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
@@ -152,7 +152,7 @@ class SharedGroup(dist.ProcessGroup):
         opts = opts or dist.AllgatherOptions()
         fits = all(self._fit(outs, own) for outs, own in zip(output_lists, inputs, strict=True))
         if not fits or not self._can_on_node(inputs):
-            return self._gloo.allgather(output_lists, inputs, opts)
+            return self._gloo.group.allgather(output_lists, inputs, opts)
         return self._do(self._gather(output_lists, inputs), output_lists, opts)
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:

@@ -13,7 +13,6 @@ import contextlib
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
 
 TCP_TIMEOUT_S = 15.0
 """Longer than the launchers take to notice a lost node (`--lost-after`): they explain it better."""
@@ -69,16 +68,3 @@ def _is_remote(connection: socket.socket) -> bool:
         return False
     bare = ipaddress.ip_address(str(peer).partition("%")[0].removeprefix("::ffff:"))
     return peer != own and not bare.is_loopback
-
-
-@dataclass(frozen=True)
-class TcpTimeout:
-    """The timeout of the group's connections to other nodes."""
-
-    seconds: float
-    others: frozenset[str]
-    """Sockets that do not belong to the group."""
-
-    def apply(self) -> None:
-        """Set the timeout of the connections that the group has now."""
-        set_tcp_timeout(self.seconds, self.others)

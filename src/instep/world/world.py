@@ -9,14 +9,15 @@ collective is issued: `close` only tears down, and waits for no other rank.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp
 from instep.world.rendezvous import choose_interface, rendezvous_arguments, spans_nodes
 from instep.world.slurm import gpus_of_node, judge_allocation
-from instep.world.tcp_timeout import TCP_TIMEOUT_S, TcpTimeout, open_sockets
+from instep.world.tcp_timeout import TCP_TIMEOUT_S, open_sockets, set_tcp_timeout
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
 _ORDERED_REDUCE_ELEMENTS = 2**20
@@ -66,10 +67,10 @@ def backend_for(place: Place, comm: str = "auto") -> str:
         )
     if place.local_world_size > gpus_of_node(os.environ, accelerator.device_count()):
         return "gloo"
-    return accelerator.backend if accelerator.is_backend_available() else "gloo"
+    return accelerator.backend if dist.is_backend_available(accelerator.backend) else "gloo"
 
 
-class World:
+class World(contextlib.AbstractContextManager["World"]):
     """The ranks that train together, seen from one of them."""
 
     def __init__(
@@ -77,12 +78,12 @@ class World:
         place: Place,
         backend: str,
         group: dist.ProcessGroup | None = None,
-        tcp_timeout: TcpTimeout | None = None,
+        set_timeouts: Callable[[], object] | None = None,
     ) -> None:
         self.place = place
-        self._tcp_timeout = tcp_timeout
-        if tcp_timeout is not None:  # the group's connections exist by now
-            tcp_timeout.apply()
+        self._set_timeouts = set_timeouts
+        if set_timeouts is not None:  # the group's connections exist by now
+            set_timeouts()
         self._group = group
         """None: a world of one, or the default group."""
         self._lane = group if isinstance(group, SharedGroup) and not group.refusal else None
@@ -139,23 +140,19 @@ class World:
         if comm == "shared-memory" and isinstance(group, SharedGroup) and group.refusal:
             dist.destroy_process_group()
             raise EnvironmentFailed(f"comm=shared-memory is not possible: {group.refusal}. --comm auto would use gloo.")
-        spans = spans_nodes(place) and backend not in device_backends()
-        return cls(place, backend, group, TcpTimeout(tcp_timeout_s, before) if spans else None)
+        if not spans_nodes(place) or backend in device_backends():
+            return cls(place, backend, group)
+        return cls(place, backend, group, functools.partial(set_tcp_timeout, tcp_timeout_s, before))
 
     def within(self, group: dist.ProcessGroup) -> World:
         """Return the world of a group of these ranks."""
         place = replace(self.place, rank=group.rank(), world_size=group.size())
-        return World(place, self.backend, group, self._tcp_timeout)
+        return World(place, self.backend, group, self._set_timeouts)
 
     def __deepcopy__(self, _memo: object) -> World:
         return self  # there is one, also when a module that refers to it is copied
 
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class Peers:
         self.broken = self.broken or reason
 
     def leave(self) -> None:
-        """Let ranks that still wait for this one know that it has left."""
+        """Mark this rank as gone, for ranks that still wait for it."""
         self._left[self._own] = 1
         self.break_off("it was closed.")
         for fd in self._fds:
