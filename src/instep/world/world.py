@@ -2,9 +2,8 @@
 
 Ranks: all; each method of World is called on all ranks, in the same order.
 
-instep's collectives are methods here, except those that a strategy needs under its own process groups (`parallel`:
-DTensor, FSDP, pipeline stages). A world of one has no process group, and its collectives are free. After a failure no
-collective is issued: `close` only tears down, and waits for no other rank.
+A world of one has no process group, and its collectives are free. After a failure no collective is issued: `close`
+only tears down, and waits for no other rank.
 """
 
 from __future__ import annotations

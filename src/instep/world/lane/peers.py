@@ -107,11 +107,12 @@ class Peers:
         The marks are hints for a message, read and written without order: they carry no data. A rank that has
         ended or left after it arrived is no loss.
         """
+        # Before the marks of those that gave up: a rank gives up first and leaves then, and is not the one to blame.
+        gone = {*self._ended(), *(other for other, mark in enumerate(self._left.tolist()) if mark)}
         gave_up = [other for other, mark in enumerate(self._gave_up.tolist()) if mark and other != self._own]
         blamed = [int(self._blamed[other]) for other in gave_up]
         if blamed:  # a rank that gave up because of this one is lost; otherwise the rank that it blames
             return next((other for other in blamed if other != self._own), gave_up[0])
-        gone = {*self._ended(), *(other for other, mark in enumerate(self._left.tolist()) if mark)}
         return next((other for other in self._missing(first) if other in gone), None)
 
     def _latest(self, first: int) -> int:
