@@ -53,8 +53,9 @@ class SharedGroup(dist.ProcessGroup):
         self._gloo = GlooFallback(gloo)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        opened = open_lane(dist.PrefixStore("lane", store), rank, size, timeout, global_ranks=global_ranks, label=label)
-        self.lane, self.plan, self.refusal = opened
+        self.lane, self.plan, self.refusal = open_lane(
+            dist.PrefixStore("lane", store), rank, size, timeout, global_ranks=global_ranks, label=label
+        )
         self._hierarchical: Hierarchical | None = None
         if not self.refusal and len(self.plan.nodes) > 1:
             self._hierarchical = Hierarchical(self.lane, self.plan, rank, store, timeout)

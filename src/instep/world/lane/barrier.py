@@ -111,8 +111,7 @@ class CompiledBarrier:
         self._engine.arrive(self._view)
 
     def wait(self, first: int, deadline_ns: int) -> int:
-        late: int = self._engine.wait(self._view, first, deadline_ns)
-        return late
+        return self._engine.wait(self._view, first, deadline_ns)  # type: ignore[no-any-return]
 
 
 class PythonBarrier:

@@ -55,11 +55,8 @@ class Engine:
 
     def sum(self, view: LaneView, turn: int, pieces: Pieces, moment: int, deadline_ns: int) -> int:
         """Call `lane_sum`."""
-        moment_reached: int = self._sum(
-            *(view, turn, pieces.addresses, pieces.lengths, pieces.num_bytes, pieces.kind),
-            *(moment, deadline_ns),
-        )
-        return moment_reached
+        where = (pieces.addresses, pieces.lengths, pieces.num_bytes, pieces.kind)
+        return self._sum(view, turn, *where, moment, deadline_ns)  # type: ignore[no-any-return]
 
 
 class Pieces:

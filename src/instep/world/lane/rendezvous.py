@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -62,15 +62,6 @@ class Store(Protocol):
         """Wait for a key, and return its value."""
 
 
-class Opened(NamedTuple):
-    """A lane, or why there is none."""
-
-    lane: Lane | None
-    """None on a node with one rank of this group, and where `refusal` says why no rank has one."""
-    plan: NodePlan
-    refusal: str = ""
-
-
 def node_label() -> str:
     """Return a label that is equal for processes that can share memory, and for no others.
 
@@ -88,8 +79,11 @@ def open_lane(
     *,
     global_ranks: Sequence[int] | None = None,
     label: str | None = None,
-) -> Opened:
-    """Open a lane on each node. Called on all ranks of the group."""
+) -> tuple[Lane | None, NodePlan, str]:
+    """Return this node's lane (None where the rank is alone), which ranks share nodes, and why no node has a lane.
+
+    The last is empty where there are lanes. Called on all ranks of the group.
+    """
     compiled = engine.load()
     try:
         label = label or node_label()
@@ -101,9 +95,9 @@ def open_lane(
     plan = plan_nodes(labels)
     refusal = next((text[1:] for text in labels if text.startswith("!")), "")
     if refusal:
-        return Opened(None, plan, refusal)
+        return None, plan, refusal
     if not plan.shares:
-        return Opened(None, plan, "no two ranks share a node" if size > 1 else "there is only one rank")
+        return None, plan, "no two ranks share a node" if size > 1 else "there is only one rank"
     node, local_rank = plan.where(rank)
     ranks = plan.nodes[node]
     block, failure = _share(store, node, local_rank, len(ranks))
@@ -112,18 +106,11 @@ def open_lane(
     if block is not None and local_rank == 0:
         block.close_file()
     if refusal or block is None:
-        return Opened(None, plan, refusal)
+        return None, plan, refusal
     names = [global_ranks[r] if global_ranks else r for r in ranks]
-    lane = Lane(
-        block,
-        local_rank,
-        names,
-        [pids[r] for r in ranks],
-        timeout.total_seconds(),
-        compiled if all(are_compiled) else None,
-        max(threads),
-    )
-    return Opened(lane, plan)
+    pids_here, timeout_s = [pids[r] for r in ranks], timeout.total_seconds()
+    lane = Lane(block, local_rank, names, pids_here, timeout_s, compiled if all(are_compiled) else None, max(threads))
+    return lane, plan, ""
 
 
 def _share(store: Store, node: int, local_rank: int, size: int) -> tuple[Block | None, str]:
