@@ -76,7 +76,8 @@ def spent_by(pids: list[int]) -> Spent:
 
     cpu_s, io_bytes = 0.0, 0
     for pid in pids:
-        with contextlib.suppress(psutil.Error):  # it has ended, or is not ours to read
+        # It has ended, or is not ours to read; or this kernel does not count I/O, and psutil has no such method.
+        with contextlib.suppress(psutil.Error, AttributeError, RuntimeError):
             process = psutil.Process(pid)
             cpu_s += sum(process.cpu_times()[:4])
             io = process.io_counters()

@@ -297,7 +297,7 @@ class Lane:
             for late in steps:
                 self.peers.wait_for(*late)
         except BaseException:  # Ctrl-C, say: this rank and the others are out of step from here on
-            self.peers.break_off("an operation did not come to its end.")
+            self.peers.break_off("an operation was interrupted.")
             raise
 
     def begin(self, steps: Steps, spin_s: float) -> Callable[[], None] | None:
@@ -306,7 +306,7 @@ class Lane:
         try:
             late = next(steps, None)
         except BaseException:
-            self.peers.break_off("an operation did not come to its end.")
+            self.peers.break_off("an operation was interrupted.")
             raise
         finally:
             self._deadline_ns = NEVER_NS

@@ -128,7 +128,7 @@ class Peers:
             cause = f"{self._name(local_rank)} has given up waiting for this rank"
         else:
             state = self._state(local_rank)
-            cause = f"{self._name(local_rank)} did not come within {self.timeout_s:g} s; it is {state}"
+            cause = f"{self._name(local_rank)} did not arrive within {self.timeout_s:g} s; it is {state}"
         self._blamed[self._own] = local_rank
         self._gave_up[self._own] = 1
         self.broken = f"{cause}."
