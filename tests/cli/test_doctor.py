@@ -18,11 +18,9 @@ from instep.launch.probe import ProbeResult
 from instep.launch.resources import Folder, NodeResources, check_folder, free_ports, node_resources, parse_cpu_max
 
 COMMAND = Path(sys.executable).with_name("instep")
-MACHINE = NodeResources(
-    cores=8, memory_bytes=32 * GIB, available_bytes=16 * GIB, shared_memory_bytes=8 * GIB, has_nvidia=False
-)
+MACHINE = NodeResources(cores=8, memory_bytes=32 * GIB, available_bytes=16 * GIB, shared_memory_bytes=8 * GIB)
 CPU_BUILD = TorchBuild(version="2.13.0+cpu")
-CUDA_BUILD = TorchBuild(version="2.12.1+cu128", cuda="12.8", gpus=(("NVIDIA X", 80 * GIB),))
+CUDA_BUILD = TorchBuild(version="2.12.1+cu128", toolkit="CUDA 12.8", gpus=(("NVIDIA X", 80 * GIB),))
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -75,8 +73,8 @@ YELLOW = [
     findings.judge_probe(ProbeResult(backend="shared-memory", launch_s=1.0, sum_s=0.001, uncompiled="no reason")),
     findings.judge_torch(TorchBuild(version="2.9.0"), MACHINE),
     findings.judge_torch(TorchBuild(version="3.0.0a0+git1"), MACHINE),
-    findings.judge_torch(CPU_BUILD, replace(MACHINE, has_nvidia=True)),
-    findings.judge_torch(replace(CUDA_BUILD, gpus=()), replace(MACHINE, has_nvidia=True)),
+    findings.judge_torch(CPU_BUILD, replace(MACHINE, accelerator="cuda")),
+    findings.judge_torch(replace(CUDA_BUILD, gpus=()), replace(MACHINE, accelerator="cuda")),
     findings.judge_cpu(replace(MACHINE, quota_cores=1.5)),
     findings.judge_memory(replace(MACHINE, available_bytes=200 * MIB)),
     findings.judge_memory(replace(MACHINE, memory_bytes=512 * MIB)),
@@ -90,7 +88,7 @@ YELLOW = [
 ]
 GREEN = [
     findings.judge_torch(CPU_BUILD, MACHINE),
-    findings.judge_torch(CUDA_BUILD, replace(MACHINE, has_nvidia=True)),
+    findings.judge_torch(CUDA_BUILD, replace(MACHINE, accelerator="cuda")),
     findings.judge_cpu(MACHINE),
     findings.judge_memory(MACHINE),
     findings.judge_devices(CPU_BUILD),

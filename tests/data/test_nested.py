@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from instep.data.nested import map_tensors, tensors
+from instep.data.nested import map_tensors
+from instep.world.tensors import nested_tensors
 
 
 class Pair(NamedTuple):
@@ -52,5 +53,5 @@ def test_a_frozen_dataclass_is_copied_not_changed() -> None:
 
 
 def test_tensors_are_found_at_any_depth() -> None:
-    assert [len(tensor) for tensor in tensors(Pair(one, {"a": [two]}))] == [2, 3]
-    assert list(tensors({"a": "b"})) == []
+    assert [len(tensor) for tensor in nested_tensors(Pair(one, {"a": [two]}))] == [2, 3]
+    assert list(nested_tensors({"a": "b"})) == []

@@ -75,11 +75,9 @@ def speak(world: World, _say: Say) -> dict[str, Any]:
 
 
 REASONS = [
-    pytest.param(
-        small_files_only, "memory cannot be shared on this machine: [Errno 27] File too large", id="file size"
-    ),
-    pytest.param(no_proc, "rank 1 cannot see the processes of its machine", id="no /proc", marks=needs_namespaces),
-    pytest.param(own_pids, "no two ranks share a machine", id="PID namespaces", marks=needs_namespaces),
+    pytest.param(small_files_only, "memory cannot be shared on this node: [Errno 27] File too large", id="file size"),
+    pytest.param(no_proc, "rank 1 cannot see the processes of its node", id="no /proc", marks=needs_namespaces),
+    pytest.param(own_pids, "no two ranks share a node", id="PID namespaces", marks=needs_namespaces),
 ]
 
 

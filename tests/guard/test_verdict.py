@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instep.guard.collectives import collective_of, explicit_depth
+from instep.guard.observation import Frame, Observation, Process
 from instep.guard.pulse import Phase
-from instep.guard.sighting import Frame, Process, Sighting
 from instep.guard.verdict import judge
 
 LIB = "/lib/python3.11/site-packages/torch"
@@ -33,7 +33,7 @@ BACKWARD = (
 OUR_SUM = (
     Frame("/x/src/instep/world/lane/lane.py", 310, "_sleep"),
     Frame("/x/src/instep/world/group.py", 240, "_run"),
-    Frame("/x/src/instep/world/world.py", 140, "sum"),
+    Frame("/x/src/instep/world/world.py", 140, "all_reduce"),
     Frame("/x/src/instep/parallel/ddp.py", 60, "reduce"),
     Frame("/x/src/instep/train/loop.py", 50, "run"),
     Frame(f"{LIB}/distributed/elastic/multiprocessing/api.py", 600, "start"),
@@ -49,14 +49,14 @@ WORKER_LOOP = Frame(f"{LIB}/utils/data/_utils/worker.py", 300, "_worker_loop")
 IDLE = Process(pid=70, stack=(Frame("/lib/multiprocessing/queues.py", 113, "get"), WORKER_LOOP, MAIN))
 
 
-def seen(rank: int, stack: tuple[Frame, ...] = (), **more: object) -> Sighting:
+def seen(rank: int, stack: tuple[Frame, ...] = (), **more: object) -> Observation:
     process = {name: more.pop(name) for name in ("state", "system_call", "pid") if name in more}
     values = {"step": 117, "phase": Phase.REDUCE, "quiet_s": 63.2} | more
-    return Sighting(rank=rank, process=Process(stack=stack, **process), **values)  # type: ignore[arg-type]
+    return Observation(rank=rank, process=Process(stack=stack, **process), **values)  # type: ignore[arg-type]
 
 
-def ended(rank: int, phase: Phase = Phase.DATA) -> Sighting:
-    return Sighting(rank=rank, process=None, step=117, phase=phase)
+def ended(rank: int, phase: Phase = Phase.DATA) -> Observation:
+    return Observation(rank=rank, process=None, step=117, phase=phase)
 
 
 CASES = {
@@ -148,8 +148,8 @@ CASES = {
     "all together": (
         [seen(rank, OUR_SUM) for rank in range(3)],
         (),
-        "all ranks 0, 1, 2 wait in all_reduce of step 118: nobody here is missing. "
-        "Look at the network, at other machines, and at what the ranks called before",
+        "all ranks 0, 1, 2 wait in all_reduce of step 118: no rank is missing here. "
+        "Check the network, the other nodes, and what the ranks called before",
     ),
     "a disk": (
         [seen(0, state="D", phase=Phase.SAVE), seen(1, OUR_SUM)],
@@ -189,8 +189,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_sentence(name: str) -> None:
-    sightings, culprits, sentence = CASES[name]
-    verdict = judge(sightings)
+    observations, culprits, sentence = CASES[name]
+    verdict = judge(observations)
     assert verdict.sentence == sentence
     assert verdict.culprits == culprits
 
@@ -204,7 +204,7 @@ def test_the_sentence(name: str) -> None:
     )
 )
 def test_every_rank_is_named_once(states: list[object]) -> None:
-    def sight(rank: int, state: object) -> Sighting:
+    def sight(rank: int, state: object) -> Observation:
         if state == "ended":
             return ended(rank)
         return seen(rank, state="T") if state == "stopped" else seen(rank, state)  # type: ignore[arg-type]

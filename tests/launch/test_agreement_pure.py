@@ -11,7 +11,7 @@ from instep.events.schema import NodeRecord
 from instep.launch.failures import order_failures
 from instep.launch.machines.agreement import Card, names_of, refusal, warnings
 from instep.launch.machines.clocks import Offset, Round, clock_warnings, estimate_offset
-from instep.launch.machines.facts import gpu_models, installed_packages, variables_of
+from instep.launch.machines.facts import installed_packages, variables_of
 
 VERSIONS = {"instep": "0.1.0", "torch": "2.13.0", "numpy": "2.4", "Python": "3.11.7", "CUDA": ""}
 
@@ -120,13 +120,6 @@ def test_variables_that_matter_are_picked():
     assert variables_of(environ) == {
         "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES (how many)": "2"
     }  # fmt: skip
-
-
-def test_gpus_are_named_without_touching_them(tmp_path):
-    for number in (0, 1):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "information").write_text("Model: \t NVIDIA H200\nIRQ: 7\n")
-    assert gpu_models(tmp_path) == "NVIDIA H200"
 
 
 delays = st.integers(0, 10**7)

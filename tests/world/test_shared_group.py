@@ -135,7 +135,7 @@ def bits_of_sums(world: World, compiled: bool, threads: int = 1) -> list[str]:
         without_engine(world)
     torch.set_num_threads(threads if world.rank == 0 else 1)  # all do what one must
     group = group_on(64)
-    bits = [type(group.lane._meetings).__name__ + " for all" * group.lane.can_coalesce(torch.float32)]
+    bits = [type(group.lane._barrier).__name__ + " for all" * group.lane.can_coalesce(torch.float32)]
     for numel in (1, 1000, 2**16 + 1, 2**20 + 1):
         tensor = inputs_of(Case("all_reduce", numel, seed=numel), world.world_size)[world.rank]
         dist.all_reduce(tensor, group=group)
@@ -148,9 +148,9 @@ def bits_of_sums(world: World, compiled: bool, threads: int = 1) -> list[str]:
 def test_compiled_or_not_the_bits_are_the_same(world_size: int) -> None:
     compiled, plain = run_ranks(bits_of_sums, world_size, True), run_ranks(bits_of_sums, world_size, False)
     threaded = run_ranks(bits_of_sums, world_size, True, 2)
-    assert {answer[0] for answer in compiled} == {"CompiledMeetings" + " for all" * (world_size == 2)}
-    assert {answer[0] for answer in threaded} == {"CompiledMeetings"}
-    assert {answer[0] for answer in plain} == {"PlainMeetings"}
+    assert {answer[0] for answer in compiled} == {"CompiledBarrier" + " for all" * (world_size == 2)}
+    assert {answer[0] for answer in threaded} == {"CompiledBarrier"}
+    assert {answer[0] for answer in plain} == {"PythonBarrier"}
     assert {tuple(answer[1:]) for answer in (*compiled, *plain, *threaded)} == {tuple(compiled[0][1:])}
 
 

@@ -15,6 +15,7 @@ import torch
 from instep.checkpoint.save_plan import Key, Piece
 from instep.checkpoint.state_tree import flatten_state, local_tensor
 from instep.checkpoint.writer import dtype_name
+from instep.world.device import has_streams
 
 Share = Mapping[Key, Piece]
 """What one of several ranks writes of a state, and where."""
@@ -73,8 +74,8 @@ class HostBuffer:
         host = {key: self._buffer_for(key, tensor) for key, tensor in sources.items()}
         if host:
             torch._foreach_copy_(list(host.values()), list(sources.values()), non_blocking=True)
-        for device in {tensor.device for tensor in sources.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {tensor.device for tensor in sources.values() if has_streams(tensor.device)}:
+            torch.get_device_module(device).current_stream(device).synchronize()
         self._host = host
         tensors: dict[str, dict[str, torch.Tensor]] = {part: {} for part in state.skeletons}
         files = {part: f"{part}.safetensors" for part in state.skeletons}
@@ -91,7 +92,7 @@ class HostBuffer:
         The job may run in another thread: it knows the shapes, and does not touch the state itself.
         """
         sources = state.local(share)
-        wanted = [(key, tensor.shape, tensor.dtype, tensor.is_cuda) for key, tensor in sources.items()]
+        wanted = [(key, tensor.shape, tensor.dtype, has_streams(tensor.device)) for key, tensor in sources.items()]
 
         def allocate() -> None:
             for key, shape, dtype, pinned in wanted:
@@ -103,4 +104,4 @@ class HostBuffer:
         known = self._host.get(key)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))

@@ -19,7 +19,7 @@ from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.writer import DTYPES, dtype_name
 from instep.core.errors import CheckpointError
-from instep.world.whole import whole_of
+from instep.world.tensors import whole_of
 
 if TYPE_CHECKING:
     from instep.world.world import World

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import torch
-
 from instep.checkpoint.rundir import RunDirectory
 from instep.cli.options import make_spec
 from instep.core.errors import EnvironmentFailed, SpecError
@@ -32,6 +30,7 @@ from instep.train.result import Result
 from instep.train.source import TaskSource
 from instep.train.task import Task
 from instep.train.worker import launched_main, placed_main, process_settings, worker_main
+from instep.world.device import device_count
 from instep.world.world import World, judge_place, place_here
 
 
@@ -54,7 +53,7 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     spec = resolve_precision(spec, place.device)
     if spec.on == "ray":
         return _launch_ranks(task, _for_ray(spec, place), _source(file, task), speaks=True)
-    processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
     for text in judge_place(place, processes, spec.max_nodes):
         say(f"notice: {text}")
     if place.launched and not _is_launcher(spec, processes, place):

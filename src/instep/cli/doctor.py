@@ -22,9 +22,10 @@ from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, S
 from instep.core.spec import seconds_of
 from instep.core.version import __version__
 from instep.launch.machines.checkup import Checkup, CheckupPlan, check_up
-from instep.launch.probe import Backend, probe
+from instep.launch.probe import probe
 from instep.launch.rendezvous import split_endpoint
 from instep.launch.resources import check_folder, check_temporary_folder, free_ports, node_resources
+from instep.world.device import ACCELERATORS, current_accelerator, torch_build
 from instep.world.world import place_here
 
 _PATIENCE_S = 2.0
@@ -120,9 +121,10 @@ def _findings(progress: Console) -> Iterator[Finding]:
     yield findings.judge_shared_memory(machine)
     yield findings.judge_threads(machine)
     yield _ports()
-    backends: list[Backend] = ["gloo", "shared-memory"]
-    if len(build.gpus) > 1:
-        backends.append("nccl")
+    backends = ["gloo", "shared-memory"]
+    accelerator = current_accelerator()
+    if accelerator is not None and len(build.gpus) > 1:
+        backends.append(accelerator.backend)
     for backend in backends:
         with _patience(progress, f"two processes are being started to add up over {backend}"):
             outcome = probe(backend)
@@ -130,13 +132,8 @@ def _findings(progress: Console) -> Iterator[Finding]:
 
 
 def _torch_build() -> TorchBuild:
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return TorchBuild(
-        version=torch.__version__,
-        cuda=torch.version.cuda,
-        hip=torch.version.hip,
-        gpus=tuple((each.name, each.total_memory) for each in properties),
-    )
+    gpus = tuple(gpu for accelerator in ACCELERATORS.values() for gpu in accelerator.devices())
+    return TorchBuild(version=torch.__version__, toolkit=torch_build(), gpus=gpus)
 
 
 def _launcher() -> Finding:

@@ -17,6 +17,7 @@ from instep.launch.machines.links import Pair, distant_links, duration, rate, sl
 from instep.launch.machines.peers import Link
 from instep.launch.probe import PROCESSES, ProbeResult
 from instep.launch.resources import SHARED_MEMORY, Folder, NodeResources
+from instep.world.device import ACCELERATORS
 
 Level = Literal["green", "yellow", "red"]
 
@@ -42,28 +43,23 @@ class TorchBuild:
     """Which torch there is, and the GPUs that it sees as (name, bytes of memory)."""
 
     version: str
-    cuda: str | None = None
-    hip: str | None = None
+    toolkit: str = ""
+    """The toolkit it was built with, and its version; empty: a CPU build."""
     gpus: tuple[tuple[str, int], ...] = ()
 
 
 def judge_torch(build: TorchBuild, machine: NodeResources) -> Finding:
     """Judge version and build."""
-    kind = f"CUDA {build.cuda} build" if build.cuda else f"ROCm {build.hip} build" if build.hip else "CPU build"
-    text = f"{build.version}, {kind}"
+    text = f"{build.version}, {build.toolkit or 'CPU'} build"
     version = tuple(int(part) for part in re.findall(r"\d+", build.version)[:2])
     if not _TORCH_FROM <= version < _TORCH_BELOW:
         advice = "pip install 'torch>=2.11,<2.14': instep is tested with those."
         return Finding("torch", "yellow", text, advice)
-    if machine.has_nvidia and not build.gpus:
-        text += ", and it sees none of this machine's NVIDIA GPUs"
-        if build.cuda:
-            advice = (
-                "Unset CUDA_VISIBLE_DEVICES if it hides them. Otherwise update the driver, or install a "
-                "torch built for it."
-            )
-        else:
-            advice = "Install a CUDA build of torch to train on them."
+    accelerator = ACCELERATORS.get(machine.accelerator)
+    if accelerator is not None and not build.gpus:
+        text += f", and it sees none of this machine's {accelerator.vendor} GPUs"
+        install = f"Install a {accelerator.toolkit} build of torch to train on them."
+        advice = accelerator.unseen_advice if build.toolkit.startswith(accelerator.toolkit) else install
         return Finding("torch", "yellow", text, advice)
     return Finding("torch", "green", text)
 
@@ -105,10 +101,7 @@ _PROBE_ADVICE = {
         "See that the loopback interface is up (ip addr show lo), that no firewall stands in the way, and "
         "that GLOO_SOCKET_IFNAME is unset or names an interface of this machine."
     ),
-    "nccl": (
-        "Run again with NCCL_DEBUG=INFO to see why. Often it is a container with too little /dev/shm, a "
-        "driver older than torch's CUDA, or NCCL_SOCKET_IFNAME naming an interface that is not there."
-    ),
+    **{accelerator.backend: accelerator.backend_advice for accelerator in ACCELERATORS.values()},
     "shared-memory": "Processes on CPU use gloo instead, which takes several times as long.",
 }
 

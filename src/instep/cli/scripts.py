@@ -7,19 +7,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
 from instep.launch.local import LogPlan, launch
 from instep.launch.machines.company import Wishes
 from instep.launch.processes import check_process_count
 from instep.launch.script import run_script
+from instep.world.device import device_count
 
 
 def run_scripts(script: str, arguments: list[str], as_module: bool, log_dir: Path | None, spec: LaunchSpec) -> None:
     """Launch the script on every process and relay what they print."""
-    check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
     if not as_module and not Path(script).is_file():
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
     with tempfile.TemporaryDirectory(prefix="instep-run-") as scratch:

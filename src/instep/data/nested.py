@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,18 +30,3 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
             object.__setattr__(changed, field.name, map_tensors(fn, getattr(tree, field.name)))
         return changed
     return tree
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a nested batch."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors(getattr(tree, field.name))

@@ -12,8 +12,9 @@ from torch.utils.data import Subset, default_collate
 from instep.core.errors import DataError
 from instep.data.columns import as_columns
 from instep.data.dataset import BatchDataset
-from instep.data.nested import map_tensors, tensors
+from instep.data.nested import map_tensors
 from instep.data.randomness import fingerprint, generators_kept, seed_sample
+from instep.world.tensors import nested_tensors
 
 Request = tuple[int, torch.Tensor]
 """The epoch, and the sample indices (1-D int64, on the CPU) of one part."""
@@ -122,7 +123,7 @@ def _from_getitems(dataset: Any, collate: Collate | None) -> Gather:
 
 def _check_rows(batch: Any, expected: int) -> None:
     # Tensors of different lengths may be a packed batch (values and offsets), which cannot be checked.
-    lengths = {tensor.shape[0] for tensor in tensors(batch) if tensor.dim()}
+    lengths = {tensor.shape[0] for tensor in nested_tensors(batch) if tensor.dim()}
     if len(lengths) == 1 and lengths != {expected}:
         raise DataError(
             f"The dataset was asked for a batch of {expected} samples and returned {lengths.pop()} rows. "

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from instep.data.nested import map_tensors, tensors
+from instep.data.nested import map_tensors
+from instep.world.device import has_streams
+from instep.world.tensors import nested_tensors
 
 
 def to_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Yield the batches on the device; for the CPU, return them unchanged."""
     if device.type == "cpu":
         return batches
-    if device.type == "cuda":
+    if has_streams(device):
         return CopyAhead(device).batches(batches)
     return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
 
@@ -30,11 +32,12 @@ class CopyAhead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches in order, on the device."""
-        pending: tuple[Any, torch.cuda.Event] | None = None
+        pending: tuple[Any, torch.Event] | None = None
         for batch in batches:
             started = self._start(batch)
             if pending is not None:
@@ -43,8 +46,8 @@ class CopyAhead:
         if pending is not None:
             yield self._arrived(*pending)
 
-    def _start(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
-        with torch.cuda.stream(self._stream):
+    def _start(self, batch: Any) -> tuple[Any, torch.Event]:
+        with self._module.stream(self._stream):
             copied = map_tensors(self._copy, batch)
             return copied, self._stream.record_event()
 
@@ -54,10 +57,10 @@ class CopyAhead:
         on_host = tensor.device.type == "cpu"
         return (tensor.pin_memory() if on_host else tensor).to(self._device, non_blocking=True)
 
-    def _arrived(self, batch: Any, event: torch.cuda.Event) -> Any:
-        current = torch.cuda.current_stream(self._device)
+    def _arrived(self, batch: Any, event: torch.Event) -> Any:
+        current = self._module.current_stream(self._device)
         current.wait_event(event)
-        for tensor in tensors(batch):
+        for tensor in nested_tensors(batch):
             # Its memory belongs to the copy stream, which must not reuse it while this stream may read it.
             tensor.record_stream(current)
         return batch

@@ -37,7 +37,7 @@ class NodeRecord:
     event: ClassVar[str] = "node"
     host: str
     versions: dict[str, str]
-    """Of instep, torch, numpy, Python and CUDA."""
+    """Of instep, torch, numpy, Python and the accelerator's toolkit."""
     platform: dict[str, str]
     """What may round a kernel differently: torch, the processor, the GPUs."""
     variables: dict[str, str]

@@ -1,5 +1,5 @@
-"""Guard: what is stuck, slow or drifting is named.
+"""Name what hangs, straggles or diverges.
 
-Room: files about hangs read the kernel's accounts of processes and ask them for their stacks; they speak with no rank
-and call no collective, for they are needed when those no longer answer.
+The modules about hangs read what the kernel knows of processes and ask them for their stacks. They call no collective:
+they are needed when collectives no longer answer.
 """

@@ -1,49 +1,50 @@
-"""Where on a stack a rank waits for others: torch's collectives, World's, and what stands on them. Pure."""
+"""Which collective a stack is in: torch's, World's, and what is built on them. Pure."""
 
 from __future__ import annotations
 
-from instep.guard.sighting import Frame
+from instep.guard.observation import Frame
 
 _WORLD_FILE = "instep/world/world.py"
 _WORLD = {
-    "sum": "all_reduce",
-    "fold": "all_reduce",
-    "gather": "all_gather",
-    "tell": "broadcast",
-    "tell_all": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "ordered_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_object": "all_gather",
+    "broadcast_object": "broadcast",
     "broadcast": "broadcast",
     "barrier": "barrier",
     "join": "init_process_group",
 }
-"""What World's methods are, in torch's words."""
+"""torch's names for what World's methods do."""
 
 
 def user_frame(stack: tuple[Frame, ...]) -> Frame | None:
-    """Give the innermost call that the person wrote."""
+    """Return the innermost call that the user wrote."""
     return next((frame for frame in stack if frame.users), None)
 
 
 def explicit_depth(stack: tuple[Frame, ...]) -> int | None:
-    """Tell how deep on the stack, from the innermost, a collective was called; None: not since the person's code."""
-    found = None
+    """Return how deep on the stack, from the innermost call, a collective is; None: none since the user's code."""
+    collective = None
     for depth, frame in enumerate(stack):
         if frame.users:
             break
         if _name(frame):
-            found = depth
-    return found
+            collective = depth
+    return collective
 
 
 def is_worlds(stack: tuple[Frame, ...]) -> bool:
-    """Tell whether the collective that a rank is in is one of instep's own."""
+    """Return whether the collective that a rank is in was called by instep itself."""
     depth = explicit_depth(stack)
     return depth is not None and stack[depth].file.endswith(_WORLD_FILE)
 
 
 def collective_of(stack: tuple[Frame, ...]) -> str:
-    """Name the collective that a rank is in, as torch does; empty if it is in none.
+    """Return torch's name of the collective that a rank is in; empty: it is in none.
 
-    A backward pass that is blocked waits for the reduction of gradients that DDP has begun in it.
+    A blocked backward pass waits for the gradient reduction that DDP has started in it.
     """
     depth = explicit_depth(stack)
     if depth is not None:

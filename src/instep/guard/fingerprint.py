@@ -1,12 +1,10 @@
-"""Whether ranks hold the same: one number for each tensor, and from those of all ranks who has drifted, and where.
+"""Whether ranks hold the same tensors: a number for each tensor, and which ranks differ in which tensors.
 
 [Note: Fingerprint]
 A tensor's fingerprint is the sum, modulo 2^64, of its raw bits in pieces of at most 32, each times a key of its
-position. Keys are odd, so a change of any one piece, by a single bit or by all, changes the sum for certain. Two
-pieces that change places go unseen only if their keys agree in their lowest 33 bits. Keys are those of a row times
-those of a column, so that the table of keys stays in the cache however long a tensor is.
-
-Room: tensors of this rank, and numbers; speaks to nobody.
+position. Keys are odd, so any change of one piece changes the sum. Two pieces that swap places go unnoticed only if
+their keys agree in their lowest 33 bits. A key is a row's times a column's, so that the table of keys stays in
+the cache however long a tensor is.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a tensor's fingerprint, as a tensor of one number on its device ([Note: Fingerprint])."""
+    """Return a tensor's fingerprint, as a tensor of one number on its device ([Note: Fingerprint])."""
     lanes = _lanes(tensor)
     if lanes.numel() <= _ROW:
         return lanes.long().mul_(_keys(1, lanes.numel(), lanes.device)).sum()
@@ -48,18 +46,18 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Give the fingerprints of tensors on any devices; each device is waited for once."""
+    """Return the fingerprints of tensors on any devices; wait for each device once."""
     by_device: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(number)
-    found = torch.zeros(len(tensors), dtype=torch.int64)
+    prints = torch.zeros(len(tensors), dtype=torch.int64)
     for numbers in by_device.values():
-        found[numbers] = torch.stack([fingerprint(tensors[number]) for number in numbers]).cpu()
-    return found
+        prints[numbers] = torch.stack([fingerprint(tensors[number]) for number in numbers]).cpu()
+    return prints
 
 
 def _lanes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's raw bits as whole numbers, so narrow that their differences survive the multiplication."""
+    """View a tensor's raw bits as integers, narrow enough that their differences survive the multiplication."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -71,7 +69,7 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _keys(kind: int, count: int, device: torch.device) -> torch.Tensor:
-    """Give the first keys of a kind: odd numbers, scrambled from their position (splitmix64)."""
+    """Return the first keys of a kind: odd numbers, hashed from their position (splitmix64)."""
     if count & (count - 1):
         return _keys(kind, 1 << count.bit_length(), device)[:count]
     position = numpy.arange(1, count + 1, dtype=numpy.uint64) + numpy.uint64(kind << 40)
@@ -80,17 +78,17 @@ def _keys(kind: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def updated_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Name the tensors that updates change, what may have spoilt the others first: the optimizer's, then parameters."""
+    """Return the tensors that updates change, by name: the optimizer's, which may be the cause, before parameters."""
     named = {name: p.detach() for name, p in model.named_parameters()}
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, torch.Tensor] = {}
+    in_optimizer: dict[str, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state.get(p, {})
             owner = names.get(id(p), "a parameter outside of the model")
             for key, tensor in _tensors_in(state):
-                found[f"optimizer {key} of {owner}"] = tensor
-    return found | named
+                in_optimizer[f"optimizer {key} of {owner}"] = tensor
+    return in_optimizer | named
 
 
 def _tensors_in(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +103,7 @@ def _tensors_in(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def buffers_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Name the persistent buffers: BatchNorm's running statistics, and all others."""
+    """Return the persistent buffers by name: BatchNorm's running statistics, and all others."""
     statistics: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
@@ -119,17 +117,17 @@ def buffers_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, tor
 
 @dataclass(frozen=True)
 class Drift:
-    """What ranks hold otherwise than others, and who."""
+    """In which tensors ranks differ, and which ranks."""
 
     names: tuple[str, ...]
-    """Tensors, in the order in which they were given."""
+    """Of tensors, in the order in which they were given."""
     ranks: tuple[int, ...]
-    """Those that more than half of the ranks disagree with; all ranks, where no half agrees."""
+    """Those that differ from more than half of the ranks; all ranks, where no majority agrees."""
     world_size: int
 
     @property
     def has_majority(self) -> bool:
-        """Whether it can be said who is wrong."""
+        """Whether it is known which ranks are wrong."""
         return len(self.ranks) < self.world_size
 
     def __str__(self) -> str:
@@ -144,7 +142,7 @@ class Drift:
 
 
 def find_drift(by_rank: Mapping[int, Mapping[str, int]]) -> Drift | None:
-    """Compare the ranks' fingerprints by name; a name that a rank does not have counts as a difference."""
+    """Compare the ranks' fingerprints by name; a missing name counts as a difference. None: all ranks agree."""
     names = dict.fromkeys(name for numbers in by_rank.values() for name in numbers)
     different = [name for name in names if len({numbers.get(name) for numbers in by_rank.values()}) > 1]
     if not different:

@@ -1,24 +1,24 @@
-"""Where numbers cease to be finite: looks on while a model goes forward and backward once more.
+"""Where numbers stop being finite: trace a model's forward and backward pass once more.
 
-Room: the modules and tensors of this rank; speaks to nobody. Costs nothing before something is wrong.
+Ranks: each its own modules and tensors. Costs nothing until a loss or gradient is not finite.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from instep.world.tensors import nested_tensors
+
 
 def what_is_wrong(tree: Any) -> str:
-    """Count what is not finite in the tensors of anything nested, in words; empty: nothing."""
+    """Return how many elements of nested tensors are not finite, in words; empty: none. Of DTensors, local ones."""
     nans = infinities = 0
-    for tensor in _tensors(tree):
+    for tensor in nested_tensors(tree):
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if tensor.is_floating_point() or tensor.is_complex():
             nans += int(tensor.isnan().sum())
             infinities += int(tensor.isinf().sum())
@@ -26,7 +26,7 @@ def what_is_wrong(tree: Any) -> str:
 
 
 def lost_parameter(model: nn.Module) -> str:
-    """Name the first parameter that is not finite; empty: none. Buffers: the step itself may have spoilt them."""
+    """Return the first parameter that is not finite, in words; empty: none. The step may have changed buffers."""
     for name, p in model.named_parameters():
         if wrong := what_is_wrong(p):
             return f"in the parameter {name}, which has {wrong}"
@@ -34,7 +34,7 @@ def lost_parameter(model: nn.Module) -> str:
 
 
 class Trace:
-    """Finds the first module that makes something that is not finite from what is, while it is entered."""
+    """Finds the first module whose inputs are finite and whose output is not, while this context is active."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -43,13 +43,13 @@ class Trace:
         self.begin_part()
 
     def begin_part(self) -> None:
-        """Forget what was found; called before each forward pass."""
-        self.num_looks = 0
-        """Modules left, and then gradients seen, until it was found: a smaller number came first."""
+        """Forget the last part's findings; called before each forward pass."""
+        self.num_checks = 0
+        """Modules and gradients checked until the first finding: the rank with the smallest number found it first."""
         self.forward = ""
-        """Where it begins in the forward pass, in words."""
+        """The first module of the forward pass, in words."""
         self.input = ""
-        """What is wrong with what the model was given."""
+        """What is not finite in the model's input."""
         self.backward = ""
         """The first gradient that is not finite, in words."""
         self._were_finite: list[bool] = []
@@ -61,18 +61,16 @@ class Trace:
             self._handles.append(module.register_forward_hook(self._leave))
         for name, p in self._model.named_parameters():
             if p.requires_grad:
-                self._handles.append(p.register_hook(self._look_at(f"the parameter {name}")))
+                self._handles.append(p.register_hook(self._check_gradient(f"the parameter {name}")))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # Before the module is entered: one that works in place overwrites what it was given.
+        # Before the module runs: one that works in place overwrites its inputs.
         wrong = what_is_wrong((args, kwargs))
         self._were_finite.append(not wrong)
         if module is self._model:
@@ -83,42 +81,29 @@ class Trace:
         was_finite = self._were_finite.pop()
         if self.forward:
             return
-        self.num_looks += 1
+        self.num_checks += 1
         name = self._describe(module)
         if was_finite and (wrong := what_is_wrong(output)):
             self.forward = f"in {name}: its inputs are finite, its output has {wrong}"
-        for tensor in _tensors(output):
-            if tensor.requires_grad and id(tensor) not in self._hooked:  # a container gives what its last child gave
+        for tensor in nested_tensors(output):
+            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if tensor.requires_grad and id(tensor) not in self._hooked:  # a container returns its last child's output
                 self._hooked.add(id(tensor))
-                tensor.register_hook(self._look_at(f"the output of {name}"))
+                tensor.register_hook(self._check_gradient(f"the output of {name}"))
 
-    def _look_at(self, whose: str) -> Any:
-        def look(grad: torch.Tensor) -> None:
-            self.num_looks += not self.backward
+    def _check_gradient(self, whose: str) -> Any:
+        def check(grad: torch.Tensor) -> None:
+            self.num_checks += not self.backward
             if not self.backward and (wrong := what_is_wrong(grad)):
                 self.backward = (
                     f"in the backward pass only: the first gradient that is not finite is that of {whose}, "
                     f"which has {wrong}"
                 )
 
-        return look
+        return check
 
     def _describe(self, module: nn.Module) -> str:
-        # instep's own layers stand in for the user's, and have those as their base.
+        # instep's own layers replace the user's, and are subclasses of them.
         kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("instep.parallel")]
         kind = kinds[0].__name__
         return f"{self._names[module]} ({kind})" if self._names[module] else f"the model ({kind})"
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree.to_local() if isinstance(tree, DTensor) else tree  # of a shared one, what is here
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from _tensors(getattr(tree, field.name))

@@ -1,9 +1,9 @@
-"""The pulse: a few bytes of shared memory in which a rank says where it is, for whoever watches.
+"""The pulse: a few bytes of shared memory in which a rank notes what it is doing.
 
-Room: no torch. One write takes well under a microsecond and waits for nobody. A rank that nobody watches (one that
-torchrun started, say) has a pulse that goes nowhere.
+One write takes well under a microsecond and never blocks. Where no launcher reads it (under torchrun, say), a rank
+writes to memory of its own.
 
-Ranks: all write, each its own; the launching process reads.
+Ranks: each writes its own; the launcher reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZE = _IDENTITY.size + _BEAT.size
 
 
 class Phase(IntEnum):
-    """What a rank is at."""
+    """What a rank is doing."""
 
     STARTING = 0
     DATA = 1
@@ -37,16 +37,16 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a pulse says, and whose it is."""
+    """What a pulse contains, and which process wrote it."""
 
     pid: int
     start_ticks: int
-    """When the process began, as the kernel counts: with the pid, no other process can be meant."""
+    """When the process started, as the kernel counts: with the pid it identifies the process."""
     main_thread: int
     made: int
-    """Steps that this process has made itself."""
+    """Steps that this process has completed itself."""
     step: int
-    """Steps that are done, over all restarts."""
+    """Steps that are completed, over all restarts."""
     phase: Phase
     time_s: float
     """When it last moved, on the monotonic clock."""
@@ -60,16 +60,16 @@ class Pulse:
         self._made = self._step = 0
 
     def beat(self, phase: int) -> None:
-        """Say what this rank is at now."""
+        """Write what this rank is doing now."""
         _BEAT.pack_into(self._memory, _IDENTITY.size, self._made, self._step, phase, time.monotonic())
 
     def begin_steps(self, step: int) -> None:
-        """Say that steps begin, after `step` that were done before."""
+        """Write that steps begin, after `step` completed ones."""
         self._step = step
         self.beat(Phase.DATA)
 
     def end_step(self, step: int | None = None) -> None:
-        """Say that a step was made; unless it is given, its number is counted. The next one's data follow."""
+        """Write that a step is completed, and the next one's data are awaited; without `step`, count it."""
         self._made += 1
         self._step = self._step + 1 if step is None else step
         self.beat(Phase.DATA)
@@ -79,12 +79,12 @@ _here = Pulse(bytearray(_SIZE))
 
 
 def here() -> Pulse:
-    """Give this process's pulse."""
+    """Return this process's pulse."""
     return _here
 
 
 def begin_pulse(path: Path) -> None:
-    """Make this process one that is watched; called once, in a rank's worker."""
+    """Write this process's pulse to a file from now on; called once, in a rank's worker."""
     global _here
     data = bytearray(_SIZE)
     _IDENTITY.pack_into(data, 0, os.getpid(), start_ticks_of(os.getpid()) or 0, threading.main_thread().ident or 0)
@@ -97,7 +97,7 @@ def begin_pulse(path: Path) -> None:
 
 
 def read_pulse(path: Path) -> Beat | None:
-    """Read a rank's pulse; None if there is none."""
+    """Return what a rank's pulse contains; None: there is none."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -110,7 +110,7 @@ def read_pulse(path: Path) -> Beat | None:
 
 
 def start_ticks_of(pid: int) -> int | None:
-    """Tell when a process began, as the kernel counts; None if there is no such process."""
+    """Return when a process started, as the kernel counts; None: there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):

@@ -29,6 +29,7 @@ from instep.core.errors import (
     RanksFailed,
 )
 from instep.core.frames import is_users
+from instep.world.device import device_backends
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER = re.compile(
@@ -37,7 +38,7 @@ _LOST_PEER = re.compile(
     r"|timed out (waiting|after)|wait timeout|failed to (recv|send)|connectFullMesh failed"
     r"|application timeout caused pair closure|failed to pass monitoredBarrier"
     r"|\bPeerLost: "  # through C++, our own becomes a RuntimeError
-    r"|nccl.*(remote|abort|timeout)|remote process exited|watchdog caught collective",
+    rf"|({'|'.join(device_backends())}).*(remote|abort|timeout)|remote process exited|watchdog caught collective",
     re.IGNORECASE | re.DOTALL,
 )
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)

@@ -29,12 +29,14 @@ from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.scratch import Scratch
 from instep.launch.worker import FAILURE_GRACE_S, name_process, wait_for_cause, work
+from instep.world.device import ACCELERATORS
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDLED = {*_STOPS, signal.SIGUSR1, signal.SIGCHLD}
 _TORCHRUN_NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    *(name for accelerator in ACCELERATORS.values() for name in accelerator.torchrun_variables),
 )  # fmt: skip
 
 

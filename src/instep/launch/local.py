@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import cloudpickle
-import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -45,6 +44,7 @@ from instep.launch.rendezvous import meeting_point, plan_rules
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.watch import WatchPlan, watched
+from instep.world.device import device_count
 from instep.world.interfaces import interface_of, interfaces, is_loopback, own_address, socket_variables
 
 __all__ = ["LogPlan", "check_process_count", "launch"]
@@ -77,7 +77,7 @@ def launch(
     far a run has come, for good; restarts that bring it further are not counted. `wishes` are what all machines must
     have been asked for; `meet` is told the name that several machines have in common once they meet.
     """
-    count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    count = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
     point = meeting_point(spec)
     _shift_clock()
     start_preload()

@@ -10,9 +10,9 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
+from instep.guard.observation import Frame, Observation, Process
 from instep.guard.processes import descendants_of, spent_by, state_of, system_call_of
 from instep.guard.pulse import Beat, read_pulse
-from instep.guard.sighting import Frame, Process, Sighting
 from instep.guard.stacks import Asked, collect_stacks
 from instep.launch.scratch import Scratch
 
@@ -34,7 +34,7 @@ class Observer:
         beats = {rank: read_pulse(self._scratch.pulse(self.attempt, rank)) for rank in ranks}
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
-    def look(self, beats: Mapping[int, Beat], helpers: bool = False) -> list[Sighting]:
+    def look(self, beats: Mapping[int, Beat], helpers: bool = False) -> list[Observation]:
         """Return where every rank is; with `helpers`, also where its data workers are."""
         states = {rank: state_of(beat.pid, beat.start_ticks) for rank, beat in beats.items()}
         families = {rank: descendants_of(beats[rank].pid) for rank, state in states.items() if state}
@@ -46,14 +46,14 @@ class Observer:
         self.texts = {rank: text for rank, (_, text) in answers.items()}
         now = time.monotonic()
         helpers_of = self._helpers(beats, families) if helpers else {}
-        sightings = []
+        observations = []
         for rank, beat in beats.items():
             process = None
             if states[rank]:
                 stack = answers[rank][0] if rank in answers else ()
                 process = Process(pid=beat.pid, state=states[rank], stack=stack, system_call=calls[rank])
-            sightings.append(
-                Sighting(
+            observations.append(
+                Observation(
                     rank=rank,
                     process=process,
                     step=beat.step,
@@ -63,7 +63,7 @@ class Observer:
                     **dataclasses.asdict(spent[rank]) if rank in spent else {},
                 )
             )
-        return sightings
+        return observations
 
     def _helpers(self, beats: Mapping[int, Beat], families: Mapping[int, list[int]]) -> dict[int, list[Process]]:
         """Return where the ranks' children are; one per rank is asked at a time, since they share a stacks file."""

@@ -8,17 +8,15 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from instep.core.errors import EnvironmentFailed, InstepError
 from instep.core.spec import LaunchSpec
 from instep.launch.local import LogPlan, launch
+from instep.world.device import device_backends
 from instep.world.lane import engine
 from instep.world.world import World, place_here
-
-Backend = Literal["gloo", "nccl", "shared-memory"]
 
 PROCESSES = 2
 _TIMEOUT = datetime.timedelta(seconds=30)
@@ -41,7 +39,7 @@ class ProbeResult:
     """For shared memory: why its inner loops run in Python, if they do."""
 
 
-def probe(backend: Backend) -> ProbeResult:
+def probe(backend: str) -> ProbeResult:
     """Launch two processes, as a training does, that all-reduce over a backend."""
     begun = time.monotonic()
     output = io.StringIO()
@@ -60,15 +58,16 @@ def probe(backend: Backend) -> ProbeResult:
     )
 
 
-def add_up(attempt: int, backend: Backend) -> float:
+def add_up(attempt: int, backend: str) -> float:
     """All-reduce a tensor, check the sum and return the seconds it took. Called on all ranks."""
     del attempt
     place = place_here()
-    comm = "auto" if backend == "nccl" else backend
-    if backend != "nccl":
+    needs_device = backend in device_backends()
+    comm = "auto" if needs_device else backend
+    if not needs_device:
         place = replace(place, device="cpu")
     with World.join(place, timeout=_TIMEOUT, comm=comm) as world:
-        if backend == "nccl" and world.backend != backend:
+        if needs_device and world.backend != backend:
             raise EnvironmentFailed(f"the processes communicate over {world.backend}, not over {backend}.")
         seconds = []
         for _ in range(_ROUNDS):

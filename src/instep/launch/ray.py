@@ -52,6 +52,7 @@ from ray.train.backend import Backend  # noqa: E402
 from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
 
 from instep.launch.ray_rank import RayJob, work  # noqa: E402
+from instep.world.device import ACCELERATORS  # noqa: E402
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 """Of a Ray of our own: nothing of size travels through it, and by default it takes a third of the memory."""
@@ -110,7 +111,9 @@ def plan_workers(total: dict[str, float], spec: TrainSpec) -> WorkersPlan:
 class _NoGroup(Backend):
     """Make no process group: the ranks make their own, [Note: Ranks under Ray]."""
 
-    share_cuda_visible_devices = True
+
+for _type in ACCELERATORS:  # a worker sees all devices of its node, as under the other launchers
+    setattr(_NoGroup, f"share_{_type}_visible_devices", True)
 
 
 class _OurConfig(TorchConfig):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from instep.world.device import ACCELERATORS
+
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its place, not a file of ours
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -30,8 +32,8 @@ class NodeResources:
     available_bytes: int | None = None
     shared_memory_bytes: int | None = None
     """Free space in /dev/shm."""
-    has_nvidia: bool = False
-    """Whether the kernel knows an NVIDIA GPU, whatever torch can do with it."""
+    accelerator: str = ""
+    """The type of accelerator that the kernel knows, whether or not torch can use it."""
     omp_num_threads: str | None = None
 
 
@@ -54,7 +56,7 @@ def node_resources(environ: Mapping[str, str] = os.environ) -> NodeResources:
         memory_bytes=min(memory.total, int(limit)) if limit.isdigit() else memory.total,
         available_bytes=memory.available,
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
-        has_nvidia=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
+        accelerator=next((kind for kind, accelerator in ACCELERATORS.items() if accelerator.is_installed()), ""),
         omp_num_threads=environ.get("OMP_NUM_THREADS"),
     )
 

@@ -14,6 +14,7 @@ import signal
 
 MODULES = (
     "numpy",
+    "psutil",
     "torch",
     "torch.distributed",
     "torch.distributed.elastic.multiprocessing.api",

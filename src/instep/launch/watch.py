@@ -20,8 +20,7 @@ from typing import Any, TextIO
 
 from instep.core.clock import now_ns
 from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord
-from instep.guard.looks import all_stuck
-from instep.guard.patience import look_again_s, patience_s
+from instep.guard.hang import all_stuck, hang_timeout_s, recheck_after_s
 from instep.guard.processes import kill
 from instep.guard.pulse import Beat
 from instep.guard.verdict import Verdict, judge
@@ -89,12 +88,12 @@ class _Watch:
             if now - before_s > _SUSPENDED_S:
                 self._moved_s = now
             before_s = now
-            patience = patience_s(self._plan.hang_after_s, self._made_a_step, self._longest_s)
+            patience = hang_timeout_s(self._plan.hang_after_s, self._made_a_step, self._longest_s)
             poll_s = min(_LONGEST_POLL_S, max(_SHORTEST_POLL_S, patience / 20))
             if self._beats and now - self._moved_s >= patience and now >= self._look_at_s:
                 self._look()
                 before_s = time.monotonic()
-                self._look_at_s = before_s + look_again_s(patience)
+                self._look_at_s = before_s + recheck_after_s(patience)
 
     def _follow(self) -> None:
         """Read the pulses."""
@@ -116,7 +115,7 @@ class _Watch:
         if scratch.load_failures(observer.attempt):
             return  # the attempt is ending already
         look, looked_s = observer.look(self._beats), time.monotonic()
-        if all(sighting.process is None for sighting in look):
+        if all(observation.process is None for observation in look):
             return
         for pause_s in _LOOKS_S:
             if self.ending.wait(pause_s):

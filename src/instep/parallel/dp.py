@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import data_parallel
 
 from instep.parallel.class_change import add_base
 from instep.parallel.single import Single
 from instep.parallel.strategy import Example
+from instep.world.device import accelerator_of
 
 
 class _Replicated(nn.Module):
@@ -32,7 +32,8 @@ class Dp(Single):
     name = "dp"
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        num_gpus = torch.cuda.device_count() if self.grid.world.device.type == "cuda" else 0
+        accelerator = accelerator_of(self.grid.world.device)
+        num_gpus = accelerator.device_count() if accelerator is not None else 0
         if num_gpus < 2:
             self.said.append(
                 f"strategy=dp splits a batch over the GPUs of one process, and this process sees {num_gpus}: it trains "

@@ -21,7 +21,7 @@ from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import copy_gradients
 from instep.parallel.shard_norm import gather_by_shard, use_shard_statistics
 from instep.parallel.strategy import Example, Reducer, Strategy
-from instep.world.determinism import first_matmul
+from instep.world.determinism import prepare_deterministic
 from instep.world.world import World
 
 
@@ -171,7 +171,7 @@ class Exact(Strategy):
 
     def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
         del example  # the model is not examined
-        first_matmul(self.grid.world.device)
+        prepare_deterministic(self.grid.world.device)
         model = replace_dropout(model, self.context)
         use_shard_statistics(model, self.context)
         model = model.to(self.grid.world.device)

@@ -17,7 +17,7 @@ class Arriving:
     def __init__(self, number: torch.Tensor) -> None:
         self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
         self._host.copy_(number.reshape(()), non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.get_device_module(number.device).Event()
         self._event.record()
 
     def __float__(self) -> float:

@@ -19,9 +19,9 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from instep.core.errors import CompileError, InstepError
-from instep.data.nested import tensors
 from instep.parallel.noise import NoiseWatch
 from instep.train.engine import Engine
+from instep.world.tensors import nested_tensors
 
 LossOf = Callable[[nn.Module, Any], Any]
 """Gives the loss of a batch as a Task does: a mean, or a mean and its weight."""
@@ -95,7 +95,7 @@ class Trials:
         )
 
     def _key(self, given: Any) -> tuple[Any, ...]:
-        return tuple((tensor.shape, tensor.dtype) for tensor in tensors(given))
+        return tuple((tensor.shape, tensor.dtype) for tensor in nested_tensors(given))
 
 
 def _reason(error: Exception) -> str:

@@ -14,7 +14,7 @@ from instep.core.spec import TrainSpec
 from instep.core.splitmix import mix64
 from instep.core.stop import StopRequest
 from instep.data.order import PartPlan
-from instep.guard.slowness import Pace
+from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.ddp import Ddp
 from instep.parallel.dp import Dp
@@ -30,6 +30,7 @@ from instep.parallel.tensor.strategy import ShardedTensor, Tensor
 from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState
 from instep.train.witness import Witness
+from instep.world.device import accelerator_of, has_streams
 from instep.world.grid import Grid
 from instep.world.seeds import derive
 from instep.world.world import World
@@ -59,17 +60,17 @@ class Engine:
         """Samples of a step's global batch, unless it is an epoch's last."""
         self.is_full = False
         """Whether the step under way has that many."""
-        self.reads_early = world.device.type == "cuda" and world.world_size == 1 and not spec.exact
+        self.reads_early = has_streams(world.device) and world.world_size == 1 and not spec.exact
         """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
         self.witness: Witness | None = None
         self.stop_request = StopRequest()
-        self.pace = Pace()
+        self.pace = StepTimer()
         """What this rank's own part of the steps takes."""
         self._buffers: list[list[torch.Tensor]] = []
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._generators = [torch.default_generator]
-        if not self.on_cpu:
-            self._generators.append(torch.cuda.default_generators[world.device.index or 0])
+        if (accelerator := accelerator_of(world.device)) is not None:
+            self._generators.append(accelerator.default_generator(world.device))
 
     def begin_step(self, step: int, num_shards: int) -> None:
         """Set the step's noise, and remember what a step that is skipped must not change."""

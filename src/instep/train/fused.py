@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from instep.world.device import dispatch_key_of
+
 _KERNELS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adam: "_fused_adam_",
     torch.optim.AdamW: "_fused_adamw_",
@@ -42,7 +44,7 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
         for p in group["params"]:
             if not p.is_floating_point() or p.is_sparse:
                 return False
-            key = {"cpu": "CPU", "cuda": "CUDA"}.get(p.device.type)
+            key = dispatch_key_of(p.device)
             if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key):
                 return False
     return True

@@ -9,7 +9,8 @@ import torch
 
 from instep.core.errors import TaskError
 from instep.core.microbatches import cut
-from instep.data.nested import map_tensors, tensors
+from instep.data.nested import map_tensors
+from instep.world.tensors import nested_tensors
 
 
 def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any]]:
@@ -18,7 +19,7 @@ def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any
     What has `num_rows` entries in its first dimension goes by rows. All else (a number, a mask that all rows share) is
     the same in all pieces.
     """
-    if not any(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors(batch)):
+    if not any(tensor.dim() and tensor.shape[0] == num_rows for tensor in nested_tensors(batch)):
         raise TaskError(
             f"a pipeline cuts a batch by its rows, and this one of {num_rows} samples has no tensor with {num_rows} "
             "entries in its first dimension. Let collate put the samples there."

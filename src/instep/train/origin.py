@@ -48,7 +48,7 @@ def _look(step: Step, model: nn.Module, loss_of: LossOf, trace: Trace, backward:
         if backward:
             step.backward(loss, weight)
         counted = counted and (weight is None or float(weight) != 0.0)
-        looks, where = (trace.num_looks, trace.backward) if backward else _of_forward(trace, batch, loss)
+        looks, where = (trace.num_checks, trace.backward) if backward else _of_forward(trace, batch, loss)
         if first is None and counted and where:
             first = (number, looks, where)
     return first
@@ -59,9 +59,9 @@ def _of_forward(trace: Trace, batch: Any, loss: torch.Tensor) -> tuple[int, str]
     if not what_is_wrong(loss):
         return 0, ""
     if trace.forward:
-        return trace.num_looks, trace.forward
+        return trace.num_checks, trace.forward
     if wrong := what_is_wrong(batch):
         return 0, f"in the data: the batch has {wrong}"
     if trace.input:
         return 0, f"in the loss function, before the model: what the model is given has {trace.input}"
-    return trace.num_looks, "in the loss function: the model's output is finite"
+    return trace.num_checks, "in the loss function: the model's output is finite"

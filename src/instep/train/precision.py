@@ -28,6 +28,7 @@ import torch._functorch.config
 
 from instep.core.errors import SpecError
 from instep.core.spec import TrainSpec
+from instep.world.device import accelerator_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-16
@@ -39,15 +40,14 @@ _WINDOW, _OFTEN, _QUIET = 100, 10, 1000
 
 def resolve_precision(spec: TrainSpec, device: str | torch.device) -> TrainSpec:
     """Decide what `auto` is on a device; refuse what the device does not have."""
-    kind = torch.device(device).type
-    if spec.precision == "tf32" and kind == "cpu":
+    if spec.precision == "tf32" and torch.device(device).type == "cpu":
         raise SpecError(
-            "precision=tf32 is a way in which NVIDIA's GPUs multiply, and this process trains on CPU. Use fp32 or bf16."
+            "precision=tf32 is a number format of GPUs' matrix units, and this process trains on CPU. Use fp32 or bf16."
         )
     if spec.precision != "auto":
         return spec
-    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return replace(spec, precision="bf16" if has_bf16 else "fp32")
+    accelerator = accelerator_of(device)
+    return replace(spec, precision="bf16" if accelerator is not None and accelerator.supports_bf16() else "fp32")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import torch
 from instep.core.errors import DivergenceError
 from instep.core.spec import TrainSpec
 from instep.guard.fingerprint import Drift, buffers_of, find_drift, fingerprint, fingerprints, updated_state
-from instep.guard.slowness import Pace, Share, Slowness
+from instep.guard.straggler import StepTime, StepTimer, StragglerDetector
 from instep.train.saver import Saver
 from instep.train.train_state import TrainState
 from instep.world.grid import Grid
@@ -32,7 +32,9 @@ from instep.world.grid import Grid
 class ReplicaCheck:
     """Compares this rank with the others."""
 
-    def __init__(self, grid: Grid, spec: TrainSpec, saver: Saver, pace: Pace, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, grid: Grid, spec: TrainSpec, saver: Saver, pace: StepTimer, notice: Callable[[str], None]
+    ) -> None:
         world = grid.world
         self._world, self._saver, self._notice = world, saver, notice
         self._groups = list({tuple(grid.mesh.ranks_along(("dp",), rank)): None for rank in range(world.world_size)})
@@ -40,7 +42,7 @@ class ReplicaCheck:
         self._every = spec.check_every if world.world_size > 1 else 0
         self._exact = spec.exact
         self._pace = pace
-        self._slowness = Slowness(world.world_size)
+        self._stragglers = StragglerDetector(world.world_size)
         self._watches_others = True
         """Whether buffers that may differ are still looked at: until they do."""
         self._agreed = saver.step  # all ranks have read the same checkpoint, or begun with rank 0's weights
@@ -65,7 +67,7 @@ class ReplicaCheck:
             self._watches_others = False
             self._tell_others(self._find(others, own[1], group))
         self._agreed = self._saver.trusted = step
-        for sentence in self._slowness.judge([Share(n[3] / 1e9, n[4] / 1e9, n[5] / 1000) for n in told]):
+        for sentence in self._stragglers.check([StepTime(n[3] / 1e9, n[4] / 1e9, n[5] / 1000) for n in told]):
             self._notice(sentence)
 
     def _state(self, trained: Sequence[TrainState]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -83,7 +85,7 @@ class ReplicaCheck:
                 into.update({name + suffix: tensor for name, tensor in part.items()})
         return strict, loose if self._watches_others else {}
 
-    def _exchange(self, numbers: Sequence[torch.Tensor | int], share: Share) -> list[list[int]]:
+    def _exchange(self, numbers: Sequence[torch.Tensor | int], share: StepTime) -> list[list[int]]:
         """Tell every rank every rank's numbers and times, in one collective. Called on all ranks."""
         times = [int(share.data_s * 1e9), int(share.compute_s * 1e9), int(share.num_rows * 1000)]
         own = torch.tensor([*map(int, numbers), *times], dtype=torch.int64, device=self._world.device)

@@ -21,10 +21,10 @@ from torch import nn
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
-from instep.data.nested import tensors
 from instep.data.order import PartPlan
 from instep.train.source import TaskSource
 from instep.train.worker import process_settings, worker_main
+from instep.world.tensors import nested_tensors
 from instep.world.world import World, place_here
 
 GRADIENTS = "gradients.safetensors"
@@ -73,7 +73,7 @@ class Recorder:
         """Watch in which precision the layers compute, until the first gradients are there."""
 
         def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._dtypes |= {tensor.dtype for tensor in tensors(output) if tensor.is_floating_point()}
+            self._dtypes |= {tensor.dtype for tensor in nested_tensors(output) if tensor.is_floating_point()}
 
         self._hooks = [module.register_forward_hook(note) for module in model.modules()]
 
@@ -121,7 +121,7 @@ class Recorder:
 
 def row_digests(batch: Any, num_rows: int) -> list[str] | None:
     """Name the contents of each row of a batch; None where no tensor has the batch's rows."""
-    columns = [t.detach().cpu().contiguous() for t in tensors(batch) if t.dim() and t.shape[0] == num_rows]
+    columns = [t.detach().cpu().contiguous() for t in nested_tensors(batch) if t.dim() and t.shape[0] == num_rows]
     if not columns:
         return None
     hashes = [hashlib.blake2b(digest_size=8) for _ in range(num_rows)]

@@ -1,4 +1,5 @@
-"""Who am I, the process group, every collective, seeds.
+"""The process's place in the job, its device, the process group and its collectives, seeds.
 
-Room: the only one that speaks to the other ranks; with launch, the only one that reads the environment.
+Process groups are made here, and instep's collectives are methods of `World`; besides, `parallel` communicates through
+torch's own DTensor, FSDP and pipelining. The environment is read here, in `launch` and in `cli/early.py`.
 """

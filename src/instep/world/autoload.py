@@ -1,7 +1,7 @@
 """Make `init_process_group("instep")` work wherever instep is installed.
 
-PyTorch calls `register` while it is imported (the entry point `torch.backends` in pyproject.toml), so this file
-imports nothing, and the group itself is imported when one is made.
+PyTorch calls `register` while it is imported (the entry point `torch.backends` in pyproject.toml). So this module
+imports nothing at its top, and `instep.world.group` only when a group is made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ BACKEND = "instep"
 
 
 def register() -> None:
-    """Tell PyTorch the name of the backend."""
+    """Register the backend with PyTorch."""
     import torch.distributed as dist
 
     if dist.is_available() and BACKEND not in dist.Backend.backend_list:

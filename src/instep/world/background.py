@@ -1,12 +1,12 @@
-"""Operations that their caller does not wait for.
+"""The thread that runs a group's asynchronous operations.
 
 [Note: Two ways in]
-A caller that waits anyway (instep itself, `dist.all_reduce(t)`) computes in its own thread. An asynchronous
-operation (DDP's buckets, `async_op=True`) must not block its caller: a program may rely on going on, for instance to
-send what the other rank waits for before it joins. Those are done by one thread a group, in the order of the calls,
-and a caller that waits comes after them. To wake that thread and to be woken by it takes longer than most
-operations, so where there are no cores to spare the caller begins the work itself, for as long as the others are
-there too, and leaves to the thread what would keep it waiting.
+A caller that waits anyway (instep itself, `dist.all_reduce(t)`) computes in its own thread. An asynchronous operation
+(DDP's buckets, `async_op=True`) must not block its caller: a program may rely on continuing, for instance to send what
+another rank waits for before it joins. Each group has one thread that runs those, in the order of the calls, and a
+caller that waits comes after them. Waking that thread and being woken by it takes longer than most operations. So where
+there are no spare cores, the caller runs the operation itself until it would have to wait, and leaves the rest to the
+thread.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 
-def done(result: Any) -> Any:
-    """Give the work of an operation that has been done already."""
+def completed(result: Any) -> Any:
+    """Return the work of an operation that is completed."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
 
 
 class Pending(dist.Work):
-    """An operation under way. c10d's own work of a future would keep an error, and Ctrl-C, from who waits for it."""
+    """The work of an operation in progress. c10d's own work of a future would hide errors and Ctrl-C from `wait`."""
 
     def __init__(self, ended: threading.Event, failures: list[Exception], future: Any) -> None:
         super().__init__()
         self._ended, self._failures, self._future = ended, failures, future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done; raise what went wrong."""
+        """Wait for completion; raise the operation's error."""
         seconds = timeout.total_seconds() if timeout else None
         if not self._ended.wait(seconds or None):
-            raise TimeoutError(f"the operation was not done within {seconds:g} s.")
+            raise TimeoutError(f"the operation was not completed within {seconds:g} s.")
         if self._failures:
             raise self._failures[0]
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         return self._ended.is_set()
 
     def get_future(self) -> Any:
-        """Give what callbacks can be added to."""
+        """Return the future, for callbacks."""
         return self._future
 
 
 class Background:
-    """Does a group's asynchronous operations, one after the other ([Note: Two ways in])."""
+    """Runs a group's asynchronous operations, one after the other ([Note: Two ways in])."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -63,7 +63,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, run: Callable[[], None], result: Any) -> Pending:
-        """Have something done; give the work that can be waited for."""
+        """Queue an operation; return its work."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="instep-collectives", daemon=True)
             self._thread.start()
@@ -77,32 +77,32 @@ class Background:
             except Exception as error:  # noqa: BLE001 - raised where the work is waited for
                 failures.append(error)
             try:
-                computed.set_result(None)  # callbacks run here, and may speak: only then is it over
+                computed.set_result(None)  # runs callbacks, which may communicate: only then has it ended
             finally:
                 ended.set()
 
-        def give(_: Any) -> Any:
+        def outcome(_: Any) -> Any:
             # An exception in a callback is the only one that C++, DDP for instance, sees as an error.
             if failures:
                 raise failures[0]
             return result
 
-        pending = Pending(ended, failures, computed.then(give))
+        pending = Pending(ended, failures, computed.then(outcome))
         self._jobs.put(job)
         return pending
 
     @property
     def busy(self) -> bool:
-        """Whether something that was submitted is not over yet."""
+        """Whether a submitted operation has not ended yet."""
         return self._last is not None and not self._last.is_set()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the thread that does the work: a callback, which nobody else can help."""
+        """Whether the caller is this thread: a callback, which must not wait for the thread."""
         return threading.current_thread() is self._thread
 
     def drain(self) -> None:
-        """Wait until all that was submitted is done."""
+        """Wait until all submitted operations have ended."""
         if self._last is None:
             return
         if self.is_here:
@@ -112,7 +112,7 @@ class Background:
             self._last.wait()
 
     def end(self) -> None:
-        """End the thread, after what it is doing."""
+        """End the thread after its current operation."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread = None
@@ -124,7 +124,7 @@ class Background:
     def _next(self) -> bool:
         job = self._jobs.get()
         if job is None:
-            self._jobs.put(None)  # also for whoever called a callback that called this
+            self._jobs.put(None)  # for the outer call, if a callback called this one
             return False
         job()
         return True

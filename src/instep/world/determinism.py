@@ -1,4 +1,4 @@
-"""Kernels that give the same bits every time, for as long as a run needs them."""
+"""Deterministic kernels: the same bits every time, for as long as a run needs them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ import torch._inductor.config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from instep.core.errors import TaskError
+from instep.world.device import ACCELERATORS, accelerator_of
 
-_WORKSPACE, _SIZES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 _MAX_SHAPES = 64
 _SETTINGS: tuple[tuple[Any, str, Any], ...] = (
     (torch.utils.deterministic, "fill_uninitialized_memory", False),  # nothing here reads what it has not written
-    (torch.backends.cudnn, "benchmark", False),  # it chooses kernels by the clock
-    (torch._inductor.config, "deterministic", True),  # and so does this
-    (torch._dynamo.config, "automatic_dynamic_shapes", False),  # else a kernel depends on the shapes met before
+    (torch._inductor.config, "deterministic", True),  # else it chooses kernels by their speed
+    (torch._dynamo.config, "automatic_dynamic_shapes", False),  # else a kernel depends on the shapes seen before
     (torch._dynamo.config, "recompile_limit", _MAX_SHAPES),
-    (torch._dynamo.config, "fail_on_recompile_limit_hit", True),  # after so many it would go on uncompiled
+    (torch._dynamo.config, "fail_on_recompile_limit_hit", True),  # else it would continue uncompiled
 )
 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Use deterministic kernels only; what was set before is set again in the end.
+    """Use deterministic kernels only, and restore the settings at the end.
 
-    An operation that has none is an error which names it.
+    An operation without a deterministic kernel raises a TaskError that names it.
     """
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    before = [getattr(where, name) for where, name, _ in _SETTINGS]
-    workspace = os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, _SIZES)
+    settings = [*_SETTINGS, *(row for a in ACCELERATORS.values() for row in a.deterministic_settings())]
+    before = [getattr(where, name) for where, name, _ in settings]
+    variables = {name: value for a in ACCELERATORS.values() for name, value in a.deterministic_variables.items()}
+    variables_before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables | variables_before)
     torch.use_deterministic_algorithms(True)
-    for where, name, value in _SETTINGS:
+    for where, name, value in settings:
         setattr(where, name, value)
     try:
         yield
@@ -55,29 +56,22 @@ def deterministic() -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warns)
-        for (where, name, _), value in zip(_SETTINGS, before, strict=True):
+        for (where, name, _), value in zip(settings, before, strict=True):
             setattr(where, name, value)
-        os.environ.pop(_WORKSPACE, None)
-        if workspace is not None:
-            os.environ[_WORKSPACE] = workspace
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(variables_before)
 
 
-def first_matmul(device: torch.device) -> None:
-    """Have torch look at cuBLAS's setting, once and for all, then take it away unless it is another one.
-
-    Within `deterministic` torch asks for that variable when it first multiplies, and never again. But as long as it is
-    set, torch reads the size of cuBLAS's workspace from it at every multiplication, with a regular expression: some
-    100 µs each. The workspace is torch's own either way, which is what makes cuBLAS deterministic.
-    """
-    if device.type == "cuda" and os.environ.get(_WORKSPACE) == _SIZES:
-        one = torch.ones(1, 1, device=device)
-        one.mm(one)
-        del os.environ[_WORKSPACE]
+def prepare_deterministic(device: torch.device) -> None:
+    """Do what a device type needs once, within `deterministic`, before the first step."""
+    if (accelerator := accelerator_of(device)) is not None:
+        accelerator.prepare_deterministic(device)
 
 
 def platform_of(device: torch.device) -> dict[str, str]:
-    """Name what may round a kernel differently: torch, and the processor that computes."""
-    found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-    if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+    """Return what kernels' rounding may depend on: torch's version, and the processor that computes."""
+    platform = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    if (accelerator := accelerator_of(device)) is not None:
+        platform["gpu"] = accelerator.device_name(device)
+    return platform

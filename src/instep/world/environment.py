@@ -1,11 +1,10 @@
-"""Find out from the environment who this process is.
+"""Read from the environment which rank this process is.
 
-Room: reads the environment; joins nothing.
 Ranks: each for itself.
 
-The launchers nest: torchrun may be started by srun, mpirun inside a SLURM allocation. The innermost one
-placed this process, so the order of the candidates below is torchrun, OpenMPI, MPICH, SLURM. What is
-contradictory is refused: a rank guessed wrong shows up as a hang an hour later.
+Launchers nest: srun may start torchrun, a SLURM allocation may contain mpirun. The innermost launcher started this
+process, so the order of the candidates below is torchrun, OpenMPI, MPICH, SLURM. Contradictions are refused: a wrong
+rank would show up as a hang an hour later.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _BY_HAND = ("RANK", "WORLD_SIZE")
 
 
 def detect(environ: Mapping[str, str]) -> Place:
-    """Describe this process from the variables its launcher set; a world of one if there are none."""
+    """Return this process's place from the variables that its launcher set; a world of one if there are none."""
     by_hand = all(name in environ for name in _BY_HAND)
     if by_hand and "TORCHELASTIC_RUN_ID" in environ:
         return _from_rank_variables(environ, "torchrun")
@@ -42,7 +41,7 @@ def detect(environ: Mapping[str, str]) -> Place:
 
 
 def is_launched() -> bool:
-    """Tell whether a launcher started this process as one of a world; contradictions count as no."""
+    """Return whether a launcher started this process as a rank; contradictory variables count as no."""
     try:
         return detect(os.environ).launched
     except SpecError:
@@ -50,15 +49,15 @@ def is_launched() -> bool:
 
 
 def _candidates(environ: Mapping[str, str]) -> list[tuple[Launcher, str, str]]:
-    """The schedulers whose variables are there, innermost first, each with its rank and size variables."""
-    found: list[tuple[Launcher, str, str]] = []
+    """Return the schedulers whose variables are set, innermost first, with the names of rank and size."""
+    candidates: list[tuple[Launcher, str, str]] = []
     if "OMPI_COMM_WORLD_RANK" in environ:
-        found.append(("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+        candidates.append(("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
     if is_mpich(environ):
-        found.append(("mpich", "PMI_RANK", "PMI_SIZE"))
+        candidates.append(("mpich", "PMI_RANK", "PMI_SIZE"))
     if is_step(environ):
-        found.append(("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-    return found
+        candidates.append(("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    return candidates
 
 
 def _from_rank_variables(environ: Mapping[str, str], launcher: Launcher) -> Place:
@@ -95,7 +94,7 @@ def _from_mpi(environ: Mapping[str, str], launcher: Launcher) -> Place:
         Place(
             rank=rank,
             local_rank=local_rank,
-            # MPI does not number machines; this is right where it fills one after the other, as it does by default.
+            # MPI does not number nodes; this is right where it fills one after the other, as it does by default.
             node_rank=max(0, rank - local_rank) // local_world_size,
             world_size=world_size,
             local_world_size=local_world_size,
@@ -132,13 +131,13 @@ def _from_slurm(environ: Mapping[str, str]) -> Place:
 
 
 def port_of_job(job: str) -> int:
-    """Derive a port from a job's number, so that two jobs on one node do not share it."""
+    """Return a port derived from a job's number, so that two jobs on one node do not share it."""
     digits = re.sub(r"\D", "", job) or "0"
     return 15000 + int(digits[-9:]) % 15000
 
 
 def first_host(nodelist: str) -> str:
-    """Give the first host of SLURM's compressed list: `a[03-07,9],b1` is a03."""
+    """Return the first host of SLURM's compressed list: a03 of `a[03-07,9],b1`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
     if not match:
         raise SpecError(f"SLURM's node list {nodelist!r} cannot be read. Set MASTER_ADDR to the first node's name.")
@@ -146,7 +145,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_on_node(text: str, node: int) -> int:
-    """Read SLURM's `2(x3),1`: two tasks on each of three nodes, then one."""
+    """Return a node's count from SLURM's `2(x3),1`: two tasks on each of three nodes, then one."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -158,7 +157,7 @@ def _refuse_contradiction(environ: Mapping[str, str], launcher: str, rank: str, 
         if theirs in environ and environ[ours] != environ[theirs]:
             raise SpecError(
                 f"{ours}={environ[ours]} contradicts {theirs}={environ[theirs]} ({launcher}): "
-                f"both say who this process is. Unset {ours}, or set it to {theirs}."
+                f"both describe this process. Unset {ours}, or set it to {theirs}."
             )
 
 
@@ -169,7 +168,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
             raise SpecError(f"{name} is not set although the launcher's other variables are. Set it, or unset those.")
         return default
     if not text.strip().isdigit():
-        raise SpecError(f"{name}={text!r} is not a number, so this process does not know who it is.")
+        raise SpecError(f"{name}={text!r} is not a number, so the rank of this process is unknown.")
     return int(text)
 
 

@@ -1,6 +1,6 @@
 """The ranks on their mesh, with a process group for each axis.
 
-Ranks: all; groups are made on all ranks, in the same order.
+Ranks: all; all ranks create the groups, in the same order.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from instep.world.world import World
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks, and those with which this one shares batches."""
+    """All ranks, and those that this rank shares batches with."""
 
     mesh: Mesh
     world: World
     """All ranks."""
     data: World
-    """The ranks that hold the same part of the model (or shards of it), each with its share of a batch."""
+    """The ranks with the same part of the model (or shards of it), each with its part of the batch."""
     devices: DeviceMesh | None = None
-    """The mesh, as PyTorch wants it; None where every rank holds the whole model."""
+    """torch's device mesh; None where every rank holds the whole model."""
 
     @classmethod
     def open(cls, world: World, mesh: Mesh) -> Grid:
-        """Make the groups that a mesh needs. Called on all ranks."""
+        """Create the groups that a mesh needs. Called on all ranks."""
         if mesh.has_whole_models:
             return cls(mesh, world, world)
         devices = init_device_mesh(world.device.type, mesh.shape, mesh_dim_names=AXES)
@@ -37,21 +37,21 @@ class Grid:
         return cls(mesh, world, world.within(data.get_group()), devices)
 
     def among(self, stages: Sequence[int]) -> World | None:
-        """Make a world of ranks of this rank's pipeline, by their stages; None if it is none. Called on all ranks."""
-        found: World | None = None
+        """Return a world of some stages of this rank's pipeline; None if it is not in it. Called on all ranks."""
+        own: World | None = None
         for first in range(self.mesh.size):
             if self.mesh.coordinate(first, "pp") == 0:
                 along = self.mesh.ranks_along(("pp",), first)
                 ranks = [along[stage] for stage in stages]
-                group = dist.new_group(ranks)  # made by all, also by who is not in it
+                group = dist.new_group(ranks)  # every rank must call it, also those outside the group
                 if self.world.rank in ranks:
-                    found = self.world.within(group)
-        return found
+                    own = self.world.within(group)
+        return own
 
     def __deepcopy__(self, _memo: object) -> Grid:
-        return self  # there is one, whoever copies a module that knows it
+        return self  # there is one, also when a module that refers to it is copied
 
     @property
     def is_counted(self) -> bool:
-        """Whether what this rank counts of its rows is taken."""
+        """Whether this rank's counts are added up: one of the ranks that compute the same rows."""
         return self.mesh.is_counted(self.world.rank)

@@ -1,12 +1,10 @@
-"""The process group of the fast lane, for instep and for PyTorch: `init_process_group("instep")`.
+"""The process group of the lane, for instep and for PyTorch: `init_process_group("instep")`.
 
-Room: the c10d side of `world.lane`; `autoload` registers it with PyTorch.
-Ranks: all of the group.
+Ranks: all of the group. `autoload` registers it with PyTorch.
 
-CPU tensors of ranks that share a machine go through shared memory, over several machines hierarchically
-([Note: Hierarchical all-reduce]). What the lane does not have (point to point, all-to-all, products, complex numbers,
-…) goes to the gloo group that every such group holds, and so does everything where memory cannot be shared; `refusal`
-says why.
+CPU tensors of ranks that share a node go through shared memory, over several nodes hierarchically ([Note: Hierarchical
+all-reduce]). What the lane does not have (point to point, all-to-all, products, complex numbers, …) goes to the gloo
+group that every SharedGroup holds, and so does everything where memory cannot be shared; `refusal` says why.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.world.background import Background, done
-from instep.world.flat import as_bytes, flattened
-from instep.world.gloo_side import GlooSide
-from instep.world.inter_node_group import InterNodeGroup
-from instep.world.lane.between import Between
+from instep.world.background import Background, completed
+from instep.world.gloo_fallback import GlooFallback
+from instep.world.hierarchical import Hierarchical
 from instep.world.lane.lane import Lane, Steps
-from instep.world.lane.opening import open_lane
 from instep.world.lane.reduction import DTYPES, AddUp, Reduction
+from instep.world.lane.rendezvous import open_lane
+from instep.world.tensors import as_bytes, flattened, row_of
 
 _REDUCTIONS = (
     (dist.ReduceOp.SUM, Reduction.SUM),
@@ -35,12 +32,12 @@ _REDUCTIONS = (
     (dist.ReduceOp.MAX, Reduction.MAX),
     (dist.ReduceOp.MIN, Reduction.MIN),
 )
-_PATIENCE_S = 500e-6
+_SPIN_S = 500e-6
 """How long an asynchronous operation may keep its caller."""
 
 
 class SharedGroup(dist.ProcessGroup):
-    """Ranks that speak through shared memory where they can, and through gloo where they cannot."""
+    """Ranks that communicate through shared memory where they can, and over gloo where they cannot."""
 
     def __init__(
         self,
@@ -53,29 +50,29 @@ class SharedGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-        self._gloo = GlooSide(gloo)
+        self._gloo = GlooFallback(gloo)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        opened = open_lane(dist.PrefixStore("lane", store), rank, size, timeout, global_ranks=global_ranks, label=label)
-        self.lane, self.plan, self.refusal = opened
-        self._place = self.plan.where(rank)
-        self._between: Between | None = None
-        if not self.refusal and len(self.plan.machines) > 1:
-            self._between = Between(self.lane, self._open_rail(store, timeout), self.plan, self._place[0])
-        # With cores to spare, a thread of its own works beside the caller; without, it would only take turns with it.
+        self.lane, self.plan, self.refusal = open_lane(
+            dist.PrefixStore("lane", store), rank, size, timeout, global_ranks=global_ranks, label=label
+        )
+        self._hierarchical: Hierarchical | None = None
+        if not self.refusal and len(self.plan.nodes) > 1:
+            self._hierarchical = Hierarchical(self.lane, self.plan, rank, store, timeout)
+        # With spare cores a thread works beside the caller; without, it would only take turns with it.
         spare = len(os.sched_getaffinity(0)) > size * torch.get_num_threads()
-        self._begins = self.lane is not None and self._between is None and not spare
+        self._begins = self.lane is not None and self._hierarchical is None and not spare
         self._background = Background()
 
     def describe(self) -> str:
-        """Say in a few words what this group speaks over."""
+        """Return in a few words what this group communicates over."""
         if self.refusal:
             return "gloo"
-        machines = len(self.plan.machines)
-        return "shared memory" if machines == 1 else f"shared memory and gloo between {machines} machines"
+        nodes = len(self.plan.nodes)
+        return "shared memory" if nodes == 1 else f"shared memory and gloo between {nodes} nodes"
 
     def all_reduce_now(self, tensor: torch.Tensor) -> None:
-        """Add the ranks' tensors up, in place: no options, no work object. Called on all ranks."""
+        """Sum the ranks' tensors, in place, without options or a work object. Called on all ranks."""
         if self.refusal or tensor.dtype not in DTYPES:
             self._gloo.allreduce([tensor], dist.AllreduceOptions()).wait()
         else:
@@ -83,17 +80,17 @@ class SharedGroup(dist.ProcessGroup):
             self._run(self._reduce([tensor], Reduction.SUM))
 
     def can_coalesce(self, dtype: torch.dtype) -> bool:
-        """Tell whether `all_reduce_coalesced_now` can be used for such numbers. All ranks are told the same."""
-        return self.lane is not None and self._between is None and self.lane.can_coalesce(dtype)
+        """Return whether `all_reduce_coalesced_now` supports a dtype; the same on all ranks."""
+        return self.lane is not None and self._hierarchical is None and self.lane.can_coalesce(dtype)
 
     def all_reduce_coalesced_now(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Add up what lies in several tensors, in place (World.all_reduce_coalesced). Called on all ranks."""
+        """Sum several tensors, in place (World.all_reduce_coalesced). Called on all ranks."""
         self._background.drain()
         self._run(self._own_lane().all_reduce_coalesced(pieces))
 
     def can_ordered_reduce(self, out: torch.Tensor) -> bool:
-        """Tell whether `ordered_reduce_now` can be used for such a tensor: all ranks share a machine."""
-        return not self.refusal and self._between is None and out.dtype in DTYPES and out.device.type == "cpu"
+        """Return whether `ordered_reduce_now` supports a tensor, which all ranks must share a node for."""
+        return not self.refusal and self._hierarchical is None and out.dtype in DTYPES and out.device.type == "cpu"
 
     def ordered_reduce_now(
         self,
@@ -102,18 +99,18 @@ class SharedGroup(dist.ProcessGroup):
         add_up: AddUp,
         out: torch.Tensor,
     ) -> None:
-        """Add up the ranks' rows in a way of the caller's (World.fold). Called on all ranks."""
+        """Add up the ranks' rows in the caller's order (World.ordered_reduce). Called on all ranks."""
         self._background.drain()
         self._run(self._own_lane().ordered_reduce(own, counts, add_up, out))
 
-    # Called by PyTorch, spelled as PyTorch spells it.
+    # Called by PyTorch, under PyTorch's names.
 
     def getBackendName(self) -> str:
-        """Give the name that the group was asked for by."""
+        """Return the name of the backend."""
         return "instep"
 
     def shutdown(self) -> None:
-        """Leave: tells whoever still waits for this rank, and asks for no answer."""
+        """Leave the group; inform ranks that still wait for this one. Issues no collective."""
         self._background.end()
         if self.lane is not None:
             self.lane.close()
@@ -141,22 +138,22 @@ class SharedGroup(dist.ProcessGroup):
         """Overwrite the tensors with one rank's."""
         opts = opts or dist.BroadcastOptions()
         if not self._can(tensors):
-            return self._gloo.broadcast(tensors, opts)
+            return self._gloo.group.broadcast(list(tensors), opts)
         return self._do(self._broadcast(tensors, opts.rootRank), tensors, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait until every rank is here."""
         opts = opts or dist.BarrierOptions()
         if self.refusal:
-            return self._gloo.barrier(opts)
-        return self._do((self._between or self._own_lane()).barrier(), [], opts)
+            return self._gloo.group.barrier(opts)
+        return self._do((self._hierarchical or self._own_lane()).barrier(), [], opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors in lists."""
         opts = opts or dist.AllgatherOptions()
         fits = all(self._fit(outs, own) for outs, own in zip(output_lists, inputs, strict=True))
-        if not fits or not self._can_alone(inputs):
-            return self._gloo.allgather(output_lists, inputs, opts)
+        if not fits or not self._can_on_node(inputs):
+            return self._gloo.group.allgather(output_lists, inputs, opts)
         return self._do(self._gather(output_lists, inputs), output_lists, opts)
 
     def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
@@ -168,7 +165,7 @@ class SharedGroup(dist.ProcessGroup):
         opts = opts or dist.AllgatherOptions()
         for output, own in zip(outputs, inputs, strict=True):
             _check_whole("all_gather", whole=output, part=own, size=self.size())
-        if not self._can_alone(inputs):
+        if not self._can_on_node(inputs):
             return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
         return self._do(self._gather_whole(outputs, inputs), outputs, opts)
 
@@ -177,21 +174,21 @@ class SharedGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         how = self._reduction(opts.reduceOp, outputs)
         fits = all(self._fit(parts, out) for parts, out in zip(input_lists, outputs, strict=True))
-        if how is None or self._between is not None or not fits:
+        if how is None or self._hierarchical is not None or not fits:
             return self._gloo.reduce_scatter(outputs, input_lists, opts)
         return self._do(self._scatter(outputs, input_lists, how), outputs, opts)
 
     def _reduce_scatter_base(self, output: Any, whole: Any, opts: Any = None) -> Any:
-        """Combine, for each rank, its part of a whole."""
+        """Combine, for each rank, its part of the input."""
         return self.reduce_scatter_tensor_coalesced([output], [whole], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Combine, for each rank, its part of several wholes."""
+        """Combine, for each rank, its part of each input."""
         opts = opts or dist.ReduceScatterOptions()
         for output, whole in zip(outputs, inputs, strict=True):
             _check_whole("reduce_scatter", whole=whole, part=output, size=self.size())
         how = self._reduction(opts.reduceOp, outputs)
-        if how is None or self._between is not None:
+        if how is None or self._hierarchical is not None:
             return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return self._do(self._scatter_whole(outputs, inputs, how), outputs, opts)
 
@@ -214,45 +211,45 @@ class SharedGroup(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    # What is done, in whichever thread.
+    # The operations themselves, in either thread.
 
     def _reduce(self, tensors: Sequence[torch.Tensor], how: Reduction) -> Steps:
-        way = self._between or self._own_lane()
+        way = self._hierarchical or self._own_lane()
         for tensor in tensors:
             with flattened(tensor) as flat:
                 yield from way.all_reduce(flat, how)
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> Steps:
-        machine, place = self.plan.where(root)
+        node, local_rank = self.plan.where(root)
         for tensor in tensors:
             with flattened(tensor) as flat:
-                if self._between is not None:
-                    yield from self._between.broadcast(as_bytes(flat), machine, place)
+                if self._hierarchical is not None:
+                    yield from self._hierarchical.broadcast(as_bytes(flat), node, local_rank)
                 else:
-                    yield from self._own_lane().broadcast(as_bytes(flat), place)
+                    yield from self._own_lane().broadcast(as_bytes(flat), local_rank)
 
     def _gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Steps:
         for outs, own in zip(outputs, inputs, strict=True):
             with contextlib.ExitStack() as stack:
                 flats = [as_bytes(stack.enter_context(flattened(out))) for out in outs]
-                yield from self._own_lane().all_gather(flats, as_bytes(_row(own)))
+                yield from self._own_lane().all_gather(flats, as_bytes(row_of(own)))
 
     def _gather_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
         for output, own in zip(outputs, inputs, strict=True):
             with flattened(output) as flat:
                 parts = [as_bytes(part) for part in flat.split(own.numel())] if own.numel() else []
-                yield from self._own_lane().all_gather(parts, as_bytes(_row(own)))
+                yield from self._own_lane().all_gather(parts, as_bytes(row_of(own)))
 
     def _scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], how: Reduction
     ) -> Steps:
         for out, parts in zip(outputs, inputs, strict=True):
             with flattened(out) as flat:
-                yield from self._own_lane().reduce_scatter(flat, [_row(part) for part in parts], how)
+                yield from self._own_lane().reduce_scatter(flat, [row_of(part) for part in parts], how)
 
     def _scatter_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: Reduction) -> Steps:
-        # A view, or a copy made now and not when it was asked for: earlier operations may still write to it.
-        parts = (_row(whole).split(max(1, output.numel())) for output, whole in zip(outputs, inputs, strict=True))
+        # A view, or a copy made now and not at the call: earlier operations may still write to it.
+        parts = (row_of(whole).split(max(1, output.numel())) for output, whole in zip(outputs, inputs, strict=True))
         for output, own_parts in zip(outputs, parts, strict=True):
             yield from self._scatter([output], [own_parts], how)
 
@@ -263,63 +260,51 @@ class SharedGroup(dist.ProcessGroup):
     def _run(self, steps: Steps) -> None:
         if self.lane is not None:
             self.lane.run(steps)
-        else:  # alone on its machine: nobody to meet, only others to speak with
+        else:  # alone on its node: no rank to wait for at a barrier
             for _ in steps:
                 pass
 
     def _do(self, steps: Steps, result: Any, opts: Any) -> Any:
-        """Do an operation, or have it done ([Note: Two ways in])."""
+        """Run an operation here, or in the background ([Note: Two ways in])."""
         if not opts.asyncOp or self._background.is_here:
             self._background.drain()
             self._run(steps)
-            return done(result)
+            return completed(result)
         if not self._begins or self._background.busy:
             return self._background.submit(lambda: self._run(steps), result)
-        rest = self._own_lane().begin(steps, _PATIENCE_S)
-        return done(result) if rest is None else self._background.submit(rest, result)
+        rest = self._own_lane().begin(steps, _SPIN_S)
+        return completed(result) if rest is None else self._background.submit(rest, result)
 
-    # Which way an operation goes.
+    # What the lane supports.
 
     def _can(self, tensors: Sequence[torch.Tensor]) -> bool:
         return not self.refusal and all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
 
     def _fit(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> bool:
-        """Tell whether there is a part a rank, all alike; what is not is gloo's to do, or to refuse."""
+        """Return whether there is one part per rank, all of one size; otherwise gloo does it, or refuses."""
         return len(parts) == self.size() and all(part.nbytes == own.nbytes for part in parts)
 
-    def _can_alone(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell whether the lane can do what it does on one machine only."""
-        return self._between is None and self._can(tensors)
+    def _can_on_node(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the lane can do an operation that it has on one node only."""
+        return self._hierarchical is None and self._can(tensors)
 
     def _reduction(self, op: Any, tensors: Sequence[torch.Tensor]) -> Reduction | None:
-        """Give the lane's name of an operation, None where it goes to gloo."""
+        """Return the lane's name of a reduction; None: it goes to gloo."""
         if not self._can(tensors) or any(t.dtype not in DTYPES for t in tensors):
             return None
         return next((reduction for theirs, reduction in _REDUCTIONS if op == theirs), None)
-
-    def _open_rail(self, store: dist.Store, timeout: timedelta) -> InterNodeGroup | None:
-        machine, place = self._place
-        if place >= self.plan.num_rails:
-            return None
-        rail = dist.PrefixStore(f"rail/{place}", store)
-        return InterNodeGroup(dist.ProcessGroupGloo(rail, machine, len(self.plan.machines), timeout))
-
-
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """See a tensor's numbers as one contiguous row, to be read."""
-    return tensor.detach().contiguous().view(-1)
 
 
 def _check_whole(what: str, *, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
     if whole.numel() != size * part.numel():
         raise ValueError(
-            f"{what}: {size} parts of {part.numel()} numbers make {size * part.numel()}, and the whole has "
-            f"{whole.numel()}. Give one that is {size} times as large as the part."
+            f"{what}: {size} parts of {part.numel()} elements are {size * part.numel()}, and the whole tensor has "
+            f"{whole.numel()}. Use one that is {size} times as large as the part."
         )
 
 
 def make_group(options: Any, _backend_options: Any = None) -> SharedGroup:
-    """Make a group for `init_process_group` and `new_group`."""
+    """Return a group for `init_process_group` and `new_group`."""
     return SharedGroup(
         options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group
     )

@@ -1,6 +1,6 @@
-"""Where the ranks of a world meet, and over which interface they speak.
+"""The rendezvous of the ranks: where they connect, and over which network interface.
 
-Room: the environment, one listening socket. Ranks: each for itself.
+Ranks: each for itself.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from instep.core.topology import Place
 from instep.world.interfaces import address_towards, interface_of, is_loopback, socket_variables
 
 
-def spans_machines(place: Place) -> bool:
-    """Tell whether the world has ranks on several machines."""
+def spans_nodes(place: Place) -> bool:
+    """Return whether the world has ranks on several nodes."""
     return place.local_world_size < place.world_size
 
 
 def choose_interface(place: Place) -> None:
-    """Have gloo and NCCL use the interface that reaches rank 0's machine, unless a person or the launcher chose one.
+    """Make the backends use the interface that reaches rank 0's node, unless the user or the launcher chose one.
 
-    On one machine that is the loopback; left alone, gloo listens on the address that the host's name stands for.
+    On one node that is the loopback; by default gloo listens on the address that the host's name resolves to.
     """
-    if not spans_machines(place):
+    if not spans_nodes(place):
         if is_loopback(place.master_addr):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
         return
@@ -35,14 +35,14 @@ def choose_interface(place: Place) -> None:
         os.environ.update(socket_variables(interface_of(own), os.environ))
 
 
-def meeting(place: Place, timeout: datetime.timedelta) -> dict[str, Any]:
-    """Say where the ranks meet, in the words of init_process_group; on one machine, on its loopback only."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts a store that env:// knows how to use
+def rendezvous_arguments(place: Place, timeout: datetime.timedelta) -> dict[str, Any]:
+    """Return the arguments of init_process_group that say where to connect; on one node, on the loopback only."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts a store, which env:// uses
         return {"init_method": "env://"}
     if not is_loopback(place.master_addr):
         return {"init_method": "env://" if place.launcher == "torchrun" else _address(place)}
     listening: dict[str, Any] = {}
-    if place.is_main:  # by itself, torch would listen on every interface
+    if place.is_main:  # by default torch listens on every interface
         with socket.create_server((place.master_addr, place.master_port), backlog=4096) as server:
             listening["master_listen_fd"] = os.dup(server.fileno())
     store = dist.TCPStore(  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Derive every seed from (seed, what it is for): never from the rank, the clock or the process."""
+"""Seeds, derived from (seed, purpose): never from the rank, the clock or the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def derive(*parts: int | str) -> int:
-    """Mix the parts into 63 bits; unlike adding them, no two uses can meet by accident."""
+    """Hash the parts into 63 bits; unlike a sum, two purposes cannot collide by accident."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 

@@ -1,7 +1,7 @@
-"""What SLURM's variables mean, and which combinations of them are mistakes. Pure.
+"""SLURM's variables, and which combinations of them are mistakes. Pure.
 
 A process may see SLURM's variables in four ways: as a task of a step (srun started it), in a batch script, in the
-shell that salloc opened, or left over in a shell whose allocation is gone. Only a step makes a world.
+shell that salloc opened, or left over in a shell whose allocation has ended. Only the tasks of a step form a world.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from instep.core.errors import SpecError
 from instep.core.topology import Place
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Above are no steps of srun's own, but the batch script, the shell of salloc and the like."""
+"""Numbers from here on are not steps of srun, but the batch script, the shell of salloc and the like."""
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Tell whether srun started this process; a batch script has SLURM_PROCID=0 as well."""
+    """Return whether srun started this process; a batch script has SLURM_PROCID=0 as well."""
     step = environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
 
 
 def port_of_step(job: str, step: str) -> int:
-    """Derive a port that two jobs on one node do not share, nor two steps of a job that run side by side."""
+    """Return a port that two jobs on one node do not share, nor two concurrent steps of a job."""
     number = int(job) if job.isdigit() else 0
     return 15000 + (number + 7919 * (int(step) if step.isdigit() else 0)) % 15000
 
 
 def gpus_of_node(environ: Mapping[str, str], visible: int) -> int:
-    """Tell how many GPUs the tasks of this node have together; where SLURM binds them, each task sees only its own."""
+    """Return how many GPUs the tasks of this node have together; where SLURM binds them, a task sees only its own."""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
     return max(visible, int(count)) if visible == 1 and count.isdigit() else visible
 
@@ -36,15 +36,15 @@ def gpus_of_node(environ: Mapping[str, str], visible: int) -> int:
 def judge_allocation(
     environ: Mapping[str, str], place: Place, processes: int, nodes: int, gpus: int
 ) -> tuple[str, ...]:
-    """Say what a person should know of how SLURM started this process; refuse what is surely a mistake.
+    """Return notices about how SLURM started this process; refuse what is certainly a mistake.
 
-    `processes` and `nodes` are what this process will launch itself, 1 and 1 when nothing; `gpus` what it sees.
+    `processes` and `nodes` are what this process will launch itself, 1 and 1 if nothing; `gpus` is what it sees.
     """
     if "SLURM_JOB_ID" not in environ:
         return ()
     if place.launcher == "slurm":
         return _judge_gpus(place, processes, nodes, gpus_of_node(environ, gpus))
-    if place.launched:  # torchrun or mpirun inside the allocation: theirs to judge
+    if place.launched:  # by torchrun or mpirun inside the allocation
         return ()
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ:
         return _judge_batch_script(environ, processes, nodes)

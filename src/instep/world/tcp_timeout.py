@@ -1,10 +1,10 @@
-"""Let connections to other machines end when nothing is heard over them: a pulled cable says nothing by itself.
+"""Timeouts on TCP connections to other nodes: a pulled cable does not close a connection.
 
-Without this, whoever sends over one learns of it after a quarter of an hour, and whoever waits to receive never does.
-A short cut heals: the kernel sends again what was lost. This is for gloo's connections, whose ends read what comes;
-NCCL may send to a rank that will read much later, which looks the same.
+Without them a sender notices after a quarter of an hour, and a receiver never does. A short interruption does no harm:
+the kernel sends lost packets again. This is for gloo's connections, whose receivers always read; a device's own backend
+may send to a rank that reads much later, which looks the same as a lost node.
 
-Room: this process's own sockets. Ranks: each for itself; issues no collectives.
+Ranks: each for its own sockets; issues no collectives.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ import contextlib
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
 
 TCP_TIMEOUT_S = 15.0
-"""Longer than the launching processes take to notice a lost machine (`--lost-after`), who say more about it."""
+"""Longer than the launchers take to notice a lost node (`--lost-after`): they explain it better."""
 
 
 def open_sockets() -> frozenset[str]:
-    """Give what tells this process's sockets from those that it will open later."""
-    found = set()
+    """Return the sockets that this process has now, to tell later ones from them."""
+    sockets = set()
     for name in _fds():
         with contextlib.suppress(OSError):  # closed meanwhile
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return frozenset(found)
+            sockets.add(os.readlink(f"/proc/self/fd/{name}"))
+    return frozenset(sockets)
 
 
-def limit_tcp_silence(seconds: float, others: frozenset[str] = frozenset()) -> int:
-    """Set how long nothing may be heard over connections to other machines, but for `others`; give their number."""
+def set_tcp_timeout(seconds: float, others: frozenset[str] = frozenset()) -> int:
+    """Set the timeout of all connections to other nodes except `others`; return how many there are."""
     count = 0
     for name in _fds():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}") not in others:
-                count += _limit(os.dup(int(name)), seconds)
+                count += _set_timeout(os.dup(int(name)), seconds)
     return count
 
 
@@ -42,14 +41,14 @@ def _fds() -> list[str]:
     return os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []  # elsewhere than on Linux
 
 
-def _limit(own_fd: int, seconds: float) -> bool:
+def _set_timeout(own_fd: int, seconds: float) -> bool:
     try:
         connection = socket.socket(fileno=own_fd)
-    except OSError:  # no socket
+    except OSError:  # not a socket
         os.close(own_fd)
         return False
     with connection:
-        if not _leads_elsewhere(connection):
+        if not _is_remote(connection):
             return False
         milliseconds, every_s = int(seconds * 1000), max(1, int(seconds / 5))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -59,8 +58,8 @@ def _limit(own_fd: int, seconds: float) -> bool:
         return True
 
 
-def _leads_elsewhere(connection: socket.socket) -> bool:
-    """Tell whether a socket is a TCP connection to another address than this machine's own."""
+def _is_remote(connection: socket.socket) -> bool:
+    """Return whether a socket is a TCP connection to another node."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return False
     try:
@@ -69,16 +68,3 @@ def _leads_elsewhere(connection: socket.socket) -> bool:
         return False
     bare = ipaddress.ip_address(str(peer).partition("%")[0].removeprefix("::ffff:"))
     return peer != own and not bare.is_loopback
-
-
-@dataclass(frozen=True)
-class TcpTimeout:
-    """How long nothing may be heard over the group's connections to other machines."""
-
-    seconds: float
-    others: frozenset[str]
-    """Sockets that are not the group's."""
-
-    def limit(self) -> None:
-        """Let connections end that are silent for longer."""
-        limit_tcp_silence(self.seconds, self.others)

@@ -1,22 +1,22 @@
-"""The world of processes: join it, speak in it, leave it.
+"""The world: join the process group, the collectives, leave it.
 
-Room: every collective that instep calls is a method here.
 Ranks: all; each method of World is called on all ranks, in the same order.
 
-A world of one has no process group, and its collectives are free. After a failure no collective is issued:
-`close` only tears down, which needs no answer from the others.
+A world of one has no process group, and its collectives are free. After a failure no collective is issued: `close`
+only tears down, and waits for no other rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,83 +25,79 @@ import torch.distributed as dist
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.topology import Place
 from instep.world import autoload
+from instep.world.device import accelerator_of, device_backends, device_count, device_of
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp
-from instep.world.rendezvous import choose_interface, meeting, spans_machines
+from instep.world.rendezvous import choose_interface, rendezvous_arguments, spans_nodes
 from instep.world.slurm import gpus_of_node, judge_allocation
-from instep.world.tcp_timeout import TCP_TIMEOUT_S, TcpTimeout, open_sockets
+from instep.world.tcp_timeout import TCP_TIMEOUT_S, open_sockets, set_tcp_timeout
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
 _ORDERED_REDUCE_ELEMENTS = 2**20
-"""What is on its way at once: bounded memory, and what comes in is still in the cache when it is added up."""
+"""Elements in flight at once: bounds memory, and received elements are still in the cache when they are added."""
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def place_here() -> Place:
-    """Describe this process: its launcher's variables, and the device that is its own."""
+    """Return this process's place: from its launcher's variables, with its device."""
     place = detect(os.environ)
-    return replace(place, device=_device_of(place))
+    return replace(place, device=device_of(place.local_rank))
 
 
 def judge_place(place: Place, processes: int = 1, nodes: int = 1) -> tuple[str, ...]:
-    """Say, on the main rank, what a person should know of how a scheduler started this process."""
-    notices = judge_allocation(os.environ, place, processes, nodes, torch.cuda.device_count())
+    """Return, on the main rank, notices about how a scheduler started this process."""
+    notices = judge_allocation(os.environ, place, processes, nodes, device_count())
     return notices if place.is_main else ()
 
 
-def _device_of(place: Place) -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{place.local_rank % torch.cuda.device_count()}"
-
-
 def backend_for(place: Place, comm: str = "auto") -> str:
-    """Choose nccl when each local rank has a GPU of its own; it refuses two ranks on one GPU.
+    """Choose the device's own backend when each local rank has a device of its own: it refuses ranks that share one.
 
-    On CPU `comm` chooses between our own group, which shares memory where it can, and gloo alone.
+    On CPU `comm` chooses between instep's own group, which shares memory where it can, and gloo alone.
     """
-    if place.device == "cpu":
+    accelerator = accelerator_of(place.device)
+    if accelerator is None:
         return "gloo" if comm == "gloo" else autoload.BACKEND
     if comm == "shared-memory":
         raise SpecError(
             f"comm=shared-memory is for processes that train on CPU, and this one trains on {place.device}. "
-            "Leave --comm away."
+            "Leave out --comm."
         )
-    if place.local_world_size > gpus_of_node(os.environ, torch.cuda.device_count()):
+    if place.local_world_size > gpus_of_node(os.environ, accelerator.device_count()):
         return "gloo"
-    return "nccl" if dist.is_nccl_available() else "gloo"
+    return accelerator.backend if dist.is_backend_available(accelerator.backend) else "gloo"
 
 
-class World:
-    """The processes that train together, seen from one of them."""
+class World(contextlib.AbstractContextManager["World"]):
+    """The ranks that train together, seen from one of them."""
 
     def __init__(
         self,
         place: Place,
         backend: str,
         group: dist.ProcessGroup | None = None,
-        tcp_timeout: TcpTimeout | None = None,
+        set_timeouts: Callable[[], object] | None = None,
     ) -> None:
         self.place = place
-        self._tcp_timeout = tcp_timeout
-        if tcp_timeout is not None:  # the group's connections are there by now
-            tcp_timeout.limit()
+        self._set_timeouts = set_timeouts
+        if set_timeouts is not None:  # the group's connections exist by now
+            set_timeouts()
         self._group = group
-        """None: a world of one, or all processes."""
+        """None: a world of one, or the default group."""
         self._lane = group if isinstance(group, SharedGroup) and not group.refusal else None
         self.backend = group.describe() if isinstance(group, SharedGroup) else backend
-        """What the ranks speak over, in words."""
+        """What the ranks communicate over, in words."""
         self.comm_notice = ""
-        """What a person should know about that."""
+        """What the user should know about that."""
         if isinstance(group, SharedGroup) and group.refusal and place.local_world_size > 1:
-            self.comm_notice = f"shared memory is not used: {group.refusal}; gloo is, which takes longer."
+            self.comm_notice = f"shared memory is not used: {group.refusal}. gloo is used instead, which takes longer."
         self.rank = place.rank
         self.world_size = place.world_size
         self.is_main = place.is_main
         self.device = torch.device(place.device)
         self.waited_s = 0.0
-        """Time spent in `all_reduce` and `all_gather`, most of it for others."""
+        """Time spent in collectives, most of it waiting for other ranks."""
         self._spare = torch.empty(0)
 
     @classmethod
@@ -112,12 +108,12 @@ class World:
         comm: str = "auto",
         tcp_timeout_s: float = TCP_TIMEOUT_S,
     ) -> World:
-        """Enter the process group that this process was launched for; a world of one enters none.
+        """Join the process group that this process was launched for; a world of one joins none.
 
-        `tcp_timeout_s` is how long nothing may be heard of another machine.
+        `tcp_timeout_s` is the timeout of connections to other nodes.
         """
-        if place.device.startswith("cuda"):
-            torch.cuda.set_device(torch.device(place.device))
+        if (accelerator := accelerator_of(place.device)) is not None:
+            accelerator.module.set_device(torch.device(place.device))
         if place.world_size == 1:
             return cls(place, "none")
         backend = backend_for(place, comm)
@@ -127,71 +123,65 @@ class World:
         try:
             dist.init_process_group(
                 backend,
-                **meeting(place, timeout),
+                **rendezvous_arguments(place, timeout),
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timeout,
-                device_id=torch.device(place.device) if backend == "nccl" else None,
+                device_id=torch.device(place.device) if backend in device_backends() else None,
             )
         except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise EnvironmentFailed(
-                f"rank {place.rank} could not meet the other {place.world_size - 1} ranks at "
+                f"rank {place.rank} could not connect to the other {place.world_size - 1} ranks at "
                 f"{place.master_addr}:{place.master_port} ({backend}): {error}. "
                 "Check that all of them were started and that this address is reachable."
             ) from error
         group = dist.group.WORLD
         if comm == "shared-memory" and isinstance(group, SharedGroup) and group.refusal:
             dist.destroy_process_group()
-            raise EnvironmentFailed(
-                f"comm=shared-memory was asked for, but {group.refusal}. With --comm auto gloo is used then."
-            )
-        spans = spans_machines(place) and backend != "nccl"
-        return cls(place, backend, group, TcpTimeout(tcp_timeout_s, before) if spans else None)
+            raise EnvironmentFailed(f"comm=shared-memory is not possible: {group.refusal}. --comm auto would use gloo.")
+        if not spans_nodes(place) or backend in device_backends():
+            return cls(place, backend, group)
+        return cls(place, backend, group, functools.partial(set_tcp_timeout, tcp_timeout_s, before))
 
     def within(self, group: dist.ProcessGroup) -> World:
-        """Give the world of a group of these ranks."""
+        """Return the world of a group of these ranks."""
         place = replace(self.place, rank=group.rank(), world_size=group.size())
-        return World(place, self.backend, group, self._tcp_timeout)
+        return World(place, self.backend, group, self._set_timeouts)
 
     def __deepcopy__(self, _memo: object) -> World:
-        return self  # there is one, whoever copies a module that knows it
+        return self  # there is one, also when a module that refers to it is copied
 
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Leave: issues no collective, so it is safe after a failure."""
+        """Leave the process group. Issues no collective, so it is safe after a failure."""
         if self.world_size == 1 or not dist.is_initialized():
             return
-        # A gloo thread that still holds tensors takes the GIL while the interpreter shuts down, and aborts
-        # it: what refers to the group goes first, then the group.
+        # A gloo thread that still holds tensors takes the GIL while the interpreter shuts down, and aborts it: drop
+        # what refers to the group first, then the group.
         self._group = self._lane = None
         gc.collect()
         dist.destroy_process_group()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add the tensor up over all ranks, in place; it must be contiguous. Called on all ranks."""
+        """Sum a contiguous tensor over all ranks, in place. Called on all ranks."""
         begun = time.perf_counter()
         if self._lane is not None:
             self._lane.all_reduce_now(tensor)
         elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
-            self._exchange(tensor)
+            self._all_reduce_pair(tensor)
         elif self.world_size > 1:
             dist.all_reduce(tensor, group=self._group)
         self.waited_s += time.perf_counter() - begun
         return tensor
 
     def can_coalesce(self, dtype: torch.dtype) -> bool:
-        """Tell whether there is a `all_reduce_coalesced` for such numbers. All ranks are told the same."""
+        """Return whether `all_reduce_coalesced` supports a dtype; the same on all ranks."""
         return self._lane is not None and self._lane.can_coalesce(dtype)
 
     def all_reduce_coalesced(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Sum several tensors over all ranks, in place: contiguous, of one dtype. Called on all ranks.
+        """Sum several contiguous tensors of one dtype over all ranks, in place. Called on all ranks.
 
         Other ranks may hold the same elements in one flat tensor and call `all_reduce`.
         """
@@ -200,28 +190,26 @@ class World:
         self._lane.all_reduce_coalesced_now(pieces)
         self.waited_s += time.perf_counter() - begun
 
-    def _exchange(self, tensor: torch.Tensor) -> None:
-        """Add two ranks' tensors: each sends its own whole, once around instead of gloo's twice.
+    def _all_reduce_pair(self, tensor: torch.Tensor) -> None:
+        """Sum two ranks' tensors: each sends its whole tensor once, where gloo's ring sends two halves in turn.
 
-        On two cores it takes 0.7 of the time of all_reduce (docs/log.md). Both ranks add the same two
-        numbers, so both hold the same bits.
+        On two cores it takes 0.7 of the time of all_reduce (docs/log.md). Both ranks add the same two elements, so both
+        hold the same bits.
         """
         for piece in tensor.view(-1).split(_EXCHANGE_ELEMENTS):
             if self._spare.dtype != piece.dtype or self._spare.numel() < piece.numel():
                 self._spare = torch.empty_like(piece)
             theirs = self._spare[: piece.numel()]
-            for work in (self._send(piece), self._receive(theirs)):
-                assert work is not None
-                work.wait()
+            self._exchange_pair([piece], [theirs])
             piece.add_(theirs)
 
-    def _send(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to send a tensor to the other one of two ranks."""
-        return dist.isend(tensor, group=self._group, group_dst=1 - self.rank)
-
-    def _receive(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to receive a tensor from the other one of two ranks."""
-        return dist.irecv(tensor, group=self._group, group_src=1 - self.rank)
+    def _exchange_pair(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Send tensors to the other one of two ranks, and receive its tensors."""
+        works = [dist.isend(tensor, group=self._group, group_dst=1 - self.rank) for tensor in sent]
+        works += [dist.irecv(tensor, group=self._group, group_src=1 - self.rank) for tensor in received]
+        for work in works:
+            assert work is not None
+            work.wait()
 
     def ordered_reduce(
         self,
@@ -230,10 +218,10 @@ class World:
         add_up: AddUp,
         out: torch.Tensor,
     ) -> None:
-        """Add up what the ranks bring, in a way of the caller's, and give everyone the total in `out`.
+        """All-reduce rows in an order given by the caller; `out` receives the total. Called on all ranks.
 
-        Each rank brings `counts[rank]` rows, contiguous, 1-D and as long as `out`. `add_up` gets all of them, in the
-        order of the ranks, piece by piece, and may write to what it gets; it gives their total. Called on all ranks.
+        Each rank has `counts[rank]` rows, contiguous, 1-D and as long as `out`. `add_up` is called with all of them, in
+        the order of the ranks, piece by piece; it may write to them, and returns their total.
         """
         if self.world_size == 1:
             out.copy_(add_up(own))
@@ -245,22 +233,19 @@ class World:
             pieces = [row[start : start + _ORDERED_REDUCE_ELEMENTS] for row in own]
             piece = out[start : start + _ORDERED_REDUCE_ELEMENTS]
             if self.world_size == 2:
-                piece.copy_(add_up(self._swap(pieces, counts, piece)))
+                piece.copy_(add_up(self._rows_of_pair(pieces, counts, piece)))
             else:
                 self._ordered_reduce_by_shares(pieces, counts, add_up, piece)
 
-    def _swap(self, own: list[torch.Tensor], counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
-        """Give both ranks' rows: each sends its own whole."""
+    def _rows_of_pair(self, own: list[torch.Tensor], counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
+        """Return both ranks' rows: each sends all of its own."""
         if self.backend != "gloo" or like.device.type != "cpu":
             padded = like.new_zeros(max(counts), like.numel())
-            for row, mine in zip(padded, own, strict=False):
-                row.copy_(mine)
+            for row, own_row in zip(padded, own, strict=False):
+                row.copy_(own_row)
             return [row for rank, rows in enumerate(self.all_gather(padded)) for row in rows[: counts[rank]]]
         theirs = [torch.empty_like(like) for _ in range(counts[1 - self.rank])]
-        works = [*map(self._send, own), *map(self._receive, theirs)]
-        for work in works:
-            assert work is not None
-            work.wait()
+        self._exchange_pair(own, theirs)
         return [*theirs, *own] if self.rank else [*own, *theirs]
 
     def _ordered_reduce_by_shares(
@@ -270,27 +255,27 @@ class World:
         add_up: AddUp,
         out: torch.Tensor,
     ) -> None:
-        """Add up a share each, and give it to the others."""
+        """Add up one share on each rank, and gather the totals."""
         size = self.world_size
         length = -(-out.numel() // size)
-        device = torch.device("cpu") if self.backend == "gloo" else out.device  # gloo knows too little of GPUs
-        mine = torch.zeros(size, len(own), length, dtype=out.dtype, device=device)
+        device = torch.device("cpu") if self.backend == "gloo" else out.device  # gloo lacks it for GPUs
+        shares = torch.zeros(size, len(own), length, dtype=out.dtype, device=device)
         for number, row in enumerate(own):
-            for share, values in zip(mine[:, number], row.split(length), strict=False):
+            for share, values in zip(shares[:, number], row.split(length), strict=False):
                 share[: values.numel()].copy_(values)
-        got = torch.empty(sum(counts) * length, dtype=out.dtype, device=device)
+        received = torch.empty(sum(counts) * length, dtype=out.dtype, device=device)
         dist.all_to_all_single(
-            got,
-            mine.view(-1),
+            received,
+            shares.view(-1),
             [count * length for count in counts],
             [len(own) * length for _ in range(size)],
             group=self._group,
         )
-        total = add_up(got.view(-1, length).unbind())
+        total = add_up(received.view(-1, length).unbind())
         out.copy_(torch.cat(self.all_gather(total))[: out.numel()])
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Collect the ranks' tensors of one shape, by rank. Called on all ranks."""
+        """Return the ranks' tensors, all of one shape, by rank. Called on all ranks."""
         if self.world_size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -300,21 +285,20 @@ class World:
         return parts
 
     def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send `send[rank]` of these rows to each rank, in order; give what comes, by rank. Called on all ranks."""
+        """Send `send[rank]` of the rows to each rank, in order; return those received, by rank. Called on all ranks."""
         begun = time.perf_counter()
-        # gloo knows too little of GPUs
-        device = torch.device("cpu") if self.backend == "gloo" else rows.device
+        device = torch.device("cpu") if self.backend == "gloo" else rows.device  # gloo lacks it for GPUs
         own = rows.to(device).contiguous()
-        got = own.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(got, own, list(receive), list(send), group=self._group)
+        received = own.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(received, own, list(receive), list(send), group=self._group)
         self.waited_s += time.perf_counter() - begun
-        return got.to(rows.device)
+        return received.to(rows.device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Overwrite the tensors with rank 0's, or another one's. Called on all ranks."""
+        """Overwrite the tensors with those of rank `source`. Called on all ranks."""
         if self.world_size == 1 or not tensors:
             return
-        # As one run of bytes: one call a tensor would cost a round trip each, and gloo does not know all dtypes.
+        # As one row of bytes: a call per tensor would cost a round trip each, and gloo does not support all dtypes.
         whole = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
         flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole])
         dist.broadcast(flat, group=self._group, group_src=source)
@@ -326,21 +310,21 @@ class World:
             tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def send_recv(self, tensor: torch.Tensor, source: int, target: int) -> None:
-        """Bring one rank's tensor, contiguous, to another one, which has one of that form. Called on these two."""
-        travelling = tensor.to(self.wire)
+        """Send one rank's contiguous tensor to another rank's tensor of that shape. Called on these two."""
+        staged = tensor.to(self.wire)
         if self.rank == source:
-            dist.send(travelling, group=self._group, group_dst=target)
+            dist.send(staged, group=self._group, group_dst=target)
         elif self.rank == target:
-            dist.recv(travelling, group=self._group, group_src=source)
-            tensor.copy_(travelling)
+            dist.recv(staged, group=self._group, group_src=source)
+            tensor.copy_(staged)
 
     @property
     def wire(self) -> torch.device:
-        """Where tensors must be to travel from one rank to another one: gloo knows too little of GPUs."""
-        return self.device if self.backend == "nccl" else torch.device("cpu")
+        """The device from which tensors can be sent to another rank: gloo sends from the host only."""
+        return self.device if self.backend in device_backends() else torch.device("cpu")
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Give every rank rank 0's value, or another one's. It travels as JSON, not pickled. Called on all ranks."""
+        """Return the value of rank `source` on every rank. Sent as JSON, not pickled. Called on all ranks."""
         if self.world_size == 1:
             return value
         is_source = self.rank == source
@@ -354,7 +338,7 @@ class World:
         return json.loads(bytes(payload.tolist()))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Give every rank every rank's value, by rank, as JSON. Called on all ranks."""
+        """Return the values of all ranks, by rank. Sent as JSON. Called on all ranks."""
         if self.world_size == 1:
             return [value]
         text = json.dumps(value).encode()

@@ -18,9 +18,19 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from instep.world.lane import engine
+from instep.world.lane.barrier import (
+    ALL,
+    CELL_BYTES,
+    NEVER_NS,
+    Barrier,
+    CompiledBarrier,
+    PythonBarrier,
+    create,
+    has_post,
+    incoming,
+    wait,
+)
 from instep.world.lane.engine import KINDS, Engine, LaneView, Pieces, load
-from instep.world.lane.meetings import ALL, NEVER_NS, CompiledMeetings, Meetings, PlainMeetings, incoming
-from instep.world.lane.semaphores import CELL_BYTES, create, has_post, wait
 
 _CHUNK_BYTES = 64
 _engine = load()
@@ -46,7 +56,7 @@ class Ranks:
                 cells=pointer,
                 staging=pointer + size * size * CELL_BYTES,
                 size=size,
-                place=place,
+                local_rank=place,
                 slot_bytes=_CHUNK_BYTES,
                 area_bytes=area,
                 chunk_bytes=_CHUNK_BYTES,
@@ -113,7 +123,7 @@ def test_sums_in_the_order_of_the_ranks(
     rows, pieces = drawn
     ranks = Ranks(len(rows[0]))
     threads = [
-        threading.Thread(target=add_up, args=(_engine, view, [row[view.place] for row in pieces], deadlines))
+        threading.Thread(target=add_up, args=(_engine, view, [row[view.local_rank] for row in pieces], deadlines))
         for view in ranks.views
     ]
     for thread in threads:
@@ -141,7 +151,8 @@ def test_a_nan_has_the_same_bits_on_ranks_with_other_pieces(dtype: torch.dtype) 
     pieces = [[rows[0].clone()], cut(rows[1], [3, 7, 12, 13, 31, 40])]
     ranks = Ranks(2)
     threads = [
-        threading.Thread(target=add_up, args=(_engine, view, [pieces[view.place]], [NEVER_NS])) for view in ranks.views
+        threading.Thread(target=add_up, args=(_engine, view, [pieces[view.local_rank]], [NEVER_NS]))
+        for view in ranks.views
     ]
     for thread in threads:
         thread.start()
@@ -181,20 +192,20 @@ def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
 def test_who_has_not_come_is_named_and_those_before_are_taken(compiled: bool) -> None:
     ranks = Ranks(4)
 
-    def meetings(place: int) -> Meetings:
+    def barrier(place: int) -> Barrier:
         if compiled:
             assert _engine is not None
-            return CompiledMeetings(_engine, ranks.views[place])
-        return PlainMeetings(ranks.views[place])
+            return CompiledBarrier(_engine, ranks.views[place])
+        return PythonBarrier(ranks.views[place])
 
-    one = meetings(1)
-    one.come()
-    meetings(0).come()
-    meetings(3).come()
-    assert one.take(0, NEVER_NS) == 2
+    one = barrier(1)
+    one.arrive()
+    barrier(0).arrive()
+    barrier(3).arrive()
+    assert one.wait(0, NEVER_NS) == 2
     assert [place for place, address in incoming(ranks.views[1]).items() if has_post(address)] == [3]
-    meetings(2).come()
-    assert one.take(2, 0) == ALL  # who is there need not be looked for
-    assert meetings(2).take(0, NEVER_NS) == ALL
-    assert meetings(0).take(2, NEVER_NS) == ALL  # 1's post is still there
-    assert meetings(0).take(0, 0) == 2  # the next meeting: 1 has come to one only
+    barrier(2).arrive()
+    assert one.wait(2, 0) == ALL  # who is there need not be looked for
+    assert barrier(2).wait(0, NEVER_NS) == ALL
+    assert barrier(0).wait(2, NEVER_NS) == ALL  # 1's post is still there
+    assert barrier(0).wait(0, 0) == 2  # the next meeting: 1 has come to one only

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.world.lane.reduction import DTYPES, Reduction, combine, spare_dtype
+from instep.world.lane.reduction import DTYPES, Reduction, accumulation_dtype, combine
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -58,7 +58,7 @@ def combined(how: Reduction, parts: list[torch.Tensor], alias: int | None = None
     """Combine copies, into one of them or into a tensor of its own; the others must stay as they were."""
     copies = [part.clone() for part in parts]
     out = torch.full_like(parts[0], 77) if alias is None else copies[alias]
-    spare = torch.full((parts[0].numel() + 3,), 55, dtype=spare_dtype(out.dtype))
+    spare = torch.full((parts[0].numel() + 3,), 55, dtype=accumulation_dtype(out.dtype))
     combine(how, copies, out, spare)
     for place, (copy, part) in enumerate(zip(copies, parts, strict=True)):
         assert place == alias or same(copy, part)

@@ -8,6 +8,7 @@ from typing import Any
 from instep.core.errors import EXIT_SPEC, EXIT_USER
 from instep.launch.kubernetes.spec import PORT, TASK_FOLDER, Kind, KubernetesSpec
 from instep.launch.kubernetes.yaml import Commented, to_yaml
+from instep.world.device import ACCELERATORS
 
 RESOURCES: dict[Kind, str] = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "pytorchjobs.kubeflow.org"}
 """The custom resource that a cluster must have for a kind; every cluster has Jobs."""
@@ -180,7 +181,8 @@ def _launcher_command(spec: KubernetesSpec, host: str) -> list[str]:
 def _resources(spec: KubernetesSpec) -> dict[str, Any]:
     """Return requests and limits; memory and GPUs cannot be overcommitted, so their limits equal the requests."""
     requests = {"cpu": spec.cpus, "memory": spec.memory}
-    limits = {"memory": spec.memory, "nvidia.com/gpu": spec.gpus_per_node or None}
+    gpu = next(iter(ACCELERATORS.values())).kubernetes_resource
+    limits = {"memory": spec.memory, gpu: spec.gpus_per_node or None}
     resources = {
         name: {key: value for key, value in values.items() if value is not None}
         for name, values in (("requests", requests), ("limits", limits))

@@ -14,6 +14,7 @@ from typing import Any
 
 from instep.core.errors import EnvironmentFailed, InstepError, SpecError
 from instep.events.schema import NodeRecord
+from instep.world.device import ACCELERATORS
 
 _MOST_PACKAGES = 8
 _OF_A_PLACE = ("IFNAME", "_HCA", "DEBUG", "DEBUG_FILE", "DEBUG_SUBSYS")
@@ -95,7 +96,7 @@ def refusal(cards: Sequence[Card]) -> InstepError | None:
 def warnings(nodes: Mapping[str, NodeRecord], packages: Mapping[str, Mapping[str, str]], exact: bool) -> list[str]:
     """Name what differs between machines and may change the answer; `packages` where these differ."""
     found = []
-    for what in ("torch", "numpy", "Python", "CUDA"):
+    for what in ("torch", "numpy", "Python", *(accelerator.toolkit for accelerator in ACCELERATORS.values())):
         values = {name: node.versions.get(what, "") for name, node in nodes.items()}
         if what == "torch" and exact:
             continue  # said below

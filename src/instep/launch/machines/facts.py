@@ -18,8 +18,10 @@ from pathlib import Path
 
 from instep.core.version import __version__
 from instep.events.schema import NodeRecord
+from instep.world.device import ACCELERATORS, gpu_models, toolkit_versions
 
-_VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_.*|(OMP|MKL)_NUM_THREADS")
+_PREFIXES = "|".join(["GLOO", *(prefix for accelerator in ACCELERATORS.values() for prefix in accelerator.settings)])
+_VARIABLES = re.compile(rf"({_PREFIXES})_.*|(OMP|MKL)_NUM_THREADS")
 _INFO = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)(-.*)?\.(dist|egg)-info")
 
 
@@ -33,7 +35,7 @@ def look_at_node(code: Iterable[Path], environ: Mapping[str, str] = os.environ) 
         "torch": torch.__version__,
         "numpy": packages.get("numpy", ""),
         "Python": platform.python_version(),
-        "CUDA": torch.version.cuda or "",
+        **toolkit_versions(),
     }
     found = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     if gpus := gpu_models():
@@ -64,17 +66,7 @@ def installed_packages(path: Iterable[str] = ()) -> dict[str, str]:
 def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
     """Pick the variables that decide how ranks compute and speak; of the visible GPUs, how many."""
     found = {name: value for name, value in sorted(environ.items()) if _VARIABLES.fullmatch(name)}
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        visible = [word for word in environ["CUDA_VISIBLE_DEVICES"].split(",") if word.strip()]
-        found["CUDA_VISIBLE_DEVICES (how many)"] = str(len(visible))
+    for name in (accelerator.visible_devices for accelerator in ACCELERATORS.values()):
+        if name in environ:
+            found[f"{name} (how many)"] = str(sum(bool(word.strip()) for word in environ[name].split(",")))
     return found
-
-
-def gpu_models(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """Name the kinds of GPUs that the kernel knows."""
-    models = set()
-    for path in sorted(proc.glob("*/information")):
-        models |= {
-            line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:")
-        }
-    return ", ".join(sorted(models))

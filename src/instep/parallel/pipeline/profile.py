@@ -23,6 +23,7 @@ from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call, trial
 from instep.parallel.pipeline.activations import is_sendable
 from instep.parallel.pipeline.layers import LayerSequence
+from instep.world.device import synchronize
 
 _REPEATS, _MOST_REPEATS = 3, 20
 _ENOUGH_S = 2e-3
@@ -81,8 +82,7 @@ class _PlacedLayer:
             for number in range(_MOST_REPEATS):
                 begun = time.perf_counter()
                 output = self._function(call, value)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+                synchronize(self._device)
                 seconds = time.perf_counter() - begun
                 best, total = min(best, seconds), total + seconds
                 if number + 1 >= _REPEATS and total > _ENOUGH_S:

@@ -22,7 +22,7 @@ from instep.parallel.tensor.group import TensorParallelGroup
 from instep.parallel.tensor.layers import ForwardPass, LayerSplit, change_class, distribute
 from instep.parallel.tensor.plan import COLWISE, COLWISE_REP, HEADS, REPLICATE, ROWWISE, LayerPlan, TensorPlan
 from instep.parallel.tensor.slice import Slice
-from instep.world.whole import whole_of
+from instep.world.tensors import whole_of
 
 _SPLITS: dict[tuple[type[nn.Module], str], LayerSplit] = {
     (nn.Linear, COLWISE): layers.COLWISE_LINEAR,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from instep.parallel.capture import Call, trial
-from instep.world.whole import whole_of
+from instep.world.tensors import whole_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """By dtype: the relative error that a tensor may have, in the norm. A wrong plan has a much larger one."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from instep.parallel.tensor.group import TensorParallelGroup, copy_to_group, reduce_from_group, scatter_to_group
 from instep.parallel.tensor.slice import Slice, record_output, record_use
-from instep.world.whole import whole_of
+from instep.world.tensors import whole_of
 
 
 class ForwardPass:

@@ -17,6 +17,7 @@ from instep.parallel.tensor import shapes
 from instep.parallel.tensor.group import copy_to_group
 from instep.parallel.tensor.shapes import argument
 from instep.parallel.tensor.slice import Slice
+from instep.world.device import ACCELERATORS
 
 Rule = Callable[[Any, Any, Any], Any]
 
@@ -28,10 +29,10 @@ def _names(text: str) -> list[str]:
 METADATA = frozenset(
     _names("""
     shape size dim ndim ndimension numel nelement dtype device layout requires_grad is_floating_point
-    is_complex is_cuda is_cpu is_leaf is_sparse is_nested is_meta is_quantized is_mps is_xla element_size
+    is_complex is_cpu is_leaf is_sparse is_nested is_meta is_quantized is_mps is_xla element_size
     itemsize __len__ __hash__ __repr__ names _backward_hooks grad_fn output_nr
 """)
-)
+) | {f"is_{kind}" for kind in ACCELERATORS}
 """What a Slice knows of the whole tensor without communication."""
 _ELEMENTWISE = _names("""
     abs absolute add __add__ __radd__ sub __sub__ __rsub__ subtract rsub mul __mul__ __rmul__ multiply div

@@ -1,12 +1,12 @@
-"""The fast lane: processes of one machine speak through shared memory instead of sockets.
+"""The lane: ranks of one node communicate through shared memory instead of sockets.
 
-Room: part of `world`. Knows processes, memory and tensors; no process group, no environment.
+Knows processes, memory and tensors; no process group and no environment variables.
 
     engine       the innermost loops, compiled
-    semaphores   how one process tells another that its data is there
-    meetings     come, and see who has come
-    block        the memory that they share
-    peers        who else is on this lane, and whether they still live
-    reduction    what is computed from the ranks' numbers, and in which order
+    barrier      semaphores in shared memory, and the barrier made of them
+    block        the shared memory
+    peers        the other ranks: waiting for them, and naming the one that is lost
+    reduction    what is computed from the ranks' elements, and in which order
     lane         the collectives, chunk by chunk
+    rendezvous   which ranks share a node, and how they set a lane up
 """

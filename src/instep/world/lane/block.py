@@ -1,9 +1,9 @@
-"""Memory that the processes of one machine share, without a name that could be left behind.
+"""Memory that processes of one node share, without a name that could be left behind.
 
-The memory is an anonymous file (memfd): it is not in /dev/shm, so a container's 64 MB there do not bound it,
-and no death at any instant leaves anything, since it ends with the last process that maps it. The others reach
-it through the maker's /proc entry, which works for processes of one user in one PID namespace. What cannot
-be mapped is an OSError here; whoever opens a lane makes that a reason to use gloo.
+The memory is an anonymous file (memfd): it is not in /dev/shm, so a container's 64 MB there do not limit it, and a
+process that dies at any instant leaves nothing behind, since the memory ends with the last process that maps it. The
+others open it through the maker's /proc entry, which works for processes of one user in one PID namespace. A block that
+cannot be mapped raises OSError; `open_lane` makes that a reason to use gloo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOKEN_BYTES = 16
 
 
 class BlockAddress(NamedTuple):
-    """Where a process finds a block that another has made."""
+    """Where a process finds a block that another process made."""
 
     pid: int
     fd: int
@@ -27,7 +27,7 @@ class BlockAddress(NamedTuple):
 
 
 class Block:
-    """A run of zeroed bytes, mapped by several processes. Its first bytes are a token that proves which one it is."""
+    """Zeroed bytes, mapped by several processes. The first bytes are a token that identifies the block."""
 
     HEADER_BYTES = 4096
 
@@ -38,7 +38,7 @@ class Block:
 
     @classmethod
     def make(cls, num_bytes: int) -> Block:
-        """Make a block for others to map; the memory is taken at once, so that nobody finds it missing later."""
+        """Make a block for others to map; allocate the memory now, so that it cannot be missing later."""
         fd = os.memfd_create("instep", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
@@ -52,18 +52,18 @@ class Block:
 
     @classmethod
     def map(cls, address: BlockAddress) -> Block:
-        """Map a block that another process has made and still holds open."""
+        """Map a block that another process made and still holds open."""
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != address.num_bytes:
-                raise OSError(f"process {address.pid} is another one here")
+                raise OSError(f"process {address.pid} is a different one here")
             memory = mmap.mmap(fd, address.num_bytes)
         finally:
             os.close(fd)
         if memory[:_TOKEN_BYTES].hex() != address.token:
-            raise OSError(f"process {address.pid} is another one here")
+            raise OSError(f"process {address.pid} is a different one here")
         return cls(memory, address)
 
-    def settle(self) -> None:
-        """Close the maker's file once everyone has mapped it; the mappings keep the memory."""
+    def close_file(self) -> None:
+        """Close the maker's file once all have mapped it; the mappings keep the memory."""
         os.close(self.address.fd)

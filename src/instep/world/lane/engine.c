@@ -1,8 +1,8 @@
-/* The lane's innermost loops: to meet, and to add up. engine.py loads it, and says what to do without it.
+/* The lane's innermost loops: the barrier, and the sum. engine.py loads them, and says what happens without them.
 
    [Note: Hand-over] holds here as it does in Python: data is handed over by sem_post and taken by sem_trywait, which
-   order memory by what POSIX says of them. Every address that is passed in stays mapped during the call. A call keeps
-   nothing; who calls again tells it where it had come to. */
+   synchronise memory, as POSIX guarantees. Every address that is passed in stays mapped during the call. A call keeps no
+   state; the next call is told how far it had come. */
 
 #define _GNU_SOURCE
 #include <math.h>
@@ -17,18 +17,18 @@ _Static_assert(sizeof(sem_t) <= CELL_BYTES, "a semaphore has a cell of its own")
 
 /* One rank's view of the block; engine.py has the same fields in the same order. */
 struct lane {
-    char *cells;         /* size * size semaphores: of each rank, one for each other rank */
+    char *cells;         /* size * size semaphores: from each rank, one to each other rank */
     char *staging;       /* two areas, used in turn */
     int64_t size;        /* how many ranks */
-    int64_t place;       /* which of them this is */
+    int64_t place;       /* the local rank of this one */
     int64_t slot_bytes;  /* from one rank's slot of an area to the next one's */
     int64_t area_bytes;  /* from the first area to the second */
     int64_t chunk_bytes; /* how much of a slot a sum uses */
-    int64_t spin_ns;     /* how long to look again and again for one that has not come */
-    int64_t crowded;     /* more ranks than cores: who looks takes time from whom it waits for */
+    int64_t spin_ns;     /* how long to spin for one that has not arrived */
+    int64_t crowded;     /* more ranks than cores: spinning takes time from the awaited rank */
 };
 
-/* What engine.py must know as well; another number for every change of what they share. */
+/* engine.py has the same number; it changes with every change of the interface. */
 int lane_version(void) { return VERSION; }
 
 static int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
@@ -51,7 +51,7 @@ static sem_t *cell(const struct lane *lane, int64_t from, int64_t to) {
     return (sem_t *)(lane->cells + (from * lane->size + to) * CELL_BYTES);
 }
 
-/* Look for a post for a while; tell whether it was taken. */
+/* Spin for a post; return whether it was taken. */
 static int take(sem_t *post, int looks, int64_t limit_ns) {
     if (!sem_trywait(post)) return 1;
     do {
@@ -59,19 +59,19 @@ static int take(sem_t *post, int looks, int64_t limit_ns) {
             relax();
             if (!sem_trywait(post)) return 1;
         }
-        sched_yield(); /* the one waited for may need this core */
+        sched_yield(); /* the awaited rank may need this core */
         if (!sem_trywait(post)) return 1;
     } while (now_ns() < limit_ns);
     return 0;
 }
 
-/* Tell every other rank that this one has come. */
+/* Arrive at the barrier: post for every other rank. */
 void lane_come(const struct lane *lane) {
     for (int64_t other = 0; other < lane->size; other++)
         if (other != lane->place) sem_post(cell(lane, lane->place, other));
 }
 
-/* Take the posts of the ranks from `first` on; give the place of one that has not come in time, -1 if all have. */
+/* Take the posts of the ranks from `first` on; return one that has not arrived in time, -1 if all have. */
 int64_t lane_take(const struct lane *lane, int64_t first, int64_t deadline_ns) {
     int looks = lane->crowded ? 1 : LOOKS;
     for (int64_t other = first; other < lane->size; other++) {
@@ -117,14 +117,14 @@ ADD_UP(add_int64, uint64_t, ITSELF)
 static void (*const ADDERS[])(char *, const char *, int64_t, int64_t, int64_t) = {add_float, add_double, add_int32,
                                                                                   add_int64};
 
-/* The numbers of a sum lie in pieces, one after the other: a place in that row. */
+/* The elements of a sum are in pieces, one after the other: a position in that row. */
 struct spot {
     char *const *pieces;
     const int64_t *lengths; /* in bytes */
     int64_t piece, offset;
 };
 
-/* Give how many of the next `num_bytes` lie together. */
+/* Return how many of the next `num_bytes` are contiguous. */
 static int64_t together(const struct spot *spot, int64_t num_bytes) {
     return least(spot->lengths[spot->piece] - spot->offset, num_bytes);
 }
@@ -163,12 +163,12 @@ static void add_up(const struct lane *lane, int64_t kind, struct spot *to, const
 /* Add up, in the order of the ranks, what the ranks' pieces hold, in place: `num_bytes` on every rank, in pieces that
    may differ.
 
-   `turn` is the area that was used last. `moment` is 0 to begin with. Gives -1 when all is done. Else gives a moment:
-   this rank has come to the meeting of chunk moment / (size + 1), the posts of those before place moment % (size + 1)
-   have been taken, and that one has not come. Once it has, call again with the moment after. */
+   `turn` is the area that was used last. `moment` is 0 at first. Returns -1 when all is done, else a moment: this rank
+   has arrived at the barrier of chunk moment / (size + 1), the posts of the ranks before moment % (size + 1) have been
+   taken, and that rank has not arrived. Once it has, call again with the next moment. */
 int64_t lane_sum(const struct lane *lane, int64_t turn, char *const *pieces, const int64_t *lengths, int64_t num_bytes,
                  int64_t kind, int64_t moment, int64_t deadline_ns) {
-    const int64_t moments = lane->size + 1; /* of a chunk: before each place, and after the last */
+    const int64_t moments = lane->size + 1; /* of a chunk: before each rank, and after the last */
     int64_t chunk = moment / moments, first = moment % moments;
     int64_t start = chunk * lane->chunk_bytes;
     struct spot to = {pieces, lengths, 0, 0}, from = to;

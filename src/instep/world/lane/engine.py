@@ -1,8 +1,7 @@
-"""The lane's innermost loops, compiled (engine.c) where a compiler was there when instep was installed.
+"""The lane's innermost loops, compiled from engine.c if there was a compiler when instep was installed.
 
-A meeting takes some microseconds of C and 30 to 150 of Python, and large sums can go by chunks that stay in a core's
-own cache (docs/log.md). Without the library the same is done in Python, by all ranks of a lane or by none: the chunks
-differ.
+A barrier takes a few microseconds in C and 30 to 150 in Python, and large sums can use chunks that stay in a core's own
+cache (docs/log.md). Without the library Python does the same, on all ranks of a lane or on none: the chunks differ.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from pathlib import Path
 import torch
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
-"""What `lane_sum` adds up, by its number there; of other dtypes and reductions torch is asked."""
+"""The dtypes that `lane_sum` adds up, with their numbers there; torch does other dtypes and reductions."""
 
 _VERSION = 1
-"""Of what Python and the library know of each other; engine.c has the same. A library that an older state of the source
-was compiled to is taken for none.
-"""
+"""Of the interface between Python and the library; engine.c has the same. A library of another version is not used."""
 _Address, _Number = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -31,7 +28,7 @@ class LaneView(ctypes.Structure):
         ("cells", _Address),
         ("staging", _Address),
         ("size", _Number),
-        ("place", _Number),
+        ("local_rank", _Number),
         ("slot_bytes", _Number),
         ("area_bytes", _Number),
         ("chunk_bytes", _Number),
@@ -41,32 +38,29 @@ class LaneView(ctypes.Structure):
 
 
 class Engine:
-    """The library's functions. Calls of foreign functions let go of the GIL, so whoever waits holds nobody else up."""
+    """The library's functions. ctypes releases the GIL during calls, so a waiting thread does not block the others."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         if (version := library.lane_version()) != _VERSION:
             raise OSError(f"{path.name} was compiled from another version of engine.c ({version}, not {_VERSION})")
         view = ctypes.POINTER(LaneView)
-        self.come = library.lane_come
-        self.come.argtypes, self.come.restype = (view,), None
-        self.take = library.lane_take
-        self.take.argtypes, self.take.restype = (view, _Number, _Number), _Number
+        self.arrive = library.lane_come
+        self.arrive.argtypes, self.arrive.restype = (view,), None
+        self.wait = library.lane_take
+        self.wait.argtypes, self.wait.restype = (view, _Number, _Number), _Number
         self._sum = library.lane_sum
         self._sum.argtypes = (view, _Number, _Address, _Address, _Number, _Number, _Number, _Number)
         self._sum.restype = _Number
 
     def sum(self, view: LaneView, turn: int, pieces: Pieces, moment: int, deadline_ns: int) -> int:
         """Call `lane_sum`."""
-        found: int = self._sum(
-            *(view, turn, pieces.addresses, pieces.lengths, pieces.num_bytes, pieces.kind),
-            *(moment, deadline_ns),
-        )
-        return found
+        where = (pieces.addresses, pieces.lengths, pieces.num_bytes, pieces.kind)
+        return self._sum(view, turn, *where, moment, deadline_ns)  # type: ignore[no-any-return]
 
 
 class Pieces:
-    """Where the numbers of contiguous tensors of one dtype lie, one tensor after the other."""
+    """Addresses and lengths of contiguous tensors of one dtype."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         lengths = [tensor.nbytes for tensor in tensors]
@@ -77,22 +71,22 @@ class Pieces:
         self.lengths = (_Number * len(tensors))(*lengths)
         self.num_bytes = sum(lengths)
         self.kind = KINDS[tensors[0].dtype]
-        self._tensors = tensors  # they must not go before this does
+        self._tensors = tensors  # keeps the memory alive
 
 
 def load() -> Engine | None:
-    """Load the library that was compiled with this package, if there is one that this machine can load."""
-    found = find()
-    return found if isinstance(found, Engine) else None
+    """Load the library that was compiled with this package; None: there is none that this machine can load."""
+    engine = find()
+    return engine if isinstance(engine, Engine) else None
 
 
 def find() -> Engine | str:
-    """Load the library, or say why it is not used."""
+    """Load the library, or return why it is not used."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_engine{suffix}")
         if path.exists():
             try:
                 return Engine(path)
-            except (OSError, AttributeError) as error:  # of another processor, C library or state of the source
+            except (OSError, AttributeError) as error:  # for another processor, C library or version
                 return str(error)
     return "they were not compiled when instep was installed"

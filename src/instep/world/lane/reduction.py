@@ -1,8 +1,8 @@
-"""What is computed from the ranks' numbers. Pure, and always in the order of the ranks, from one of them on.
+"""What is computed from the ranks' elements. Pure, and always in the order of the ranks, starting at one of them.
 
-A sum of floats depends on its order. Here it is (((r0 + r1) + r2) + r3)…, or one that begins with another rank and
-goes around, which depends on the number's place in the tensor alone; so all ranks hold the same bits and repeated
-runs do too. 16-bit floats are added up in float32 and rounded once.
+A sum of floats depends on its order. Here it is (((r0 + r1) + r2) + r3)…, or an order that starts at another rank and
+wraps around; where it starts depends only on the element's position in the tensor. So all ranks hold the same bits, in
+every run. 16-bit floats are added up in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 AddUp = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""A caller's own way to add rows up, number by number; it may write to the rows that it gets."""
+"""A caller's function that adds rows up, element by element; it may write to the rows."""
 
 
 class Reduction(Enum):
-    """How the ranks' numbers become one; of integers, a mean is rounded towards zero."""
+    """How the ranks' elements are combined; a mean of integers is rounded towards zero."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -35,18 +35,18 @@ STEPS: dict[Reduction, Callable[..., torch.Tensor]] = {
     Reduction.MAX: torch.maximum,
     Reduction.MIN: torch.minimum,
 }
-"""How one rank's numbers are added to what there is."""
+"""How one more rank's elements are combined with the total so far."""
 
 
-def combine(how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor, spare: torch.Tensor) -> None:
+def combine(how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor, accumulator: torch.Tensor) -> None:
     """Combine the parts, given in the order of the ranks, into `out`, which may be one of them.
 
-    `spare` is room for what lies between, at least as large, of `spare_dtype`: memory that is new in every call
+    `accumulator` holds intermediate totals: at least as large, of `accumulation_dtype`. Fresh memory in every call
     would cost more than the additions.
     """
     step = STEPS[how]
     first, *rest, last = parts
-    total = spare[: out.numel()]
+    total = accumulator[: out.numel()]
     if total.dtype == out.dtype:
         for part in rest:
             first = step(first, part, out=total)
@@ -62,13 +62,13 @@ def combine(how: Reduction, parts: Sequence[torch.Tensor], out: torch.Tensor, sp
     out.copy_(total)
 
 
-def spare_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype numbers are added up; a mean must not overflow on its way."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which elements are added up."""
     return torch.float32 if dtype in _HALVES else dtype
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """Make a sum a mean, in place."""
+    """Turn a sum into a mean, in place."""
     if total.dtype.is_floating_point:
         total.div_(count)
     else:

@@ -1,4 +1,4 @@
-"""What was seen of a rank: values only. Pure."""
+"""What was observed of a rank, as values. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Frame:
     line: int
     function: str
     users: bool = False
-    """Whether the person wrote it, and not a library."""
+    """Whether the user wrote it, and not a library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Process:
 
     pid: int = 0
     state: str = "S"
-    """The kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger."""
+    """The kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped, t is stopped by a debugger."""
     stack: tuple[Frame, ...] = ()
     """The main thread's, the innermost call first; empty: it did not answer."""
     system_call: str = ""
@@ -37,20 +37,20 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
+class Observation:
     """Where a rank is."""
 
     rank: int
     process: Process | None
     """None: it has ended."""
     step: int = 0
-    """Steps it has done."""
+    """Steps it has completed."""
     phase: Phase = Phase.STARTING
     quiet_s: float = 0.0
     """How long ago it last moved."""
     helpers: tuple[Process, ...] = ()
     """Its data workers, and other processes that it forked."""
     cpu_s: float = 0.0
-    """What it and its children have computed."""
+    """CPU time of the rank and its children."""
     io_bytes: int = 0
-    """What it and its children have read and written."""
+    """Bytes that the rank and its children have read and written."""

@@ -149,10 +149,10 @@ def test_it_says_what_it_speaks_over() -> None:
         == [
             [
                 ("shared memory", ""),
-                ("shared memory and gloo between 2 machines", ""),
-                ("shared memory and gloo between 3 machines", ""),
-                ("shared memory and gloo between 2 machines", ""),
-                ("gloo", "no two ranks share a machine"),
+                ("shared memory and gloo between 2 nodes", ""),
+                ("shared memory and gloo between 3 nodes", ""),
+                ("shared memory and gloo between 2 nodes", ""),
+                ("gloo", "no two ranks share a node"),
             ]
         ]
         * 4

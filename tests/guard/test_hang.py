@@ -8,20 +8,23 @@ import pytest
 
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
-from instep.guard.looks import all_stuck, is_stuck
-from instep.guard.patience import look_again_s, patience_s
-from instep.guard.sighting import Frame, Process, Sighting
+from instep.guard.hang import all_stuck, hang_timeout_s, is_stuck, recheck_after_s
+from instep.guard.observation import Frame, Observation, Process
 
 HERE = (Frame("/home/me/train.py", 3, "main", users=True),)
 THERE = (Frame("/home/me/train.py", 4, "main", users=True),)
-SPINS = (Frame("/x/instep/world/lane/lane.py", 300, "_spin"), Frame("/x/instep/world/world.py", 140, "sum"), *HERE)
+SPINS = (
+    Frame("/x/instep/world/lane/lane.py", 300, "_spin"),
+    Frame("/x/instep/world/world.py", 140, "all_reduce"),
+    *HERE,
+)
 ADDS = (Frame("/lib/torch/distributed/distributed_c10d.py", 2900, "all_reduce"), *HERE)
 SPINS_ON = (Frame("/x/instep/world/lane/lane.py", 302, "_spin"), *SPINS[1:])
 
 
-def seen(stack: tuple[Frame, ...] | None, cpu_s: float = 0.0, io_bytes: int = 0, state: str = "S") -> Sighting:
+def seen(stack: tuple[Frame, ...] | None, cpu_s: float = 0.0, io_bytes: int = 0, state: str = "S") -> Observation:
     process = None if stack is None else Process(stack=stack, state=state)
-    return Sighting(rank=0, process=process, cpu_s=cpu_s, io_bytes=io_bytes)
+    return Observation(rank=0, process=process, cpu_s=cpu_s, io_bytes=io_bytes)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +47,14 @@ def seen(stack: tuple[Frame, ...] | None, cpu_s: float = 0.0, io_bytes: int = 0,
         (seen((), state="D"), seen((), state="D"), True),
     ],
 )
-def test_one_rank(earlier: Sighting, later: Sighting, stuck: bool) -> None:
+def test_one_rank(earlier: Observation, later: Observation, stuck: bool) -> None:
     assert is_stuck(earlier, later, 1.0) is stuck
 
 
 def test_one_rank_at_work_is_enough() -> None:
-    busy = [seen(SPINS), Sighting(rank=1, process=Process(stack=HERE), cpu_s=5.0)]
+    busy = [seen(SPINS), Observation(rank=1, process=Process(stack=HERE), cpu_s=5.0)]
     assert all_stuck(busy, busy, 1.0)
-    assert not all_stuck([seen(SPINS), Sighting(rank=1, process=Process(stack=HERE))], busy, 1.0)
+    assert not all_stuck([seen(SPINS), Observation(rank=1, process=Process(stack=HERE))], busy, 1.0)
     assert not all_stuck([seen(SPINS)], busy, 1.0)  # one has only begun
 
 
@@ -68,11 +71,11 @@ def test_one_rank_at_work_is_enough() -> None:
     ],
 )
 def test_patience(hang_after: str, made_a_step: bool, longest_s: float, expected: float) -> None:
-    assert patience_s(LaunchSpec(hang_after=hang_after).hang_after_s, made_a_step, longest_s) == expected
+    assert hang_timeout_s(LaunchSpec(hang_after=hang_after).hang_after_s, made_a_step, longest_s) == expected
 
 
 def test_ranks_at_work_are_left_alone_for_a_while() -> None:
-    assert [look_again_s(s) for s in (2.0, 60.0, 300.0, math.inf)] == [1.0, 15.0, 30.0, 30.0]
+    assert [recheck_after_s(s) for s in (2.0, 60.0, 300.0, math.inf)] == [1.0, 15.0, 30.0, 30.0]
 
 
 @pytest.mark.parametrize("hang_after", ["soon", "5", "0s", "-3s", ""])

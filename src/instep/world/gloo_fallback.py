@@ -1,10 +1,9 @@
-"""What the lane does not do, done by gloo.
+"""The operations that the lane does not have, over gloo.
 
 [Note: Never through the base class]
-torch's own ProcessGroup would pass an operation on to gloo by itself, but holds the GIL while it does (for a class
-that is written in Python), and waits for a lock of gloo's; a thread of gloo's that holds the lock waits for the GIL
-to let a tensor go. So gloo's group is called here, which lets go of the GIL. Besides, gloo knows neither strides nor
-means of every dtype.
+torch's ProcessGroup would dispatch an operation to gloo by itself, but for a class written in Python it holds the GIL
+while it waits for a lock of gloo's; a gloo thread that holds the lock waits for the GIL to release a tensor. So gloo's
+group is called directly here, which releases the GIL. Besides, gloo supports neither strides nor means of every dtype.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.world.background import done
+from instep.world.background import completed
 from instep.world.lane.reduction import divide
 
 
-class GlooSide:
-    """The gloo group inside one of ours, with what PyTorch expects of it."""
+class GlooFallback:
+    """The gloo group inside a SharedGroup, with what PyTorch expects of a group."""
 
     def __init__(self, group: dist.ProcessGroupGloo) -> None:
         self.group = group
@@ -33,26 +32,14 @@ class GlooSide:
         self._with_mean(copies, opts, lambda: self.group.allreduce(copies, opts)).wait()
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.detach().copy_(copy)
-        return done(list(tensors))
+        return completed(list(tensors))
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Combine the ranks' tensors, in place."""
         return self._with_mean(tensors, opts, lambda: self.group.allreduce_coalesced(list(tensors), opts))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        """Overwrite the tensors with one rank's."""
-        return self.group.broadcast(list(tensors), opts)
-
-    def barrier(self, opts: Any) -> Any:
-        """Wait until every rank is here."""
-        return self.group.barrier(opts)
-
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
-        """Collect the ranks' tensors in lists."""
-        return self.group.allgather(output_lists, inputs, opts)
-
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Collect the ranks' tensors, each in a whole."""
+        """Collect the ranks' tensors, each in one output."""
         works = [self.group._allgather_base(out, own, opts) for out, own in zip(outputs, inputs, strict=True)]
         return _all(works, outputs)
 
@@ -61,7 +48,7 @@ class GlooSide:
         return self._with_mean(outputs, opts, lambda: self.group.reduce_scatter(outputs, input_lists, opts))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Combine, for each rank, its part of each whole."""
+        """Combine, for each rank, its part of each input."""
 
         def run() -> Any:
             pairs = zip(outputs, inputs, strict=True)
@@ -76,13 +63,13 @@ class GlooSide:
         run().wait()
         for output in outputs:
             divide(output.detach(), self.group.size())
-        return done(list(outputs))
+        return completed(list(outputs))
 
 
 def _all(works: Sequence[Any], result: Any) -> Any:
-    """Make one work of several."""
+    """Return one work for several."""
     if len(works) == 1:
         return works[0]
     for work in works:
         work.wait()
-    return done(result)
+    return completed(result)
