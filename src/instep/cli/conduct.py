@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.cli.options import make_spec
+from instep.cli.command import make_spec, say
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
@@ -215,8 +215,3 @@ def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
             f"-n {spec.processes} contradicts the world that {place.launcher} launched, which has {place.world_size} "
             f"processes. Leave -n out: {place.launcher} decides."
         )
-
-
-def say(text: str) -> None:
-    """Write a line for the person, to standard error."""
-    print(text, file=sys.stderr, flush=True)

@@ -37,8 +37,9 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.shards import fit
 from instep.checkpoint.sharing import SharedSave, Sharing
 from instep.checkpoint.snapshot import HostBuffer, Parts, Snapshot
+from instep.core.durations import Cadence
 from instep.core.errors import CheckpointError, NumericsError, TaskError
-from instep.core.spec import Cadence, TrainSpec
+from instep.core.spec import TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
 from instep.train.train_state import TrainState
