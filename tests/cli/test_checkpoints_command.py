@@ -108,7 +108,7 @@ class TestVerify:
     def test_a_good_run(self, command: Command, run_dir: Path) -> None:
         code, out, err = command("checkpoints", str(run_dir), "--verify")
         assert (code, err) == (0, "")  # quick: no progress is shown
-        assert "5 good: every file was read" in out
+        assert "5 good: every file has the size and hash" in out
 
     def test_a_single_checkpoint(self, command: Command, run_dir: Path) -> None:
         path = str(file_of(run_dir, 8).parent)
@@ -277,7 +277,7 @@ class TestWrongUsage:
         [
             (["--prune", "0"], ["--prune 0 would leave no checkpoint"]),
             (["--prune", "1", "--verify"], ["--verify and --prune cannot be combined"]),
-            (["--damaged"], ["--damaged says how to prune, and --prune is missing"]),
+            (["--damaged"], ["--damaged is for --prune, which is not given"]),
             (["--dry-run", "--verify"], ["--dry-run says how to prune"]),
             (["--step", "3"], ["--step says how to export, and --export is missing"]),
             (["--export", "OUT", "--step", "3"], ["no checkpoint of step 3", "There: 10, 8, 6, 4, 2"]),

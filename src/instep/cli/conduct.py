@@ -23,8 +23,8 @@ from instep.core.topology import Place
 from instep.launch.local import LogPlan, launch
 from instep.launch.processes import check_process_count
 from instep.launch.rendezvous import split_endpoint
+from instep.monitor.follow import Follower
 from instep.monitor.progress import duration, metrics_text
-from instep.monitor.terminal import TerminalDisplay
 from instep.train.directory import agree_on_directory, settle_directory
 from instep.train.nodes import wishes_of
 from instep.train.precision import resolve_precision
@@ -147,8 +147,8 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool)
         done = _complete(directory, task, spec, speaks)
         if done is not None:
             return done
-        with TerminalDisplay(directory.path, spec.quiet or not speaks) as display:
-            output = display.stream(sys.stderr if spec.json else sys.stdout)
+        with Follower(directory.path, _readers(spec, speaks)) as follower:
+            output = follower.stream(sys.stderr if spec.json else sys.stdout)
             results = _start(directory, task, spec, source, output)
         if not results:  # the other machines have done everything
             return _complete(directory, task, spec) or _left_out(directory)
@@ -178,8 +178,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
             done = _complete(directory, task, spec, world.is_main)
             if done is not None:
                 return done
-            quiet = spec.quiet or not world.is_main
-            with TerminalDisplay(directory.path, quiet):
+            with Follower(directory.path, _readers(spec, world.is_main)):
                 result = worker_main(world, task, spec, directory, place.attempt)
         finally:
             directory.unlock()
@@ -207,6 +206,11 @@ def _show(result: Result, spec: TrainSpec) -> Result:
     if spec.json:
         print(json.dumps(result.to_json()), flush=True)
     return result
+
+
+def _readers(spec: TrainSpec, speaks: bool) -> list[str]:
+    """Return the names of the readers of this run's events."""
+    return ["terminal"] if speaks and not spec.quiet else []
 
 
 def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:

@@ -15,10 +15,10 @@ _TAIL_LINES = 20
 
 def follow(number: str, run_dir: Path, before: int | None) -> int:
     """Show a job's progress until it ends; return the exit code. `before` is the stamp of an earlier job's result."""
-    from instep.monitor.terminal import TerminalDisplay
+    from instep.monitor.follow import Follower
 
     try:
-        with TerminalDisplay(run_dir):
+        with Follower(run_dir, ["terminal"]):
             _wait_for_end(number)
     except KeyboardInterrupt:
         say(f"Job {number} continues. instep jobs shows it, instep cancel {number} ends it.")
