@@ -1,4 +1,4 @@
-"""Processes that others have started, told apart from those that merely got the same number later."""
+"""Processes that another one has started. A later process with the same pid is a different one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instep.guard.processes import descendants_of
 
 @dataclass(frozen=True)
 class Process:
-    """A process, by its number and the tick at which it began."""
+    """A process, identified by its pid and the tick at which it started."""
 
     pid: int
     name: str
@@ -20,7 +20,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """Find a process; None: it is gone, or has ended and is only not fetched yet."""
+        """Return the process of a pid; None: it has ended, or is a zombie."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -30,18 +30,18 @@ class Process:
         return None if fields[0] == "Z" else cls(pid, name, int(fields[19]))
 
     def signal(self, number: int) -> None:
-        """Send a signal, if it is still this process."""
+        """Send a signal, unless the pid belongs to another process now."""
         if is_alive(self):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 def is_alive(process: Process) -> bool:
-    """Tell whether a process still runs."""
+    """Return whether a process still runs."""
     now = Process.of(process.pid)
     return now is not None and now.begun == process.begun
 
 
 def descendants(pid: int) -> list[Process]:
-    """Find the processes that a process has started, and those that these have."""
-    return [found for child in descendants_of(pid) if (found := Process.of(child)) is not None]
+    """Return the processes that a process has started, and those that these have started."""
+    return [process for child in descendants_of(pid) if (process := Process.of(child)) is not None]
