@@ -1,4 +1,4 @@
-"""What the README and the page about clusters list is what there is."""
+"""The commands and pages that the documentation lists are those that exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def takes_json(command: Any) -> bool:
 
 
 def test_every_command_is_in_the_table_and_none_is_planned() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "commands.md").read_text()
     planned = re.search(r"^Planned: (.*)\.$", text, re.M)[1].split(", ")
     for name in commands():
         assert re.search(rf"^\|.*`{name}\b", text, re.M), name
@@ -31,15 +31,15 @@ def test_every_command_is_in_the_table_and_none_is_planned() -> None:
 
 
 def test_json() -> None:
-    text = (ROOT / "README.md").read_text()
-    listed = re.search(r"options\. (.*?) take `--json`", text, re.S)[1]
+    text = (ROOT / "docs" / "commands.md").read_text()
+    listed = re.search(r"standard error\. (.*?) take `--json`", text, re.S)[1]
     expected = {name.split()[1] for name, command in commands().items() if takes_json(command)}
     assert set(re.findall(r"`(\w+)`", listed)) == expected
 
 
 def test_every_page_is_listed_once() -> None:
-    more = (ROOT / "README.md").read_text().partition("\n## More\n")[2]
-    linked = re.findall(r"\]\((docs/\w+\.md)\)", more)
+    table = (ROOT / "README.md").read_text().partition("\n## Documentation\n")[2]
+    linked = re.findall(r"\]\((docs/\w+\.md)\)", table)
     assert sorted(linked) == sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 
 
