@@ -22,13 +22,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from instep.checkpoint.layout import step_of
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed
 from instep.core.spec import TrainSpec
 from instep.events.read import read_events
 from instep.verify.faults import Fault, Kind, Moment
-from instep.verify.processes import Process, descendants, is_alive
 from instep.verify.sabotage import WRAPPER, refuse_next_write
 
 PAUSE_S = 0.02
@@ -109,7 +110,7 @@ class _DisturbedRun:
         self._run_dir = folder / "run"
         self._rng = random.Random(f"{job.spec.seed}-{number}")
         self._process: subprocess.Popen[str] | None = None
-        self._seen: set[Process] = set()
+        self._seen: set[psutil.Process] = set()
         self._result: dict[str, Any] | None = None
         self._killed: tuple[float, int] | None = None
         """When a rank was killed, and the last step before."""
@@ -143,7 +144,7 @@ class _DisturbedRun:
         finally:
             self._kill_job()
             for process in self._seen:
-                process.signal(signal.SIGKILL)
+                _send(process, signal.SIGKILL)
 
     def _is_running(self) -> bool:
         return self._result is None and not self._campaign.complaints
@@ -167,8 +168,7 @@ class _DisturbedRun:
         process = self._process
         if process is None:
             return self._start()
-        ours = ("instep:", "python")
-        self._seen |= {child for child in descendants(process.pid) if child.name.startswith(ours)}
+        self._seen |= set(_descendants(process.pid, "instep:", "python"))
         self._note_recovery()
         if process.poll() is None:
             if time.monotonic() - self._progressed_at() > _PATIENCE_S:
@@ -228,21 +228,25 @@ class _DisturbedRun:
         return ""
 
     def _hit_rank(self, fault: Fault, supervisor: int) -> str | None:
-        ranks = sorted((child for child in descendants(supervisor) if child.name.startswith("instep:r")), key=str)
+        ranks = sorted(_descendants(supervisor, "instep:r"), key=lambda process: process.pid)
         if not ranks:
             return None
         rank = ranks[int(fault.pick * len(ranks))]
-        rank.signal(signal.SIGKILL if fault.kind is Kind.KILL_RANK else signal.SIGSTOP)
+        try:
+            name = rank.name()
+        except psutil.NoSuchProcess:
+            return None
+        _send(rank, signal.SIGKILL if fault.kind is Kind.KILL_RANK else signal.SIGSTOP)
         if fault.kind is Kind.SLOW_RANK:
             time.sleep(0.2 + fault.pick)
-            rank.signal(signal.SIGCONT)
-        return f" ({rank.name})"
+            _send(rank, signal.SIGCONT)
+        return f" ({name})"
 
     def _kill_job(self) -> None:
         if self._process is not None:
-            for process in [*descendants(self._process.pid), Process.of(self._process.pid)]:
-                if process is not None:
-                    process.signal(signal.SIGKILL)
+            for child in _descendants(self._process.pid):
+                _send(child, signal.SIGKILL)
+            self._process.kill()
             self._process.communicate()
             self._process = None
 
@@ -298,7 +302,7 @@ class _DisturbedRun:
     def _check_processes(self) -> None:
         """Report processes that are still running five seconds after the end."""
         deadline = time.monotonic() + 5
-        while (left := [process for process in self._seen if is_alive(process)]) and time.monotonic() < deadline:
+        while (left := [process for process in self._seen if _is_alive(process)]) and time.monotonic() < deadline:
             time.sleep(0.05)
         for process in left:
             self._complain(f" left {process} running")
@@ -325,3 +329,26 @@ class _DisturbedRun:
 
     def _complain(self, text: str) -> None:
         self._campaign.complaints.append(f"run {self._number}{text}")
+
+
+def _descendants(pid: int, *prefixes: str) -> list[psutil.Process]:
+    """Return the processes below a process whose names begin with one of these."""
+    processes = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith(prefixes or "") and _is_alive(process):
+                    processes.append(process)
+    return processes
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # also where another process has the pid now
+        process.send_signal(number)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
