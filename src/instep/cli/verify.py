@@ -61,7 +61,7 @@ def verify(
 
 def _read_worlds(text: str) -> list[int]:
     try:
-        return [int(word) for word in text.split(",")]
+        return [int(size) for size in text.split(",")]
     except ValueError:
         raise SpecError(f"worlds={text!r} is not a list of numbers. Use for instance --worlds 1,2,3.") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import chain
 
 from instep.core.durations import seconds_of
 from instep.core.errors import SpecError
@@ -68,8 +69,8 @@ class LaunchSpec:
 
     def words(self) -> list[str]:
         """Return the spec as options of a command line, without those that have their default value."""
-        values = [(declared, getattr(self, declared.name)) for declared in options_of(type(self))]
-        return [word for declared, value in values if value != declared.default for word in declared.words(value)]
+        values = [(option, getattr(self, option.name)) for option in options_of(type(self))]
+        return list(chain.from_iterable(option.words(value) for option, value in values if value != option.default))
 
     @property
     def min_nodes(self) -> int:

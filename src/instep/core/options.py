@@ -7,6 +7,7 @@ nodes ask the field; none of them keeps a list of names.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -50,6 +51,8 @@ class Option:
     scope: Scope
     flags: tuple[str, ...]
     metavar: str | None
+    choices: tuple[str, ...]
+    """The allowed words; of a `Literal` field they follow from its type."""
     at_least: int | None
     """The smallest whole number that is allowed."""
     per_node: bool
@@ -71,9 +74,8 @@ class Option:
 
     def check(self, value: Any) -> None:
         """Raise SpecError for a value that is not one of the choices, or is too small."""
-        choices = get_args(self.type) if get_origin(self.type) is Literal else ()
-        if choices and value not in choices:
-            raise SpecError(f"{self.name}={value!r} is unknown. Choose one of {', '.join(choices)}.")
+        if self.choices and value not in self.choices:
+            raise SpecError(f"{self.name}={value!r} is unknown. Choose one of {', '.join(self.choices)}.")
         if self.at_least is not None and (value is not None or type(None) not in get_args(self.type)):
             check_at_least(self.name, value, self.at_least)
 
@@ -85,6 +87,7 @@ def _option(
     help: str,
     *flags: str,
     metavar: str | None = None,
+    choices: Iterable[str] = (),
     at_least: int | None = None,
     per_node: bool | None = None,
     in_verify: bool | None = None,
@@ -96,7 +99,9 @@ def _option(
     """
     per_node = scope in (Scope.NODE, Scope.OUTPUT) if per_node is None else per_node
     in_verify = scope is Scope.RECIPE if in_verify is None else in_verify
-    declared = Option("", None, default, group, help, scope, flags, metavar, at_least, per_node, in_verify)
+    declared = Option(
+        "", None, default, group, help, scope, flags, metavar, tuple(choices), at_least, per_node, in_verify
+    )
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -115,16 +120,17 @@ def options_of(spec: type) -> tuple[Option, ...]:
 def _options_of(spec: type) -> tuple[Option, ...]:
     types = get_type_hints(spec)
     return tuple(
-        dataclasses.replace(declared, name=field.name, type=types[field.name], flags=declared.flags or (flags,))
-        for field in dataclasses.fields(spec)
-        for declared in (field.metadata["option"],)
-        for flags in (_flags(field.name, types[field.name]),)
+        _complete(field.metadata["option"], field.name, types[field.name]) for field in dataclasses.fields(spec)
     )
 
 
-def _flags(name: str, type: Any) -> str:
+def _complete(declared: Option, name: str, type: Any) -> Option:
+    """Add what follows from the name and type of the field."""
     words = name.replace("_", "-")
-    return f"--{words}/--no-{words}" if bool in (type, *get_args(type)) else f"--{words}"
+    flag = f"--{words}/--no-{words}" if bool in (type, *get_args(type)) else f"--{words}"
+    choices = get_args(type) if get_origin(type) is Literal else declared.choices
+    kind = Literal[choices] if choices else type
+    return dataclasses.replace(declared, name=name, type=kind, flags=declared.flags or (flag,), choices=choices)
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from instep.core.durations import Cadence
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
-from instep.core.mesh import Mesh
+from instep.core.mesh import STRATEGIES, Mesh
 from instep.core.microbatches import check_microbatches
 from instep.core.options import (
     FAILURES,
@@ -74,10 +74,11 @@ class TrainSpec(LaunchSpec):
         "with --exact: number of shards that a batch is split into (16, or the batch size if that is smaller)",
         at_least=1,
     )
-    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "tensor", "pipeline"] = operational_option(
+    strategy: str = operational_option(
         "auto",
         PROCESSES,
         "how the model is distributed; auto: ddp when there are several processes (docs/strategies.md)",
+        choices=STRATEGIES,
     )
     mesh: str | None = operational_option(
         None,
@@ -248,8 +249,8 @@ class TrainSpec(LaunchSpec):
             value = getattr(self, declared.name)
             if value != declared.default and (declared.scope is Scope.NODE or declared.name == "hang_after"):
                 raise SpecError(
-                    f"{declared.name}={value} is for processes that instep starts itself. With on=ray, Ray places and "
-                    f"watches them. Leave {declared.flag} out."
+                    f"{declared.name}={value} is for processes that instep starts itself. With on={self.on}, the "
+                    f"cluster places and watches them. Leave {declared.flag} out."
                 )
 
     def _check_strategy(self) -> None:
