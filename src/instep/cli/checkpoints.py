@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from instep.checkpoint.inventory import Entry, Inventory, Kind, newest_good, take_inventory, verify
-from instep.cli.command import command
+from instep.cli.command import argument, command, option
 from instep.core.errors import EXIT_DONE, EXIT_USER, CheckpointError, SpecError
 from instep.monitor.reading import reading, size_text
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # they need torch, and a list does not
 _STYLES = {"good": "green", "sizes agree": "green", "damaged": "bold red", "other format": "yellow"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointsSpec:
     """The options of `instep checkpoints`."""
 
@@ -59,26 +58,22 @@ class CheckpointsSpec:
             raise SpecError(f"{', '.join(given)} is for {option}, which is not given. Add {option}.")
 
 
-@command("List, verify, prune or export the checkpoints of a run.")
-def checkpoints(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory, or the directory of one checkpoint")],
-    verify: Annotated[bool, typer.Option("--verify", help="read every file and compare its size and hash")] = False,
-    prune: Annotated[int | None, typer.Option("--prune", metavar="N", help="keep only the newest N good ones")] = None,
-    damaged: Annotated[bool, typer.Option("--damaged", help="also prune damaged and half-written ones")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what --prune would delete")] = False,
-    export: Annotated[
-        str | None, typer.Option("--export", metavar="TARGET", help="write the weights to a folder or a .safetensors")
-    ] = None,
-    step: Annotated[int | None, typer.Option("--step", help="export this step, not the newest good one")] = None,
-    max_shard: Annotated[
-        str | None, typer.Option("--max-shard", metavar="SIZE", help="size of an exported file [default: 5GB]")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace the files of an earlier export")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the outcome as one line of JSON")] = False,
-) -> int:
+@command(
+    "List, verify, prune or export the checkpoints of a run.",
+    argument("run", Path, "RUN", "a run directory, or the directory of one checkpoint"),
+    option("verify", bool, False, "read every file and compare its size and hash", "--verify"),
+    option("prune", int | None, None, "keep only the newest N good ones", metavar="N"),
+    option("damaged", bool, False, "also prune damaged and half-written ones", "--damaged"),
+    option("dry_run", bool, False, "only print what --prune would delete", "--dry-run"),
+    option("export", Path | None, None, "write the weights to a folder or a .safetensors file", metavar="TARGET"),
+    option("step", int | None, None, "export this step, not the newest good one"),
+    option("max_shard", str | None, None, "size of an exported file [default: 5GB]", metavar="SIZE"),
+    option("force", bool, False, "replace the files of an earlier export", "--force"),
+    option("json", bool, False, "print the outcome as one line of JSON", "--json"),
+)
+def checkpoints(**options: Any) -> int:
     """List, verify, prune or export checkpoints."""
-    target = Path(export) if export is not None else None
-    spec = CheckpointsSpec(Path(run), verify, prune, damaged, dry_run, target, step, max_shard, force, as_json)
+    spec = CheckpointsSpec(**options)
     console = Console(stderr=spec.json, highlight=False)
     if spec.prune is not None:
         ok, outcome = _prune(spec, spec.prune, console)

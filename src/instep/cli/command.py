@@ -31,7 +31,6 @@ if typing.TYPE_CHECKING:
     from instep.train.task import Task
 
 S = TypeVar("S", bound=LaunchSpec)
-_PARSER = typing.cast(dict[str, Any], {"add_completion": False, "pretty_exceptions_enable": False})
 
 
 class Grouped(TyperCommand):
@@ -67,21 +66,18 @@ def command(
 ) -> Callable[[Callable[..., int | None]], Any]:
     """Turn a function that returns an exit code into a command.
 
-    With a `spec`, the command has `parameters`, then one option for each field of the spec, or for those that `takes`
-    selects; `instead` replaces the help text or default of options that mean something else to this command. Without
-    one, the parameters are those of the function.
+    The command has `parameters`, then one option for each field of a spec, or for those that `takes` selects. `instead`
+    replaces the help text or default of options that mean something else to this command.
     """
 
     def decorate(function: Callable[..., int | None]) -> Any:
         guard = _guarded(function)
-        if spec is not None:
-            options = [_parameter(o, instead.get(o.name, {})) for o in options_of(spec) if takes(o)]
-            signature = inspect.Signature([*parameters, *options])
-            guard.__signature__ = signature  # type: ignore[attr-defined]
-            guard.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
-        parser = typer.Typer(rich_markup_mode=None, **_PARSER)
-        kind = cls if spec is not None else TyperCommand
-        parser.command(cls=kind, help=help, context_settings=context_settings)(guard)
+        options = [_parameter(o, instead.get(o.name, {})) for o in (options_of(spec) if spec else ()) if takes(o)]
+        signature = inspect.Signature([*parameters, *options])
+        guard.__signature__ = signature  # type: ignore[attr-defined]
+        guard.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        parser = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        parser.command(cls=cls if spec else TyperCommand, help=help, context_settings=context_settings)(guard)
         return typer.main.get_command(parser)
 
     return decorate

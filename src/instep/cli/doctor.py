@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from instep.cli import findings
-from instep.cli.command import command
+from instep.cli.command import command, option
 from instep.cli.findings import Finding, TorchBuild
 from instep.core.durations import seconds_of
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
@@ -34,24 +33,18 @@ _PORTS = 16
 _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
 
 
-@command("Check what this machine, or the network between several nodes, can do, and what is wrong with it.")
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="print the findings as one line of JSON")] = False,
-    nnodes: Annotated[int, typer.Option("--nnodes", help="check the network between so many nodes too")] = 1,
-    rdzv_endpoint: Annotated[
-        str, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="where these nodes meet")
-    ] = "",
-    node_rank: Annotated[
-        int | None,
-        typer.Option("--node-rank", help="rank of this node; 0: the endpoint is here", show_default=False),
-    ] = None,
-    local_addr: Annotated[
-        str, typer.Option("--local-addr", help="address at which the other nodes reach this one")
-    ] = "",
-    wait: Annotated[str, typer.Option("--wait", help="how long to wait for the other nodes")] = "1m",
-) -> int:
+@command(
+    "Check what this machine, or the network between several nodes, can do, and what is wrong with it.",
+    option("json", bool, False, "print the findings as one line of JSON", "--json"),
+    option("nnodes", int, 1, "also check the network between this many nodes"),
+    option("rdzv_endpoint", str, "", "where these nodes meet", metavar="HOST:PORT"),
+    option("node_rank", int | None, None, "rank of this node; 0: the endpoint is here"),
+    option("local_addr", str, "", "address at which the other nodes reach this one"),
+    option("wait", str, "1m", "how long to wait for the other nodes"),
+)
+def doctor(json: bool, nnodes: int, rdzv_endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> int:
     """Check this machine, and the network to other nodes."""
-    return examine(as_json, plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait))
+    return examine(json, plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait))
 
 
 def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> CheckupPlan | None:

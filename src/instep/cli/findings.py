@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from instep.core.topology import Place
 from instep.launch.machine import SHARED_MEMORY, Folder, Machine
 from instep.launch.machines.links import Pair, distant_links, duration, rate, slow_links
+from instep.monitor.reading import size_text
 
 if TYPE_CHECKING:  # they need torch, and the help text of doctor does not
     from instep.launch.machines.checkup import Checkup
@@ -84,11 +85,11 @@ def judge_memory(machine: Machine) -> Finding:
     """Judge the memory."""
     if machine.memory_bytes is None:
         return Finding("memory", "yellow", "its size is unknown on this system", "Make sure that the training fits.")
-    text = size(machine.memory_bytes)
+    text = size_text(machine.memory_bytes)
     if machine.available_bytes is None:
         return Finding("memory", "green", text)
     available = min(machine.available_bytes, machine.memory_bytes)
-    text += f", {size(available)} available"
+    text += f", {size_text(available)} available"
     if available < GIB:
         return Finding("memory", "yellow", text, "A process with torch takes about 300 MiB: start few, or free some.")
     return Finding("memory", "green", text)
@@ -98,7 +99,7 @@ def judge_devices(build: TorchBuild) -> Finding:
     """List the GPUs."""
     if not build.gpus:
         return Finding("devices", "green", "no GPU that torch sees: training runs on the CPU")
-    shown = [f"{i}: {name}, {size(num_bytes)}" for i, (name, num_bytes) in enumerate(build.gpus)]
+    shown = [f"{i}: {name}, {size_text(num_bytes)}" for i, (name, num_bytes) in enumerate(build.gpus)]
     return Finding("devices", "green", "; ".join(shown))
 
 
@@ -191,7 +192,7 @@ def judge_disk(runs: Folder) -> Finding:
     if runs.error:
         text = f"{runs.path} cannot be written: {runs.error}"
         return Finding("disk", "red", text, "Change to a writable folder, or give --run-dir on another disk.")
-    text = f"{size(runs.free_bytes)} free for {runs.path}"
+    text = f"{size_text(runs.free_bytes)} free for {runs.path}"
     advice = "Free some space, or give --run-dir on another disk: checkpoints are written there."
     level: Level = "red" if runs.free_bytes < 100 * MIB else "yellow" if runs.free_bytes < 2 * GIB else "green"
     return Finding("disk", level, text, "" if level == "green" else advice)
@@ -206,7 +207,7 @@ def judge_scratch(folder: Folder) -> Finding:
         return Finding("scratch", "red", text, "Set TMPDIR to a shorter path, /tmp for instance.")
     level: Level = "yellow" if folder.free_bytes < 100 * MIB else "green"
     advice = "Free some space, or set TMPDIR to another disk." if level == "yellow" else ""
-    return Finding("scratch", level, f"{size(folder.free_bytes)} free in {folder.path}", advice)
+    return Finding("scratch", level, f"{size_text(folder.free_bytes)} free in {folder.path}", advice)
 
 
 def judge_shared_memory(machine: Machine) -> Finding:
@@ -215,7 +216,7 @@ def judge_shared_memory(machine: Machine) -> Finding:
     if machine.shared_memory_bytes is None:
         advice = "Data workers need it: mount a tmpfs there, or use --data-workers 0."
         return Finding(name, "yellow", "does not exist", advice)
-    text = f"{size(machine.shared_memory_bytes)} free"
+    text = f"{size_text(machine.shared_memory_bytes)} free"
     if machine.shared_memory_bytes < 256 * MIB:
         advice = "Data workers pass samples through it. In Docker: --shm-size=2g. Or use --data-workers 0."
         return Finding(name, "yellow", text, advice)
@@ -238,8 +239,3 @@ def judge_threads(machine: Machine) -> Finding:
         advice = f"There are {machine.cores} cores: more threads than that wait for each other. Set at most that."
         return Finding("threads", "yellow", text, advice)
     return Finding("threads", "green", text)
-
-
-def size(num_bytes: int) -> str:
-    """Return a number of bytes as text."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"

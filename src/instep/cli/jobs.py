@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from instep.cli.command import command, say
+from instep.cli.command import argument, command, option, say
 from instep.core.errors import EXIT_DONE
 from instep.events.read import last_step
 from instep.launch.slurm import client
@@ -20,22 +19,24 @@ _POLL_S = 0.5
 _SAY_EVERY_S = 2.0
 
 
-@command("List the SLURM jobs that you submitted with instep, and their progress.")
-def jobs(
-    every: Annotated[bool, typer.Option("--all", help="also list ended jobs that SLURM still knows")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the jobs as one line of JSON")] = False,
-) -> int:
+@command(
+    "List the SLURM jobs that you submitted with instep, and their progress.",
+    option("all", bool, False, "also list ended jobs that SLURM still knows", "--all"),
+    option("json", bool, False, "print the jobs as one line of JSON", "--json"),
+)
+def jobs(all: bool, json: bool) -> int:
     """List jobs."""
-    return show_jobs(every, as_json)
+    return show_jobs(all, json)
 
 
-@command("Cancel SLURM jobs, and wait until they have ended.")
-def cancel(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="number of a job, as instep jobs shows it")],
-    as_json: Annotated[bool, typer.Option("--json", help="print the cancelled jobs as one line of JSON")] = False,
-) -> int:
+@command(
+    "Cancel SLURM jobs, and wait until they have ended.",
+    argument("jobs", list[str], "JOB", "number of a job, as instep jobs shows it"),
+    option("json", bool, False, "print the cancelled jobs as one line of JSON", "--json"),
+)
+def cancel(jobs: list[str], json: bool) -> int:
     """Cancel jobs."""
-    return cancel_jobs(jobs, as_json)
+    return cancel_jobs(jobs, json)
 
 
 def show_jobs(with_ended: bool, as_json: bool) -> int:

@@ -36,12 +36,11 @@ class LaunchSpec:
     hang_after: str = operational_option(
         "auto",
         FAILURES,
-        "end the job as hung when no rank has made progress for this long: 90s, 10m, never; auto: based on the steps "
-        "so far",
+        "end the job when no rank has made progress for this long: 90s, 10m, never; auto: based on the steps so far",
         per_node=True,
     )
     lost_after: str = operational_option(
-        "10s", NODES, "treat a node as lost when it has sent no heartbeat for this long; the others continue without it"
+        "10s", NODES, "continue without a node that has sent no heartbeat for this long"
     )
     hosts: str = node_option("", NODES, "start a launcher on each of these hosts over ssh", metavar="A,B")
     ssh: str = node_option("ssh", NODES, "with --hosts: the ssh command, with its options")

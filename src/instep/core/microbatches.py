@@ -4,9 +4,9 @@ Pure arithmetic.
 
 [Note: Bubble]
 A stage waits until the first micro-batch reaches it, and after its last one until the other stages end. With p stages
-of equal cost and m micro-batches, it is busy for m of m + p - 1 turns. This holds if all forward passes come first (gpipe)
-and also if forward and backward passes alternate (1f1b, which needs less memory, not less time). With v stages per rank
-(interleaved), a turn takes 1/v of the time, and so does the wait: v·m of v·m + p - 1 turns.
+of equal cost and m micro-batches, it is busy for m of m + p - 1 turns. This holds if all forward passes come first
+(gpipe), and also if forward and backward passes alternate (1f1b, which needs less memory, not less time). With v stages
+per rank (interleaved), a turn takes 1/v of the time, and so does the wait: v·m of v·m + p - 1 turns.
 """
 
 from __future__ import annotations

@@ -41,20 +41,13 @@ class TrainSpec(LaunchSpec):
     """How to train: everything except the Task itself."""
 
     on: Literal["here", "ray"] = node_option(
-        "here",
-        NODES,
-        "who starts the processes: here: this command; ray: Ray, anywhere in its cluster (docs/clusters.md)",
+        "here", NODES, "what starts the processes: this command, or Ray in its cluster (docs/clusters.md)"
     )
     address: str = node_option(
-        "",
-        NODES,
-        "with --on ray: HOST:PORT of a running cluster, or auto to find it; empty: start a Ray for this run alone",
+        "", NODES, "with --on ray: HOST:PORT of a cluster, or auto to find it; empty: start a new one"
     )
     max_restarts: int = operational_option(
-        3,
-        FAILURES,
-        "restarts allowed after a failure; the count starts again whenever the run has progressed",
-        at_least=0,
+        3, FAILURES, "restarts allowed after a failure; progress resets the count", at_least=0
     )
     epochs: int | None = operational_option(
         None, TRAINING, "passes over the training data (3, unless --steps is given)", at_least=1
@@ -69,66 +62,37 @@ class TrainSpec(LaunchSpec):
         False, NUMBERS, "the same bits at any number of processes: fixed shards, deterministic kernels (docs/exact.md)"
     )
     shards: int | None = recipe_option(
-        None,
-        NUMBERS,
-        "with --exact: number of shards that a batch is split into (16, or the batch size if that is smaller)",
-        at_least=1,
+        None, NUMBERS, "with --exact: shards that a batch is split into (16, or the batch size)", at_least=1
     )
     strategy: str = operational_option(
-        "auto",
-        PROCESSES,
-        "how the model is distributed; auto: ddp when there are several processes (docs/strategies.md)",
-        choices=STRATEGIES,
+        "auto", PROCESSES, "how the model is distributed; auto: ddp, or single (docs/strategies.md)", choices=STRATEGIES
     )
     mesh: str | None = operational_option(
-        None,
-        PROCESSES,
-        "a combination of strategies: the number of processes along each axis, dp=2,fsdp=2,tp=2,pp=2",
-        metavar="AXIS=N,…",
+        None, PROCESSES, "a combination of strategies: dp=2,fsdp=2,tp=2,pp=2", metavar="AXIS=N,…"
     )
     reshard: bool = operational_option(
-        True,
-        PROCESSES,
-        "with fsdp: free a block's parameters after its forward pass; off: keep them until the backward pass ends",
+        True, PROCESSES, "with fsdp: free a block's parameters after its forward pass; off: keep them for backward"
     )
     offload: bool = operational_option(
         False, PROCESSES, "with fsdp on GPUs: keep parameters and optimizer state in host memory"
     )
     narrow_gather: bool = operational_option(
-        False,
-        PROCESSES,
-        "with fsdp and bf16 or fp16: gather parameters in that precision, for half the traffic; all layers then "
-        "compute with rounded weights",
+        False, PROCESSES, "with fsdp and bf16 or fp16: gather parameters rounded to that, for half the traffic"
     )
     meta_init: bool = operational_option(
-        False,
-        PROCESSES,
-        "with fsdp: build the model on the meta device and initialize it block by block, for models that do not fit "
-        "into one process",
+        False, PROCESSES, "with fsdp: build the model block by block, where it does not fit into one process"
     )
     schedule: Literal["gpipe", "1f1b", "interleaved"] = operational_option(
-        "1f1b",
-        PROCESSES,
-        "the order of a pipeline's micro-batches: gpipe, 1f1b (less memory), interleaved (less idle time) "
-        "(docs/pipeline.md)",
+        "1f1b", PROCESSES, "schedule of a pipeline; 1f1b needs less memory, interleaved less time (docs/pipeline.md)"
     )
     microbatches: int | None = operational_option(
-        None,
-        PROCESSES,
-        "micro-batches that a pipeline splits the rows of a batch into (4 per stage, if there are enough rows)",
-        at_least=1,
+        None, PROCESSES, "micro-batches of a pipeline (4 per stage, if there are enough rows)", at_least=1
     )
     comm: Literal["auto", "shared-memory", "gloo"] = operational_option(
-        "auto",
-        PROCESSES,
-        "how processes on CPU communicate; auto: through shared memory on one node, otherwise gloo",
-        in_verify=True,
+        "auto", PROCESSES, "how processes on CPU communicate; auto: shared memory, or gloo", in_verify=True
     )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = recipe_option(
-        "auto",
-        NUMBERS,
-        "the precision that layers compute in; auto: bf16 on a GPU that supports it, otherwise fp32 "
-        "(docs/precision.md)",
+        "auto", NUMBERS, "precision of the layers; auto: bf16 on GPUs that support it, or fp32 (docs/precision.md)"
     )
     compile: bool | None = recipe_option(
         None, NUMBERS, "compile the loss together with the model (unless given: on GPUs, with strategy single or ddp)"
@@ -147,29 +111,20 @@ class TrainSpec(LaunchSpec):
         "interval that costs least for one failure a day, auto:6h for one failure in six hours",
     )
     save_busy: Literal["wait", "skip"] = operational_option(
-        "wait",
-        SAVING,
-        "when a checkpoint is due while the last one is still being written: wait for it, or skip the new one",
+        "wait", SAVING, "when a checkpoint is due while the last is still being written: wait, or skip it"
     )
     keep: int = operational_option(3, SAVING, "number of newest checkpoints to keep", at_least=1)
     keep_every: int | None = operational_option(
         None, SAVING, "also keep a checkpoint every N steps", metavar="N", at_least=1
     )
     keep_best: str | None = operational_option(
-        None,
-        SAVING,
-        "also save and keep the checkpoint with the highest value of this metric; METRIC:min for the lowest",
-        metavar="METRIC",
+        None, SAVING, "also keep the checkpoint with the highest metric; METRIC:min: the lowest", metavar="METRIC"
     )
     check_every: int = operational_option(
-        100,
-        FAILURES,
-        "every N steps, check that all ranks hold the same parameters and that none is slow; 0: never "
-        "(docs/divergence.md)",
-        at_least=0,
+        100, FAILURES, "compare the ranks every N steps (docs/divergence.md); 0: never", at_least=0
     )
     threads: int | None = recipe_option(
-        None, PROCESSES, "CPU threads per process (unless given, its share of the cores; 1 with --exact)", at_least=1
+        None, PROCESSES, "CPU threads per process (its share of the cores; 1 with --exact)", at_least=1
     )
     flush_denormals: bool = recipe_option(True, NUMBERS, "treat denormal numbers as zero on CPU")
     init_from: str | None = recipe_option(
@@ -190,11 +145,7 @@ class TrainSpec(LaunchSpec):
     run_dir: str | None = output_option(None, SAVING, "the run's directory; an unfinished run in it is continued")
     fresh: bool = output_option(False, SAVING, "start over: an earlier run in --run-dir is moved aside", "--fresh")
     preempted_exit: int = node_option(
-        0,
-        FAILURES,
-        "exit code of a run that was asked to stop and has saved, for schedulers that take 0 for complete "
-        "(143: ended by SIGTERM)",
-        per_node=False,
+        0, FAILURES, "exit code after a preemption; 143 for schedulers that take 0 for done", per_node=False
     )
     json: bool = output_option(
         False,
