@@ -280,7 +280,7 @@ class TestWrongUsage:
             (["--damaged"], ["--damaged is for --prune, which is not given"]),
             (["--dry-run", "--verify"], ["--dry-run is for --prune"]),
             (["--step", "3"], ["--step is for --export, which is not given"]),
-            (["--export", "OUT", "--step", "3"], ["no checkpoint of step 3", "There: 10, 8, 6, 4, 2"]),
+            (["--export", "OUT", "--step", "3"], ["no checkpoint of step 3", "It has: 10, 8, 6, 4, 2"]),
             (["--export", "OUT", "--max-shard", "many"], ["max-shard='many' is not a size", "5GB"]),
             (["--export", "OUT.safetensors", "--max-shard", "1GB"], ["asks for one file"]),
             (["--prune", "few"], ["'--prune'"]),

@@ -263,7 +263,7 @@ def test_follow_asks_again_and_minds_only_a_new_result(
     assert follow("7", tmp_path, before) == 1
     told = capsys.readouterr().err
     assert told.count("asking again") == 3
-    assert "job 7 is failed, and the training not complete" in told
+    assert "job 7 is failed, and the training is not complete" in told
     assert follow("7", tmp_path, None) == 0  # there was none before
     programs("squeue", "echo '7|COMPLETED|0:09|None|instep|/x/submit.sh'")
     assert follow("7", tmp_path, before) == 0  # it was complete, and the job found so
