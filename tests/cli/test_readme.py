@@ -14,7 +14,7 @@ from instep.cli.app import app, submit
 def commands() -> dict[str, Any]:
     """Return the commands by their whole names, those of `submit` too."""
     groups = [("instep", typer.main.get_group(app)), ("instep submit", submit)]
-    named = {f"{before} {name}": command for before, group in groups for name, command in group.commands.items()}
+    named = {f"{before} {name}": group.get_command(None, name) for before, group in groups for name in group.commands}
     return {name: command for name, command in named.items() if command is not submit}
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from commands import ROOT, TESTS, run
-from instep.cli.follow_slurm import follow, result_stamp
 from instep.cli.jobs import cancel_jobs, show_jobs
 from instep.cli.submit_kubernetes import kubernetes
-from instep.cli.submit_slurm import OPTIONS, plan_job, slurm, submit_task, with_processes
+from instep.cli.submit_slurm import OPTIONS, follow, plan_job, result_stamp, slurm, submit_task, with_processes
 from instep.core.errors import CheckpointError, EnvironmentFailed, SpecError
 from instep.core.options import Scope, options_of
 from instep.core.spec import TrainSpec

@@ -6,7 +6,7 @@ command is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -31,30 +31,16 @@ SUBMIT_COMMANDS = {
 }
 
 
-class _Commands(Mapping[str, Any]):
-    """Commands by name, each imported when it is used."""
-
-    def __init__(self, table: Mapping[str, tuple[str, str]]) -> None:
-        self._table = table
-
-    def __getitem__(self, name: str) -> Any:
-        module, _, attribute = self._table[name][0].partition(":")
-        return getattr(import_module(module), attribute)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-
 def _group(table: Mapping[str, tuple[str, str]], help: str) -> typer.Typer:
     class Group(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
-            super().__init__(**{**attributes, "commands": _Commands(table)})
+            super().__init__(**{**attributes, "commands": dict.fromkeys(table)})
 
-        def list_commands(self, _ctx: Any) -> list[str]:
-            return list(table)
+        def get_command(self, _ctx: Any, name: str) -> Any:
+            if name not in table:
+                return None
+            module, _, attribute = table[name][0].partition(":")
+            return getattr(import_module(module), attribute)
 
         def format_commands(self, _ctx: Any, formatter: Any) -> None:
             with formatter.section("Commands"):

@@ -151,10 +151,10 @@ class _DisturbedRun:
 
     def _wait_for(self, moment: Moment) -> None:
         """Wait for the moment of a fault; restart a training that ends meanwhile."""
-        since, steps = time.monotonic(), self._num_steps()
+        since, num_steps = time.monotonic(), len(self._steps())
         while self._is_running():
             self._supervise()
-            trained = self._num_steps() > steps + 2
+            trained = len(self._steps()) > num_steps + 2
             if (moment is Moment.RECOVERY and self._seen) or (moment is Moment.ANY and trained):
                 return
             if moment is Moment.SAVE and trained and (self._is_saving() or time.monotonic() - since > 5):
@@ -196,7 +196,7 @@ class _DisturbedRun:
 
     def _apply(self, fault: Fault) -> bool:
         """Apply a fault and report it; return whether there was a target."""
-        step = self._last_step()
+        step = max(self._steps(), default=0)
         target = self._hit(fault)
         if target is None:
             self._supervise()
@@ -274,7 +274,7 @@ class _DisturbedRun:
         """Record the first new step after a kill, and the step that the training resumed from."""
         if self._killed is None and self._damaged is None:
             return
-        events = self._events()
+        events = read_events(self._run_dir)
         if self._damaged is not None:
             damaged_at, step = self._damaged
             starts = [e["first_step"] for e in events if e["event"] == "plan" and e["time"] > damaged_at]
@@ -307,14 +307,9 @@ class _DisturbedRun:
         for process in left:
             self._complain(f" left {process} running")
 
-    def _events(self) -> list[dict[str, Any]]:
-        return read_events(self._run_dir)
-
-    def _num_steps(self) -> int:
-        return sum(event["event"] == "step" for event in self._events())
-
-    def _last_step(self) -> int:
-        return max((event["step"] for event in self._events() if event["event"] == "step"), default=0)
+    def _steps(self) -> list[int]:
+        """Return the steps in the log, repeated ones too."""
+        return [event["step"] for event in read_events(self._run_dir) if event["event"] == "step"]
 
     def _progressed_at(self) -> float:
         """Return when an event was last written, or when the command was last started."""
