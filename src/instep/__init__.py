@@ -25,7 +25,7 @@ from instep.events.schema import StepRecord
 
 if TYPE_CHECKING:
     from instep import data
-    from instep.cli.app import main
+    from instep.cli.train import main
     from instep.train.result import Result, load_model
     from instep.train.start import start
     from instep.train.task import Task
@@ -56,7 +56,7 @@ _LAZY = {
     "Result": "instep.train.result",
     "Task": "instep.train.task",
     "load_model": "instep.train.result",
-    "main": "instep.cli.app",
+    "main": "instep.cli.train",
     "start": "instep.train.start",
 }
 

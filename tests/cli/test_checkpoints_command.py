@@ -71,7 +71,7 @@ class TestList:
         assert code == 0
         assert [line.split()[0] for line in lines[1:-1]] == [f"step-{step:08d}" for step in STEPS]
         assert all(line.endswith("sizes agree") for line in lines[1:-1])
-        assert lines[-1] == "5 with the right sizes; --verify reads them."
+        assert lines[-1] == "5 with the right sizes; --verify also compares hashes."
 
     def test_as_json(self, command: Command, run_dir: Path) -> None:
         answer = command("checkpoints", str(run_dir), "--json")
@@ -91,7 +91,7 @@ class TestList:
     def test_of_a_run_that_has_none_yet(self, command: Command, tmp_path: Path) -> None:
         (tmp_path / "spec.json").write_text("{}")
         code, out, _ = command("checkpoints", str(tmp_path))
-        assert (code, out) == (0, f"{tmp_path} holds no checkpoints yet.\n")
+        assert (code, out) == (0, f"{tmp_path} has no checkpoints yet.\n")
 
     def test_needs_no_torch(self, run_dir: Path) -> None:
         program = (
@@ -108,7 +108,7 @@ class TestVerify:
     def test_a_good_run(self, command: Command, run_dir: Path) -> None:
         code, out, err = command("checkpoints", str(run_dir), "--verify")
         assert (code, err) == (0, "")  # quick: no progress is shown
-        assert "5 good: every file was read" in out
+        assert "5 good: every file has the size and hash" in out
 
     def test_a_single_checkpoint(self, command: Command, run_dir: Path) -> None:
         path = str(file_of(run_dir, 8).parent)
@@ -170,7 +170,7 @@ class TestPrune:
         code, out, _ = command("checkpoints", str(run_dir), "--prune", "2")
         assert code == 0
         assert "deleted step-00000002" in out
-        assert "step-00000010 is damaged: left; --damaged clears it away." in out
+        assert "step-00000010 is damaged: not deleted; --damaged deletes it." in out
         assert RunDirectory(run_dir).names() == ["step-00000010", "step-00000008", "step-00000006"]
         assert dry["deleted"] == ["step-00000004", "step-00000002"]
         assert dry["kept"] == ["step-00000008", "step-00000006"]
@@ -188,7 +188,7 @@ class TestPrune:
             flip(file_of(run_dir, step))
         code, out, _ = command("checkpoints", str(run_dir), "--prune", "1", "--damaged")
         assert code == 1
-        assert "holds no good checkpoint, so nothing is deleted" in out
+        assert "has no good checkpoint, so nothing is deleted" in out
         assert len(RunDirectory(run_dir).names()) == 5
 
     def test_a_pruned_run_goes_on(self, command: Command, run_dir: Path, trained: tuple[Path, instep.Result]) -> None:
@@ -205,7 +205,7 @@ class TestPrune:
         training = start("python", str(ROOT / "examples" / "digits.py"), "--run-dir", str(path), *words)
         try:
             wait_for(lambda: len(RunDirectory(path).names()) >= 3)
-            refused(command("checkpoints", str(path), "--prune", "1"), "is being trained in by process", "wait for it")
+            refused(command("checkpoints", str(path), "--prune", "1"), "is in use by process", "Wait until")
             for _ in range(5):  # old ones vanish and new ones come while they are read
                 told(command("checkpoints", str(path), "--verify", "--json"))
                 told(command("checkpoints", str(path), "--prune", "1", "--dry-run", "--json"))
@@ -276,11 +276,11 @@ class TestWrongUsage:
         ("words", "parts"),
         [
             (["--prune", "0"], ["--prune 0 would leave no checkpoint"]),
-            (["--prune", "1", "--verify"], ["--verify and --prune are two tasks"]),
-            (["--damaged"], ["--damaged says how to prune, and --prune is missing"]),
-            (["--dry-run", "--verify"], ["--dry-run says how to prune"]),
-            (["--step", "3"], ["--step says how to export, and --export is missing"]),
-            (["--export", "OUT", "--step", "3"], ["no checkpoint of step 3", "There: 10, 8, 6, 4, 2"]),
+            (["--prune", "1", "--verify"], ["--verify and --prune cannot be combined"]),
+            (["--damaged"], ["--damaged is for --prune, which is not given"]),
+            (["--dry-run", "--verify"], ["--dry-run is for --prune"]),
+            (["--step", "3"], ["--step is for --export, which is not given"]),
+            (["--export", "OUT", "--step", "3"], ["no checkpoint of step 3", "It has: 10, 8, 6, 4, 2"]),
             (["--export", "OUT", "--max-shard", "many"], ["max-shard='many' is not a size", "5GB"]),
             (["--export", "OUT.safetensors", "--max-shard", "1GB"], ["asks for one file"]),
             (["--prune", "few"], ["'--prune'"]),
@@ -297,4 +297,4 @@ class TestWrongUsage:
         refused(command("checkpoints", str(tmp_path)), "It contains runs, though: run.")
         refused(command("checkpoints", str(file_of(run_dir, 4).parent), "--prune", "1"), "is a single checkpoint")
         shutil.rmtree(run_dir / "checkpoints")
-        refused(command("checkpoints", str(run_dir), "--export", str(tmp_path / "o")), "holds no checkpoint yet")
+        refused(command("checkpoints", str(run_dir), "--export", str(tmp_path / "o")), "has no checkpoint yet")

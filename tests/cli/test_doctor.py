@@ -56,7 +56,7 @@ def test_a_contradictory_environment_is_a_red_line(tmp_path):
     assert "RANK=0 contradicts SLURM_PROCID=1" in line
     assert "Unset" in advice
     assert "✓ gloo" in done.stdout  # what is left over does not reach the processes that instep starts
-    assert done.stdout.splitlines()[-1] == "To be mended: launcher."
+    assert done.stdout.splitlines()[-1] == "To be fixed: launcher."
 
 
 RED = [

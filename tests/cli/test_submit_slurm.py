@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -13,17 +12,18 @@ from typing import Any
 import pytest
 
 from commands import ROOT, TESTS, run
-from instep.cli.app import submit_to_kubernetes, submit_to_slurm
-from instep.cli.follow_slurm import follow, result_stamp
 from instep.cli.jobs import cancel_jobs, show_jobs
-from instep.cli.submit_slurm import OPTIONS, plan_job, submit_task, with_processes
+from instep.cli.submit_kubernetes import kubernetes
+from instep.cli.submit_slurm import OPTIONS, follow, plan_job, result_stamp, slurm, submit_task, with_processes
 from instep.core.errors import CheckpointError, EnvironmentFailed, SpecError
-from instep.core.spec import PLACE_FIELDS, TrainSpec
+from instep.core.options import Scope, options_of
+from instep.core.spec import TrainSpec
 from instep.launch.slurm import client
 from instep.train.source import load_file, make_task, task_class
 
 TASK = "tests/faults/slow_task.py"
-REFUSED = ("run_dir", "run-dir", "processes", "json", "quiet", "fresh", "preempted_exit", *PLACE_FIELDS)
+NODE = {option.name for option in options_of(TrainSpec) if option.scope is Scope.NODE} - {"rdzv_conf"}
+REFUSED = ("run_dir", "run-dir", "processes", "json", "quiet", "fresh", *sorted(NODE))
 
 
 DEFAULTS = {option.name: option.default for option in OPTIONS}
@@ -96,10 +96,10 @@ def test_processes_and_cores() -> None:
         (TrainSpec(), {"array": "width=1,2"}, "width is neither a field of Slow .its fields: pause_s"),
         (TrainSpec(processes=8), {"array": "batch-size=16,4"}, "batch_size=4"),
         (TrainSpec(mesh="fsdp=4"), {"nodes": 4, "on_node_failure": "continue"}, "1 process"),
-        (TrainSpec(exact=True, shards=4), {"nodes": 8, "on_node_failure": "continue"}, "each of 8 ranks"),
+        (TrainSpec(exact=True, shards=4), {"nodes": 8, "on_node_failure": "continue"}, "fewer than the 8 ranks"),
         *((TrainSpec(), {"array": f"{name}=1,2"}, "neither a field") for name in REFUSED),
         (TrainSpec(), {"array": "exact=perhaps"}, "not a bool"),
-        (TrainSpec(), {"array": "compile=true,none"}, "without a value"),
+        (TrainSpec(), {"array": "compile=true,none"}, "needs a value"),
         (TrainSpec(), {"array": "seed=1,2", "sbatch": ("--array=0-3",)}, "--array=0-3 after -- and instep's --array"),
         (TrainSpec(), {"time": "20", "sbatch": ("-t", "30")}, "instep's --time"),
         (TrainSpec(), {"array": "pause_s=1,soon"}, "pause_s='soon'"),
@@ -145,8 +145,9 @@ def test_left_to_sbatch() -> None:
 
 
 def test_what_says_where_is_not_asked_for() -> None:
-    for command in (submit_to_slurm, submit_to_kubernetes):
-        assert not {*inspect.signature(command).parameters} & {*PLACE_FIELDS, "preempted_exit"}
+    assert {"nnodes", "hosts", "on", "preempted_exit"} < NODE
+    for command in (slurm, kubernetes):
+        assert not {parameter.name for parameter in command.params} & NODE
     spec = TrainSpec(rdzv_conf="last_call_timeout=2", lost_after="20s")
     assert plan(spec).options == ("--rdzv-conf", "last_call_timeout=2", "--lost-after", "20s")
     done = run("instep", "submit", "slurm", TASK, "--on", "ray", "--dry-run")
@@ -261,7 +262,7 @@ def test_follow_asks_again_and_minds_only_a_new_result(
     assert follow("7", tmp_path, before) == 1
     told = capsys.readouterr().err
     assert told.count("retrying in") == 3
-    assert "job 7 is failed, and the training not complete" in told
+    assert "job 7 is failed, and the training is not complete" in told
     assert follow("7", tmp_path, None) == 0  # there was none before
     programs("squeue", "echo '7|COMPLETED|0:09|None|instep|/x/submit.sh'")
     assert follow("7", tmp_path, before) == 0  # it was complete, and the job found so

@@ -167,7 +167,7 @@ class TestRefused:
             ((*BASE, "lr"), ("'lr' is neither an option nor name=value",)),
             ((*BASE, "--apply"), ("--apply submits and --dry-run does not",)),
             (("digits.py", *BASE[1:]), ("not an absolute path", "/workspace/digits.py", "--task-from-here")),
-            (("none.py", *BASE[1:], "--task-from-here"), ("none.py is no Python file here",)),
+            (("none.py", *BASE[1:], "--task-from-here"), ("none.py is not a local Python file",)),
         ],
         ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else "",
     )

@@ -67,7 +67,7 @@ def test_submitted_by_instep(slurm: SlurmCluster, tmp_path: Path, alone: str, no
     told = json.loads(done.stdout.splitlines()[-1])
     assert told == {"job_id": told["job_id"], "run_dir": str(run_dir), "script": str(run_dir / "submit.sh")}
     assert slurm.state(told["job_id"]) == "COMPLETED"
-    for part in (f"job {told['job_id']} is submitted", "4 processes on cpu", "the training complete"):
+    for part in (f"job {told['job_id']} is submitted", "4 processes on cpu", "the training is complete"):
         assert part in done.stderr
     found = result(run_dir)
     assert (found["world_size"], found["weights_sha256"]) == (4, alone)

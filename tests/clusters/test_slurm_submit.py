@@ -197,7 +197,7 @@ def test_a_job_whose_training_fails(slurm: SlurmCluster, tmp_path: Path) -> None
     done = instep(slurm, *words, "--max-restarts", "0", "-n", "2", "--follow", "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 1, done.stderr
     assert "KeyError: 'sample 17'" in done.stderr
-    assert "is failed, and the training not complete" in done.stderr
+    assert "is failed, and the training is not complete" in done.stderr
 
 
 @pytest.mark.timeout(60)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from instep.core.durations import Cadence
 from instep.core.errors import SpecError
-from instep.core.spec import Cadence, TrainSpec
+from instep.core.options import options_of
+from instep.core.spec import TrainSpec
 from instep.train.source import parse_value
 
 
@@ -78,9 +79,9 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
 
 
 def test_every_option_has_a_help_text_and_a_flag() -> None:
-    for field in dataclasses.fields(TrainSpec):
-        assert field.metadata["help"]
-        assert any(f"--{field.name.replace('_', '-')}" in flag for flag in field.metadata["flags"])
+    for option in options_of(TrainSpec):
+        assert option.help
+        assert any(f"--{option.name.replace('_', '-')}" in flag for flag in option.flags)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from instep.events.read import EventTail, path_of, read_events
-from instep.events.schema import NoticeRecord, StepRecord
+from instep.events.schema import RECORDS, NoticeRecord, StepRecord
 from instep.events.write import EventLog
 
 
@@ -61,3 +61,10 @@ def test_half_a_line_of_a_killed_process_is_skipped(tmp_path: Path) -> None:
     log.write(NoticeRecord(text="again"))
     log.close()
     assert [e.get("step", e.get("text")) for e in read_events(tmp_path)] == [1, "again"]
+
+
+def test_a_kind_registers_itself() -> None:
+    assert RECORDS["step"] is StepRecord
+    repeated = {name for name, record in RECORDS.items() if record.once_per_step}
+    assert repeated == {"step", "eval", "save"}
+    assert all("step" in RECORDS[name].__dataclass_fields__ for name in repeated)

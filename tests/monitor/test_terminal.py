@@ -8,8 +8,10 @@ from typing import Any
 
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StartRecord, StepRecord
 from instep.events.write import EventLog
+from instep.monitor import follow
+from instep.monitor.follow import Follower
 from instep.monitor.progress import ProgressState, duration
-from instep.monitor.terminal import TerminalDisplay
+from instep.monitor.reader import EventReader
 
 
 def write_run(run_dir: Path) -> None:
@@ -50,8 +52,8 @@ def write_run(run_dir: Path) -> None:
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, capsys: Any) -> None:
-    with TerminalDisplay(tmp_path) as display:
-        assert display.stream(stream := io.StringIO()) is stream
+    with Follower(tmp_path, ["terminal"]) as follower:
+        assert follower.stream(stream := io.StringIO()) is stream
         write_run(tmp_path)
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -62,16 +64,67 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, capsys: Any) -> 
 
 
 def test_quiet_shows_nothing(tmp_path: Path, capsys: Any) -> None:
-    with TerminalDisplay(tmp_path, quiet=True):
+    with Follower(tmp_path, []):
         write_run(tmp_path)
     assert capsys.readouterr().err == ""
 
 
 def test_history_is_not_shown_again(tmp_path: Path, capsys: Any) -> None:
     write_run(tmp_path)
-    with TerminalDisplay(tmp_path):
+    with Follower(tmp_path, ["terminal"]):
         pass
     assert capsys.readouterr().err == ""
+
+
+class Collecting(EventReader):
+    """A tracker: keeps the kind and step of what it receives."""
+
+    def __init__(self, _run_dir: Path) -> None:
+        self.received: list[tuple[str, int | None]] = []
+        readers.append(self)
+
+    def read(self, event: dict[str, Any]) -> None:
+        self.received.append((event["event"], event.get("step")))
+
+
+class Failing(Collecting):
+    """A reader that works for the first event only."""
+
+    def read(self, event: dict[str, Any]) -> None:
+        super().read(event)
+        raise OSError("no network")
+
+
+readers: list[Collecting] = []
+
+
+def test_steps_that_a_restart_repeats_are_not_passed_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(follow.READERS, "collecting", Collecting)
+    write_run(tmp_path)
+    with Follower(tmp_path, ["collecting"]):
+        log = EventLog(tmp_path, 0)
+        for step in (3, 4, 5):  # it went on from step 2
+            log.step(StepRecord(step=step, epoch=0, loss=1.0, lr=0.1, num_samples=8))
+        log.write(EvalRecord(step=4, metrics={}, seconds=0.1))
+        log.write(NoticeRecord(text="again"))
+        log.close()
+    assert readers.pop().received == [("step", 5), ("notice", None)]
+
+
+def test_a_reader_that_fails_is_dropped(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(follow.READERS, "failing", Failing)
+    monkeypatch.setitem(follow.READERS, "unmade", lambda _: 1 / 0)
+    monkeypatch.setitem(follow.READERS, "collecting", Collecting)
+    with Follower(tmp_path, ["failing", "unmade", "collecting"]):
+        write_run(tmp_path)
+    collecting, failing = readers.pop(), readers.pop()
+    assert failing.received == [("start", None)]
+    assert [kind for kind, _ in collecting.received] == ["start", "plan", *["step"] * 4, "eval", "notice"]
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.partition(" has failed")[0] for line in shown] == [
+        "instep: the reader 'unmade'",
+        "instep: the reader 'failing'",
+    ]
 
 
 def test_rate_and_time_to_go() -> None:
@@ -82,5 +135,5 @@ def test_rate_and_time_to_go() -> None:
         )
     assert state.samples_per_s == 16
     assert state.eta_s == 45
-    assert state.line() == "step 10/100  epoch 1/1  loss 2  16 samples/s  45s to go"
+    assert state.line() == "step 10/100  epoch 1/1  loss 2  16 samples/s  45s left"
     assert [duration(s) for s in (5, 65, 3700)] == ["5.0s", "1m05s", "1h01m"]

@@ -311,7 +311,7 @@ def test_a_model_is_built_block_by_block() -> None:
         ({"strategy": "single"}, 2, "one process, and there are 2"),
         ({"meta_init": True}, 2, "Use --strategy fsdp"),
         ({"reshard": False}, 2, "Use --strategy fsdp"),
-        ({"strategy": "fsdp", "exact": True, "reshard": False}, 2, "would do nothing"),
+        ({"strategy": "fsdp", "exact": True, "reshard": False}, 2, "would have no effect"),
         ({"strategy": "pipeline", "compile": True}, 2, "is not compiled"),
         ({"exact": True, "mesh": "dp=2,tp=2"}, 4, "also cuts its layers"),
     ],

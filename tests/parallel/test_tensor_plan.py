@@ -214,7 +214,7 @@ def told_by(world: World) -> list[str]:
 
 def test_exact_mode_is_refused_and_a_loss_that_is_not_finite_told() -> None:
     for exact, not_finite in run_ranks(told_by, 2):
-        assert "exact mode holds for copies and shards of a model (dp, fsdp), and tp(2) also cuts" in exact
+        assert "exact mode works with copies and shards of a model (dp, fsdp). tp(2) also splits" in exact
         assert "the loss of step 1 is nan" in not_finite
 
 

@@ -207,9 +207,9 @@ def test_shards_are_part_of_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shards": 4}, "shards=4 cuts a batch for exact mode, which is off. Add --exact"),
-        ({"exact": True, "shards": 0}, "shards=0 cannot be"),
-        ({"exact": True, "shards": 11, "batch_size": 10}, "cannot be cut into shards=11"),
+        ({"shards": 4}, "shards=4 is for exact mode, which is off. Add --exact"),
+        ({"exact": True, "shards": 0}, "shards=0 is too small"),
+        ({"exact": True, "shards": 11, "batch_size": 10}, "cannot be split into shards=11"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

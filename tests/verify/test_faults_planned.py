@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commands import wait_for
 from instep.verify.faults import Kind, Moment, plan_faults
-from instep.verify.processes import Process, descendants, is_alive
 
 
 @given(st.integers(0, 2**32), st.integers(0, 200))
@@ -28,19 +21,3 @@ def test_they_come_at_every_moment() -> None:
     met = {(fault.kind, fault.moment) for fault in plan_faults(7, 2000)}
     assert {(Kind.KILL_RANK, moment) for moment in Moment} <= met
     assert plan_faults(7, 50) != plan_faults(8, 50)
-
-
-def test_processes_are_known_by_when_they_began() -> None:
-    sleeping = "import time; time.sleep(60)"
-    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeping!r}])"
-    job = subprocess.Popen([sys.executable, "-c", nested])
-    wait_for(lambda: len(descendants(job.pid)) == 1)
-    (child,) = descendants(job.pid)
-    other = Process(child.pid, child.name, child.begun + 1)
-    other.signal(signal.SIGKILL)  # would be somebody else
-    assert is_alive(child)
-    assert not is_alive(other)
-    child.signal(signal.SIGKILL)
-    job.wait()
-    wait_for(lambda: not is_alive(child))
-    assert Process.of(os.getpid()) is not None

@@ -1,4 +1,1 @@
-"""Commands: from argv to an exit code.
-
-Room: the only one that parses argv, prints, and calls monitor.
-"""
+"""Commands: from argv to an exit code. The only package that parses argv, prints, and calls monitor."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from instep.checkpoint.inventory import Entry, Inventory, Kind, newest_good, take_inventory, verify
+from instep.cli.command import argument, command, option
 from instep.core.errors import EXIT_DONE, EXIT_USER, CheckpointError, SpecError
 from instep.monitor.reading import reading, size_text
 
@@ -26,7 +27,7 @@ _STYLES = {"good": "green", "sizes agree": "green", "damaged": "bold red", "othe
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsSpec:
-    """What was asked for."""
+    """The options of `instep checkpoints`."""
 
     run: Path
     verify: bool = False
@@ -43,9 +44,7 @@ class CheckpointsSpec:
         asked = {"--verify": self.verify, "--prune": self.prune is not None, "--export": self.export is not None}
         given = [option for option, is_given in asked.items() if is_given]
         if len(given) > 1:
-            raise SpecError(
-                f"{' and '.join(given)} are two tasks. Give one: --prune and --export verify by themselves."
-            )
+            raise SpecError(f"{' and '.join(given)} cannot be combined. Give one: --prune and --export also verify.")
         if self.prune is not None and self.prune < 1:
             raise SpecError(f"--prune {self.prune} would leave no checkpoint. Keep 1 or more, or delete the run.")
         self._need("--prune", asked["--prune"], {"--damaged": self.damaged, "--dry-run": self.dry_run})
@@ -54,56 +53,70 @@ class CheckpointsSpec:
 
     @staticmethod
     def _need(option: str, is_given: bool, more: dict[str, bool]) -> None:
-        alone = [name for name, there in more.items() if there]
-        if alone and not is_given:
-            raise SpecError(f"{', '.join(alone)} says how to {option.strip('-')}, and {option} is missing. Add it.")
+        given = [name for name, is_set in more.items() if is_set]
+        if given and not is_given:
+            raise SpecError(f"{', '.join(given)} is for {option}, which is not given. Add {option}.")
 
 
-def look_after(spec: CheckpointsSpec) -> int:
-    """Do what was asked for, say it, and give the exit code."""
+@command(
+    "List, verify, prune or export the checkpoints of a run.",
+    argument("run", Path, "RUN", "a run directory, or the directory of one checkpoint"),
+    option("verify", bool, False, "read every file and compare its size and hash", "--verify"),
+    option("prune", int | None, None, "keep only the newest N good ones", metavar="N"),
+    option("damaged", bool, False, "also prune damaged and half-written ones", "--damaged"),
+    option("dry_run", bool, False, "only print what --prune would delete", "--dry-run"),
+    option("export", Path | None, None, "write the weights to a folder or a .safetensors file", metavar="TARGET"),
+    option("step", int | None, None, "export this step, not the newest good one"),
+    option("max_shard", str | None, None, "size of an exported file [default: 5GB]", metavar="SIZE"),
+    option("force", bool, False, "replace the files of an earlier export", "--force"),
+    option("json", bool, False, "print the outcome as one line of JSON", "--json"),
+)
+def checkpoints(**options: Any) -> int:
+    """List, verify, prune or export checkpoints."""
+    spec = CheckpointsSpec(**options)
     console = Console(stderr=spec.json, highlight=False)
     if spec.prune is not None:
-        ok, told = _prune(spec, spec.prune, console)
+        ok, outcome = _prune(spec, spec.prune, console)
     elif spec.export is not None:
-        ok, told = _export(spec, spec.export, console)
+        ok, outcome = _export(spec, spec.export, console)
     else:
-        ok, told = _list(spec, console)
+        ok, outcome = _list(spec, console)
     if spec.json:
-        print(json.dumps({"ok": ok, **told}), flush=True)
+        print(json.dumps({"ok": ok, **outcome}), flush=True)
     return EXIT_DONE if ok else EXIT_USER
 
 
 def _list(spec: CheckpointsSpec, console: Console) -> tuple[bool, dict[str, Any]]:
-    found = take_inventory(spec.run)
+    inventory = take_inventory(spec.run)
     if spec.verify:
-        total = sum(entry.num_bytes for entry in found.entries if entry.kind is not Kind.UNFINISHED)
+        total = sum(entry.num_bytes for entry in inventory.entries if entry.kind is not Kind.UNFINISHED)
         with reading("verifying", total) as progress:
-            checked = [verify(entry, progress) for entry in found.entries]
-        found = replace(found, entries=tuple(entry for entry in checked if entry is not None))
-    _show_entries(console, found.entries)
-    _say(console, _verdict(found, spec.verify))
-    told = {"run": str(found.path), "verified": spec.verify, "checkpoints": [_as_json(e) for e in found.entries]}
-    return found.ok, told
+            checked = [verify(entry, progress) for entry in inventory.entries]
+        inventory = replace(inventory, entries=tuple(entry for entry in checked if entry is not None))
+    _show_entries(console, inventory.entries)
+    _say(console, _verdict(inventory, spec.verify))
+    entries = [_as_json(entry) for entry in inventory.entries]
+    return inventory.ok, {"run": str(inventory.path), "verified": spec.verify, "checkpoints": entries}
 
 
 def _prune(spec: CheckpointsSpec, keep: int, console: Console) -> tuple[bool, dict[str, Any]]:
     from instep.checkpoint.prune import plan_pruning, prune
 
-    found = take_inventory(spec.run)
-    if not found.is_run:
-        raise SpecError(f"{spec.run} is a single checkpoint, and --prune chooses among those of a run. Give the run.")
-    with _locked(found.path, spec.dry_run):
-        found = take_inventory(found.path)  # as it is now that no training can change it
+    inventory = take_inventory(spec.run)
+    if not inventory.is_run:
+        raise SpecError(f"{spec.run} is a single checkpoint, and --prune needs a run. Give the run.")
+    with _locked(inventory.path, spec.dry_run):
+        inventory = take_inventory(inventory.path)  # again, now that no training can change it
         with reading("verifying what is kept") as progress:
-            plan = plan_pruning(found, keep, spec.damaged, progress)
+            plan = plan_pruning(inventory, keep, spec.damaged, progress)
         for entry in plan.kept:
             _say(console, f"keep {entry.name}  good")
         for entry in plan.doomed if spec.dry_run else prune(plan):
             _say(console, f"{'would delete' if spec.dry_run else 'deleted'} {entry.name}  {size_text(entry.num_bytes)}")
-    ok = bool(plan.kept) or not found.entries
+    ok = bool(plan.kept) or not inventory.entries
     _say(console, _prune_verdict(plan, spec, ok))
     return ok, {
-        "run": str(found.path),
+        "run": str(inventory.path),
         "dry_run": spec.dry_run,
         "kept": [entry.name for entry in plan.kept],
         "deleted": [entry.name for entry in plan.doomed],
@@ -114,7 +127,7 @@ def _prune(spec: CheckpointsSpec, keep: int, console: Console) -> tuple[bool, di
 
 @contextmanager
 def _locked(path: Path, dry_run: bool) -> Iterator[None]:
-    """Keep trainings out of the run while checkpoints are deleted; to look needs no lock."""
+    """Lock the run directory while checkpoints are deleted; a dry run needs no lock."""
     if dry_run:
         yield
         return
@@ -126,8 +139,8 @@ def _locked(path: Path, dry_run: bool) -> Iterator[None]:
         directory.restore_replaced()
     except CheckpointError as error:
         raise CheckpointError(
-            f"{path} is being trained in by {directory.owner()}, which deletes its old checkpoints itself (--keep). "
-            "Nothing was deleted: wait for it, or end it; --dry-run works meanwhile."
+            f"{path} is in use by {directory.owner()}, which deletes old checkpoints itself (--keep). Nothing was "
+            "deleted. Wait until it has ended, or end it; --dry-run works meanwhile."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be locked: {error.strerror}. Nothing was deleted.") from error
@@ -139,12 +152,12 @@ def _locked(path: Path, dry_run: bool) -> Iterator[None]:
 
 def _prune_verdict(plan: PrunePlan, spec: CheckpointsSpec, ok: bool) -> str:
     if not ok:
-        return f"{spec.run} holds no good checkpoint, so nothing is deleted: something may be saved from the others."
+        return f"{spec.run} has no good checkpoint, so nothing is deleted: the damaged ones may still be of use."
     total = sum(entry.num_bytes for entry in plan.doomed)
     would = "would be " if spec.dry_run else ""
     lines = [f"{len(plan.kept)} kept, {len(plan.doomed)} {would}deleted, {size_text(total)} {would}freed."]
     for entry in plan.left:
-        why = "never deleted" if entry.kind is Kind.FOREIGN else "left; --damaged clears it away"
+        why = "never deleted" if entry.kind is Kind.FOREIGN else "not deleted; --damaged deletes it"
         lines.append(f"{entry.name} is {entry.state}: {why}.")
     return "\n".join(lines)
 
@@ -153,8 +166,8 @@ def _export(spec: CheckpointsSpec, target: Path, console: Console) -> tuple[bool
     from instep.checkpoint.export import check_target, export
 
     wanted = _export_spec(spec, target)
-    found = take_inventory(spec.run)
-    candidates = _candidates(found, spec.step)
+    inventory = take_inventory(spec.run)
+    candidates = _candidates(inventory, spec.step)
     check_target(wanted, candidates[0].path)
     with reading("verifying") as progress:
         good, damaged = newest_good(candidates, 1, progress)
@@ -162,7 +175,7 @@ def _export(spec: CheckpointsSpec, target: Path, console: Console) -> tuple[bool
         _say(console, f"{entry.name} is {entry.state}: {'; '.join(map(str, entry.problems))}.", "bold red")
     skipped = [_as_json(entry) for entry in damaged]
     if not good:
-        _say(console, "Nothing was exported. " + _advice(found, spec))
+        _say(console, "Nothing was exported. " + _advice(inventory, spec))
         return False, {"checkpoint": None, "files": [], "skipped": skipped}
     if damaged:
         _say(console, f"The older {good[0].name} is exported instead.", "yellow")
@@ -176,28 +189,28 @@ def _export_spec(spec: CheckpointsSpec, target: Path) -> ExportSpec:
 
     made = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force)
     if made.is_file and spec.max_shard is not None:
-        raise SpecError(f"--export {target} asks for one file, and --max-shard for several. Leave one of them out.")
+        raise SpecError(f"--export {target} asks for one file, and --max-shard for several. Give one of them.")
     return made
 
 
-def _candidates(found: Inventory, step: int | None) -> tuple[Entry, ...]:
-    """Choose what may be exported, newest first: one's own choice only, if there is one."""
-    there = found.checkpoints if found.is_run else found.entries
+def _candidates(inventory: Inventory, step: int | None) -> tuple[Entry, ...]:
+    """Return the checkpoints that may be exported, newest first; with --step only that one."""
+    entries = inventory.checkpoints if inventory.is_run else inventory.entries
     if step is not None:
-        chosen = tuple(entry for entry in there if entry.step == step)
+        chosen = tuple(entry for entry in entries if entry.step == step)
         if not chosen:
-            steps = ", ".join(str(entry.step) for entry in there) or "none"
-            raise CheckpointError(f"{found.path} holds no checkpoint of step {step}. There: {steps}.")
+            steps = ", ".join(str(entry.step) for entry in entries) or "none"
+            raise CheckpointError(f"{inventory.path} has no checkpoint of step {step}. It has: {steps}.")
         return chosen
-    if not there:
-        raise CheckpointError(f"{found.path} holds no checkpoint yet, so there is nothing to export. Train on.")
-    return there
+    if not entries:
+        raise CheckpointError(f"{inventory.path} has no checkpoint yet, so there is nothing to export.")
+    return entries
 
 
-def _advice(found: Inventory, spec: CheckpointsSpec) -> str:
-    if spec.step is not None and len(found.checkpoints) > 1:
-        return "Without --step the newest good one is taken."
-    return "No good checkpoint is left: restore one from a copy, or train on."
+def _advice(inventory: Inventory, spec: CheckpointsSpec) -> str:
+    if spec.step is not None and len(inventory.checkpoints) > 1:
+        return "Without --step, the newest good one is exported."
+    return "No good checkpoint is left: restore one from a backup, or continue the training."
 
 
 def _export_json(done: ExportResult) -> dict[str, Any]:
@@ -219,9 +232,9 @@ def _say_export(console: Console, entry: Entry, done: ExportResult) -> None:
         _say(console, str(path))
     if done.left_out:
         names = ", ".join(done.left_out)
-        _say(console, f"Left out, for they are no tensors: {names}. Load with strict=False.", "yellow")
+        _say(console, f"Left out because they are not tensors: {names}. Load with strict=False.", "yellow")
     if done.other_models:
-        _say(console, f"Not exported: {', '.join(done.other_models)}. Only the first model of a loop is.", "yellow")
+        _say(console, f"Not exported: {', '.join(done.other_models)}. Only the first model is.", "yellow")
     _say(console, f"{entry.name}: {done.num_tensors} tensors, {size_text(done.num_bytes)} exported.")
 
 
@@ -244,21 +257,21 @@ def _state(entry: Entry) -> str:
         return "half-written, or being written now"
     if entry.kind is Kind.ASIDE:
         if entry.path.name.startswith("doubtful-"):
-            return "set aside: made while the ranks had drifted apart"
+            return "set aside: saved while the ranks had diverged"
         return "set aside as damaged" + (", though all its files are good" * (entry.verified and not entry.problems))
     return entry.state
 
 
-def _verdict(found: Inventory, verified: bool) -> Text:
-    num_damaged = sum(entry.is_damaged for entry in found.entries)
-    num_good = sum(entry.is_whole for entry in found.entries)
-    if not found.entries:
-        return Text(f"{found.path} holds no checkpoints yet.")
+def _verdict(inventory: Inventory, verified: bool) -> Text:
+    num_damaged = sum(entry.is_damaged for entry in inventory.entries)
+    num_good = sum(entry.is_whole for entry in inventory.entries)
+    if not inventory.entries:
+        return Text(f"{inventory.path} has no checkpoints yet.")
     if num_damaged:
         return Text(f"{num_damaged} damaged, {num_good} {'good' if verified else 'with the right sizes'}.", "red")
     if verified:
-        return Text(f"{num_good} good: every file was read and is as it was written.", "green")
-    return Text(f"{num_good} with the right sizes; --verify reads them.", "green")
+        return Text(f"{num_good} good: every file has the size and hash it was written with.", "green")
+    return Text(f"{num_good} with the right sizes; --verify also compares hashes.", "green")
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

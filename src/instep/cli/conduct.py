@@ -1,6 +1,6 @@
-"""Conduct a training from the person's side: settle, launch or join, show, return.
+"""Run a training: open its directory, launch ranks or be one, show the progress, return the result.
 
-The command `instep train`, a Task's own `instep.main` and `instep.train` in a program all come here.
+The command `instep train`, a Task's own `instep.main` and `instep.train` in a program all call `conduct`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.cli.options import make_spec
+from instep.cli.command import make_spec, say
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.launch.local import LogPlan, launch
 from instep.launch.processes import check_process_count
 from instep.launch.rendezvous import split_endpoint
+from instep.monitor.follow import Follower
 from instep.monitor.progress import duration, metrics_text
-from instep.monitor.terminal import TerminalDisplay
 from instep.train.directory import agree_on_directory, settle_directory
 from instep.train.nodes import wishes_of
 from instep.train.precision import resolve_precision
@@ -37,15 +37,17 @@ from instep.world.world import World, judge_place, place_here
 def train_here(task: Task, **options: Any) -> Result:
     """Train a Task from a program or a notebook."""
     if not isinstance(task, Task):
-        raise SpecError(f"instep.train got a {type(task).__name__}; an instance of a Task is needed, Digits() say.")
+        raise SpecError(
+            f"instep.train got a {type(task).__name__}, and needs an instance of a Task: Digits(), for instance."
+        )
     return conduct(task, make_spec(TrainSpec, options), None)
 
 
 def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = False) -> Result:
     """Train a Task in the world that this process was launched in, in this process, or in new ones.
 
-    `file` is where the Task can be loaded from; without one it travels by value. `supervised` asks for
-    worker processes also where one would do.
+    `file` is where the Task can be loaded from; without one it is pickled. `supervised` asks for worker processes even
+    where this one would do.
     """
     if spec.hosts:
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
@@ -117,7 +119,7 @@ def _start(directory: RunDirectory, task: Task, spec: TrainSpec, source: TaskSou
 
 
 def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
-    """Tell whether a scheduler started this process to launch the ranks of a node, not to be one."""
+    """Return whether a scheduler started this process to launch the ranks of a node, not to be one."""
     if place.launcher == "torchrun":
         return False
     return bool(spec.rdzv_endpoint) or (place.launcher == "slurm" and place.world_size == 1 and processes > 1)
@@ -146,8 +148,8 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool)
         done = _complete(directory, task, spec, speaks)
         if done is not None:
             return done
-        with TerminalDisplay(directory.path, spec.quiet or not speaks) as display:
-            output = display.stream(sys.stderr if spec.json else sys.stdout)
+        with Follower(directory.path, _readers(spec, speaks)) as follower:
+            output = follower.stream(sys.stderr if spec.json else sys.stdout)
             results = _start(directory, task, spec, source, output)
         if not results:  # the other machines have done everything
             return _complete(directory, task, spec) or _left_out(directory)
@@ -165,8 +167,8 @@ def _left_out(directory: RunDirectory) -> NoReturn:
 
 
 def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
-    """Train as a rank of the world there is, be it of one."""
-    if place.attempt:  # the launcher starts the same command again: what it began afresh goes on now
+    """Train in this process, as a rank of the world it was launched in, or as the only one."""
+    if place.attempt:  # the launcher restarts the same command: the run that it began with --fresh continues
         spec = dataclasses.replace(spec, fresh=False)
     with (
         process_settings(spec, place.local_world_size),
@@ -177,8 +179,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
             done = _complete(directory, task, spec, world.is_main)
             if done is not None:
                 return done
-            quiet = spec.quiet or not world.is_main
-            with TerminalDisplay(directory.path, quiet):
+            with Follower(directory.path, _readers(spec, world.is_main)):
                 result = worker_main(world, task, spec, directory, place.attempt)
         finally:
             directory.unlock()
@@ -186,26 +187,31 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
 
 
 def _complete(directory: RunDirectory, task: Task, spec: TrainSpec, is_main: bool = True) -> Result | None:
-    """Give the result of a run that is complete already, and say so."""
-    found = directory.result()
-    if found is None:
+    """Return the result of a run that is complete already, and report it."""
+    data = directory.result()
+    if data is None:
         return None
-    result = Result.from_json(found, task)
+    result = Result.from_json(data, task)
     if not is_main:
         return result
     if not spec.quiet:
-        say(f"{directory.path} is complete: nothing is left to do. --fresh starts over, more --epochs go on.")
+        say(f"{directory.path} is complete: nothing is left to do. --fresh starts over, more --epochs continue it.")
     return _show(result, spec)
 
 
 def _show(result: Result, spec: TrainSpec) -> Result:
-    """Print how a training ended: for a person, and as the one line of JSON if asked for."""
+    """Print the result of a training: for a person, and as one line of JSON if asked for."""
     if not spec.quiet:
-        words = [f"{result.status}: {result.steps} steps", f"loss {result.loss:.4g}", metrics_text(result.metrics)]
-        say("  ".join(filter(None, words)) + f"  ({duration(result.wall_s)})\n{result.run_dir}")
+        parts = [f"{result.status}: {result.steps} steps", f"loss {result.loss:.4g}", metrics_text(result.metrics)]
+        say("  ".join(filter(None, parts)) + f"  ({duration(result.wall_s)})\n{result.run_dir}")
     if spec.json:
         print(json.dumps(result.to_json()), flush=True)
     return result
+
+
+def _readers(spec: TrainSpec, speaks: bool) -> list[str]:
+    """Return the names of the readers of this run's events."""
+    return ["terminal"] if speaks and not spec.quiet else []
 
 
 def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
@@ -214,8 +220,3 @@ def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
             f"-n {spec.processes} contradicts the world that {place.launcher} launched, which has {place.world_size} "
             f"processes. Leave -n out: {place.launcher} decides."
         )
-
-
-def say(text: str) -> None:
-    """Write a line for the person, to standard error."""
-    print(text, file=sys.stderr, flush=True)

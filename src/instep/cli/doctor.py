@@ -10,104 +10,112 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from instep.cli import findings
+from instep.cli.command import command, option
 from instep.cli.findings import Finding, TorchBuild
+from instep.core.durations import seconds_of
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
-from instep.core.spec import seconds_of
 from instep.core.version import __version__
-from instep.launch.machines.checkup import Checkup, CheckupPlan, check_up
-from instep.launch.probe import probe
 from instep.launch.rendezvous import split_endpoint
 from instep.launch.resources import check_folder, check_temporary_folder, free_ports, node_resources
 from instep.world.device import ACCELERATORS, current_accelerator, torch_build
-from instep.world.world import place_here
+
+if TYPE_CHECKING:
+    from instep.launch.machines.checkup import Checkup, CheckupPlan
 
 _PATIENCE_S = 2.0
 _PORTS = 16
 _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
 
 
+@command(
+    "Check what this machine, or the network between several nodes, can do, and what is wrong with it.",
+    option("json", bool, False, "print the findings as one line of JSON", "--json"),
+    option("nnodes", int, 1, "also check the network between this many nodes"),
+    option("rdzv_endpoint", str, "", "where these nodes meet", metavar="HOST:PORT"),
+    option("node_rank", int | None, None, "rank of this node; 0: the endpoint is here"),
+    option("local_addr", str, "", "address at which the other nodes reach this one"),
+    option("wait", str, "1m", "how long to wait for the other nodes"),
+)
+def doctor(json: bool, nnodes: int, rdzv_endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> int:
+    """Check this machine, and the network to other nodes."""
+    return examine(json, plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait))
+
+
 def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> CheckupPlan | None:
-    """Read where several machines meet; None: there is only this one."""
+    """Return where several nodes meet; None: there is only this one."""
     if nnodes < 2:
         if endpoint or nnodes < 1:
-            raise SpecError(f"nnodes={nnodes}: the network is looked at between 2 machines or more. Give --nnodes 2.")
+            raise SpecError(f"nnodes={nnodes}: a network check needs 2 nodes or more. Give --nnodes 2.")
         return None
     host, port = split_endpoint(endpoint)
     if not host:
         raise SpecError(
-            f"nnodes={nnodes} machines cannot meet at rdzv_endpoint={endpoint!r}. Give every one of them the same "
+            f"nnodes={nnodes} nodes cannot meet at rdzv_endpoint={endpoint!r}. Give every one of them the same "
             "--rdzv-endpoint HOST:PORT, where HOST is one of them."
         )
     if node_rank is not None and not 0 <= node_rank < nnodes:
-        raise SpecError(f"node_rank={node_rank} is none of the {nnodes} machines. Number them from 0 to {nnodes - 1}.")
+        raise SpecError(f"node_rank={node_rank} is not one of the {nnodes} nodes. Use 0 to {nnodes - 1}.")
     wait_s = seconds_of(wait)
     if not wait_s:
         raise SpecError(f"wait={wait!r} is not a time. Write for instance 30s or 5m.")
+    from instep.launch.machines.checkup import CheckupPlan
+
     return CheckupPlan(
         num_machines=nnodes, host=host, port=port, node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
     )
 
 
 def examine(as_json: bool, network: CheckupPlan | None = None) -> int:
-    """Look at everything, say each thing as it is found, and give the exit code."""
+    """Check everything, print each finding as it comes, and return the exit code."""
     console = Console(stderr=as_json, highlight=False)
     progress = Console(stderr=True, highlight=False)
-    checkup = _Checkup(network, progress)
-    found = []
-    for finding in chain(checkup.findings(), _findings(progress)):
-        found.append(finding)
+    # The network comes first: the other nodes wait for it.
+    checkup = _check_network(network, progress) if network is not None else None
+    shown = []
+    for finding in chain([] if checkup is None else findings.judge_network(checkup), _findings(progress)):
+        shown.append(finding)
         _show(console, finding)
-    console.print(_verdict(found), soft_wrap=True)
+    console.print(_verdict(shown), soft_wrap=True)
     if as_json:
-        print(json.dumps(report(found) | checkup.report()), flush=True)
-    return EXIT_ENVIRONMENT if any(finding.level == "red" for finding in found) else EXIT_DONE
+        print(json.dumps(report(shown) | _network_report(checkup)), flush=True)
+    return EXIT_ENVIRONMENT if any(finding.level == "red" for finding in shown) else EXIT_DONE
 
 
-class _Checkup:
-    """The network's part, if there is one: first, since the other machines wait for it."""
+def _check_network(plan: CheckupPlan, progress: Console) -> Checkup | EnvironmentFailed:
+    from instep.launch.machines.checkup import check_up
 
-    def __init__(self, plan: CheckupPlan | None, progress: Console) -> None:
-        self._plan = plan
-        self._progress = progress
-        self._outcome: Checkup | EnvironmentFailed | None = None
-
-    def findings(self) -> list[Finding]:
-        """Meet the other machines, and judge what came of it."""
-        if self._plan is None:
-            return []
-        try:
-            self._outcome = check_up(self._plan, lambda text: self._progress.print(f"{text} …", soft_wrap=True))
-        except EnvironmentFailed as error:
-            self._outcome = error
-        return findings.judge_network(self._outcome)
-
-    def report(self) -> dict[str, Any]:
-        """Give what was measured as plain values."""
-        found = self._outcome
-        if not isinstance(found, Checkup):
-            return {}
-        links = [{"from": here, "to": there, **asdict(link)} for (here, there), link in found.links.items()]
-        return {"network": {"machines": found.machines, "unreached": found.unreached, "links": links}}
+    try:
+        return check_up(plan, lambda text: progress.print(f"{text} …", soft_wrap=True))
+    except EnvironmentFailed as error:
+        return error
 
 
-def report(found: list[Finding]) -> dict[str, Any]:
-    """Give the findings as plain values."""
+def _network_report(checkup: Checkup | EnvironmentFailed | None) -> dict[str, Any]:
+    if checkup is None or isinstance(checkup, EnvironmentFailed):
+        return {}
+    links = [{"from": here, "to": there, **asdict(link)} for (here, there), link in checkup.links.items()]
+    return {"network": {"machines": checkup.machines, "unreached": checkup.unreached, "links": links}}
+
+
+def report(shown: list[Finding]) -> dict[str, Any]:
+    """Return the findings as plain values."""
     return {
-        "ok": all(finding.level != "red" for finding in found),
+        "ok": all(finding.level != "red" for finding in shown),
         "instep": __version__,
-        "findings": [asdict(finding) for finding in found],
+        "findings": [asdict(finding) for finding in shown],
     }
 
 
 def _findings(progress: Console) -> Iterator[Finding]:
-    """Look at one thing after the other: what is quick first, then what starts processes."""
+    """Yield one finding after the other: first what is quick, then what starts processes."""
+    from instep.launch.probe import probe
+
     machine, build = node_resources(), _torch_build()
     yield Finding("instep", "green", __version__)
     yield Finding("python", "green", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -126,17 +134,21 @@ def _findings(progress: Console) -> Iterator[Finding]:
     if accelerator is not None and len(build.gpus) > 1:
         backends.append(accelerator.backend)
     for backend in backends:
-        with _patience(progress, f"two processes are being started to add up over {backend}"):
+        with _shown_while_waiting(progress, f"starting two processes for an all-reduce over {backend}"):
             outcome = probe(backend)
         yield findings.judge_probe(outcome)
 
 
 def _torch_build() -> TorchBuild:
+    import torch
+
     gpus = tuple(gpu for accelerator in ACCELERATORS.values() for gpu in accelerator.devices())
     return TorchBuild(version=torch.__version__, toolkit=torch_build(), gpus=gpus)
 
 
 def _launcher() -> Finding:
+    from instep.world.world import place_here
+
     try:
         return findings.judge_launcher(place_here())
     except SpecError as error:
@@ -157,16 +169,16 @@ def _show(console: Console, finding: Finding) -> None:
     console.print(line, soft_wrap=True)
 
 
-def _verdict(found: list[Finding]) -> Text:
-    red = [finding.name for finding in found if finding.level == "red"]
+def _verdict(shown: list[Finding]) -> Text:
+    red = [finding.name for finding in shown if finding.level == "red"]
     if red:
-        return Text(f"To be mended: {', '.join(red)}.", style="red")
+        return Text(f"To be fixed: {', '.join(red)}.", style="red")
     return Text("This machine is ready.", style="green")
 
 
 @contextmanager
-def _patience(console: Console, text: str) -> Iterator[None]:
-    """Say what is being waited for, if it takes long."""
+def _shown_while_waiting(console: Console, text: str) -> Iterator[None]:
+    """Print what the command is waiting for, if that takes long."""
     if console.is_terminal:
         with console.status(f"{text} …"):
             yield

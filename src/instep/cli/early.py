@@ -1,6 +1,6 @@
-"""Signals that come before there is anything to stop.
+"""Signals that come before the training has started. Imports nothing that takes long.
 
-Room: imports nothing of weight; see [Note: Asked before anybody listens] in core/stop.py.
+See [Note: Asked before anybody listens] in core/stop.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from instep.world.environment import detect
 
 
 def keep_early_stops() -> Callable[[], None]:
-    """Keep SIGTERM and SIGUSR1 for the training to heed when it begins; give what undoes it."""
-    # Torchrun's SIGTERM also means that another rank has failed, for which this one would wait until it is killed.
+    """Keep SIGTERM and SIGUSR1 until the training handles them; return a function that undoes this."""
+    # torchrun also sends SIGTERM when another rank has failed; this one would then wait for it until it is killed.
     return keep_stops(_end, (signal.SIGUSR1,) if _is_under_torchrun() else SIGNALS)
 
 
 def end_by_sigterm() -> None:
-    """Have SIGTERM end this process, also as the first one of a container, where the kernel would ignore it."""
+    """Let SIGTERM end this process, also as the first one of a container, where the kernel ignores it by default."""
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         _end(number)
@@ -34,11 +34,11 @@ def end_by_sigterm() -> None:
 def _is_under_torchrun() -> bool:
     try:
         return detect(os.environ).launcher == "torchrun"
-    except SpecError:  # said later, where it has somebody to go to
+    except SpecError:  # reported later, by the command
         return False
 
 
 def _end(number: int) -> None:
     name = signal.Signals(number).name
-    print(f"instep: ended by {name}: someone, or the scheduler, asked this job to stop.", file=sys.stderr, flush=True)
+    print(f"instep: ended by {name}: a person or the scheduler asked this job to stop.", file=sys.stderr, flush=True)
     sys.exit(EXIT_ENVIRONMENT)

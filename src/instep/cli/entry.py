@@ -1,7 +1,7 @@
-"""Where the command `instep` begins.
+"""The entry point of the command `instep`.
 
-The workers' first imports take seconds. They begin here, in a process beside this one, before this one has
-imported anything of weight itself. Signals are heeded even before that.
+The workers' first imports take seconds. They start here, in another process, before this one has imported anything that
+takes long. Signals are handled even before that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from instep.cli.early import end_by_sigterm, keep_early_stops
 from instep.core.errors import EXIT_INTERRUPTED
 
 LAUNCHING = ("train", "run", "doctor")
+"""The commands that start workers right away."""
 
 
 def main() -> None:
@@ -30,11 +31,11 @@ def main() -> None:
 
 
 def _begin(command: str) -> None:
-    words = {word.partition("=")[0] for word in sys.argv}
-    if command in LAUNCHING and not {"--help", "-h", "--hosts"} & words:
+    options = {argument.partition("=")[0] for argument in sys.argv}
+    if command in LAUNCHING and not {"--help", "-h", "--hosts"} & options:
         from instep.launch.preload import start_preload
 
-        with contextlib.suppress(OSError):  # launching tries again, where the person can be told
+        with contextlib.suppress(OSError):  # the launcher tries again, and can report it
             start_preload()
     from instep.cli.app import app
 

@@ -1,4 +1,4 @@
-"""`--hosts a,b`: the same command as one agent on each of several machines, over ssh."""
+"""`--hosts a,b`: run the same command on each of several hosts, over ssh."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from instep.cli.command import say
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EnvironmentFailed, SpecError
 from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.stop import StopRequest
@@ -21,7 +22,7 @@ from instep.launch.hosts.ssh import RemoteLaunchers, Write, check_ssh, find_addr
 
 
 def train_on_hosts(task: str, values: Sequence[str], spec: TrainSpec) -> int:
-    """Train a Task on several machines; give the exit code."""
+    """Train a Task on several hosts; return the exit code."""
     file, _, class_name = task.partition(":")
     _check_file(file)
     if spec.run_dir is None:
@@ -38,9 +39,9 @@ def train_on_hosts(task: str, values: Sequence[str], spec: TrainSpec) -> int:
 
 
 def run_on_hosts(script: str, arguments: Sequence[str], as_module: bool, log_dir: str | None, spec: LaunchSpec) -> int:
-    """Run a script on several machines; give the exit code."""
+    """Run a script on several hosts; return the exit code."""
     if as_module:
-        raise SpecError("--hosts compares the script's file on all machines, and -m names none. Give the file.")
+        raise SpecError("--hosts compares the script's file on all hosts, and -m names a module. Give the file.")
     _check_file(script)
     logs = ["--log-dir", log_dir] if log_dir else []
     return _on_hosts(spec, script, "", lambda own: ["run", *own.words(), *logs, script, *arguments], _show, False)
@@ -51,18 +52,18 @@ def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], 
     check_ssh(ssh)
     addresses = find_addresses(ssh, hosts)
     check_addresses(addresses)
-    launcher_specs(spec, addresses, 0, "")  # what contradicts itself is said before anybody is asked
+    launcher_specs(spec, addresses, 0, "")  # report contradictions before connecting to any host
     if not quiet:
-        _say(f"looking at {', '.join(hosts)} …")
-    found = inspect_hosts(ssh, hosts, file, folder)
-    judge(host_info(file), found, file, spec.allow_differences)
-    specs = launcher_specs(spec, addresses, found[hosts[0]].port, f"instep-{uuid.uuid4().hex[:12]}")
+        say(f"looking at {', '.join(hosts)} …")
+    surveys = inspect_hosts(ssh, hosts, file, folder)
+    judge(host_info(file), surveys, file, spec.allow_differences)
+    specs = launcher_specs(spec, addresses, surveys[hosts[0]].port, f"instep-{uuid.uuid4().hex[:12]}")
     start = [sys.executable, "-P", "-m", "instep.cli.entry"]
     commands = {host: [*start, *words(own)] for host, own in specs.items()}
     least = next(iter(specs.values())).min_nodes
     preempted = spec.preempted_exit if isinstance(spec, TrainSpec) else EXIT_DONE
     if StopRequest().asked:
-        _say("asked to stop before anything was started.")
+        say("asked to stop before anything was started.")
         return preempted
     good = frozenset({EXIT_DONE, preempted})
     launchers = RemoteLaunchers(ssh, commands, least, good, write)
@@ -71,39 +72,39 @@ def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], 
     if failed and launchers.interrupted:
         return EXIT_INTERRUPTED
     if failed:
-        _say(f"{failed} failed first, with exit code {code}.")
+        say(f"{failed} failed first, with exit code {code}.")
     return code
 
 
-def judge(here: HostInfo, found: dict[str, HostInfo], file: str, allowed: bool) -> None:
-    """Say what differs; refuse what would make another program of it."""
-    differences = [each for host, there in found.items() for each in compare(here, there, host, file)]
-    fatal = [each for each in differences if each.fatal]
-    missing = [host for host, there in found.items() if not there.file]
+def judge(here: HostInfo, surveys: dict[str, HostInfo], file: str, allowed: bool) -> None:
+    """Print how the hosts differ; raise EnvironmentFailed where they would run different programs."""
+    differences = [item for host, there in surveys.items() for item in compare(here, there, host, file)]
+    fatal = [item for item in differences if item.fatal]
+    missing = [host for host, there in surveys.items() if not there.file]
     if fatal and (not allowed or missing):
-        lines = [each.text for each in [*fatal, *(each for each in differences if not each.fatal)]]
+        lines = [item.text for item in sorted(differences, key=lambda item: not item.fatal)]
         advice = "" if missing else ", or give --allow-differences"
         raise EnvironmentFailed("\n".join([*lines, f"Nothing was started. Make the hosts the same{advice}."]))
-    for each in differences:
-        _say(f"warning: {each.text}")
+    for item in differences:
+        say(f"warning: {item.text}")
 
 
 def _check_file(file: str) -> None:
     if not Path(file).is_file():
-        raise SpecError(f"{file} is not a file. Give a path that is the same on all hosts, from {os.getcwd()} on.")
+        raise SpecError(f"{file} is not a file. Give a path from {os.getcwd()} that is the same on all hosts.")
 
 
 _LOCK = threading.Lock()
 
 
 def _show(host: str, stream: str, text: str) -> None:
-    """Write a line of a host, with its name before it."""
-    with _LOCK, contextlib.suppress(OSError):  # a reader that has gone (| head) ends nothing
+    """Print a line of a host, with the host's name before it."""
+    with _LOCK, contextlib.suppress(OSError):  # a reader that is gone (| head) must not end the training
         print(f"[{host}] {text}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
 
 
 def _collecting(result: list[str]) -> Write:
-    """Show all but what is the answer: every agent gives the same one, and one of them is enough."""
+    """Collect the lines of JSON, which are the same on all hosts, and show everything else."""
 
     def write(host: str, stream: str, text: str) -> None:
         if stream == "stdout" and text.startswith("{"):
@@ -112,7 +113,3 @@ def _collecting(result: list[str]) -> Write:
             _show(host, "stderr", text)
 
     return write
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

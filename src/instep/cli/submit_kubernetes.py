@@ -1,21 +1,18 @@
-"""`instep submit kubernetes`: write the manifests of a training, and hand them to kubectl if asked to."""
+"""`instep submit kubernetes`: write the manifests of a training, and apply them with kubectl if asked to."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import inspect
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
-
-from instep.cli.options import make_spec
+from instep.cli.command import TASK, VALUES, command, make_spec, option, say
 from instep.core.errors import SpecError
-from instep.core.spec import PLACE_FIELDS, TrainSpec
+from instep.core.options import OptionScope
+from instep.core.spec import TrainSpec
 from instep.launch.kubernetes.kubectl import apply, choose_kind
 from instep.launch.kubernetes.manifests import main_resource, manifest_text
 from instep.launch.kubernetes.spec import (
@@ -29,127 +26,112 @@ from instep.launch.kubernetes.spec import (
     task_key,
 )
 
-HELP = """Write the manifests that train a Task on Kubernetes: a TrainJob, a PyTorchJob or a plain Job.
+_HELP = """Write the manifests that train a Task on Kubernetes: a TrainJob, a PyTorchJob or a plain Job.
 
-TASK.py is the path inside the image (/workspace/digits.py). With --task-from-here it is a file here, which travels with
-the job: for a first try, where the image has instep and what the file imports.
+TASK.py is the path inside the image (/workspace/digits.py). With --task-from-here it is a local file that is sent with
+the job. That suits a first try, with an image that has instep and everything that the file imports.
 """
-_OURS = {
-    *PLACE_FIELDS,
-    *("rdzv_conf", "run_dir", "fresh", "json", "quiet", "preempted_exit"),
-}
-"""What the manifests decide, or what is asked for in another way here."""
-
-
-def _option(
-    name: str, kind: Any, default: Any, help: str, *flags: str, metavar: str | None = None
-) -> inspect.Parameter:
-    option = typer.Option(*(flags or (f"--{name.replace('_', '-')}",)), help=help, metavar=metavar)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-
-
-PARAMETERS = (
-    _option("image", str, ..., "the container image: has Python, torch and instep"),
-    _option("nodes", str, "1", "pods, one a machine; MIN:MAX for an elastic number"),
-    _option("gpus_per_node", int, 0, "GPUs of each pod, one process each; 0: on CPU, with -n processes"),
-    _option(
+OPTIONS = (
+    option("image", str, ..., "container image with Python, torch and instep"),
+    option("nodes", str, "1", "number of pods, one per node; MIN:MAX for an elastic number"),
+    option("gpus_per_node", int, 0, "GPUs of each pod, one process each; 0: on CPU, with -n processes"),
+    option(
         "volume",
         list[str] | None,
         None,
-        "a PersistentVolumeClaim and where the pods see it; may be given again. One holds the run directory",
+        "a PersistentVolumeClaim and its path in the pods; may be repeated. One has the run directory",
         metavar="CLAIM:/PATH",
     ),
-    _option("run_dir", str | None, None, "the run's directory in the pods, on a volume (PATH/runs/NAME)"),
-    _option("name", str | None, None, "the job's name (the file's name and the time)"),
-    _option("namespace", str | None, None, "where in the cluster (kubectl's current namespace)"),
-    _option(
+    option("run_dir", str | None, None, "the run's directory in the pods, on a volume (PATH/runs/NAME)"),
+    option("name", str | None, None, "name of the job (the file's name and the time)"),
+    option("namespace", str | None, None, "namespace in the cluster (kubectl's current namespace)"),
+    option(
         "kind",
         Literal["auto", "trainjob", "pytorchjob", "job"],
         "auto",
         "trainjob: Kubeflow Trainer 2; pytorchjob: the operator before it; job: any cluster; auto: ask the cluster",
     ),
-    _option(
-        "set_env", list[str] | None, None, "an environment variable of the pods; may be given again", metavar="A=B"
-    ),
-    _option("cpus", str | None, None, "CPUs of each pod: 8, 500m"),
-    _option("memory", str | None, None, "memory of each pod: 16Gi"),
-    _option("grace", int, 120, "seconds that pods have to save when they are asked to go"),
-    _option(
+    option("set_env", list[str] | None, None, "environment variable of the pods; may be repeated", metavar="A=B"),
+    option("cpus", str | None, None, "CPUs of each pod: 8, 500m"),
+    option("memory", str | None, None, "memory of each pod: 16Gi"),
+    option("grace", int, 120, "seconds that pods have to save when they are asked to stop"),
+    option(
         "task_from_here",
         bool,
         False,
-        "TASK.py is a file here, of at most 240 KiB; it travels in a ConfigMap",
+        "TASK.py is a local file of at most 240 KiB; it is sent in a ConfigMap",
         "--task-from-here",
     ),
-    _option("write", str | None, None, "where the manifests go (runs/NAME/kubernetes.yaml)", metavar="FILE"),
-    _option("apply", bool, False, "submit them: kubectl apply", "--apply"),
-    _option("dry_run", bool, False, "only show them; write and submit nothing", "--dry-run"),
-    _option("json", bool, False, "print what was done as one line of JSON", "--json"),
+    option("write", str | None, None, "file to write the manifests to (runs/NAME/kubernetes.yaml)", metavar="FILE"),
+    option("apply", bool, False, "submit the manifests with kubectl apply", "--apply"),
+    option("dry_run", bool, False, "only print the manifests; write and submit nothing", "--dry-run"),
+    option("json", bool, False, "print the outcome as one line of JSON", "--json"),
 )
 
 
-def takes(field: dataclasses.Field[Any]) -> bool:
-    """Tell whether an option of `train` is one of this command too."""
-    return field.name not in _OURS
-
-
-def submit(task: str, values: Sequence[str], options: Mapping[str, Any]) -> None:
+@command(
+    _HELP,
+    *(TASK, VALUES, *OPTIONS),
+    spec=TrainSpec,
+    takes=lambda declared: declared.scope not in (OptionScope.NODE, OptionScope.OUTPUT),  # the manifests set these
+)
+def kubernetes(task: str, values: list[str] | None, **options: Any) -> None:
     """Write the manifests; submit them if asked to."""
-    ours = {parameter.name: options[parameter.name] for parameter in PARAMETERS}
-    train = make_spec(TrainSpec, {name: value for name, value in options.items() if name not in ours})
-    if ours["apply"] and ours["dry_run"]:
+    asked = {parameter.name: options.pop(parameter.name) for parameter in OPTIONS}
+    train = make_spec(TrainSpec, options)
+    if asked["apply"] and asked["dry_run"]:
         raise SpecError("--apply submits and --dry-run does not. Give one of them.")
-    spec = _asked(task, values, train, ours)
-    kind: Kind = ours["kind"]
-    if ours["kind"] == "auto":
+    spec = _job_spec(task, values or [], train, asked)
+    kind: Kind = asked["kind"]
+    if asked["kind"] == "auto":
         kind, why = choose_kind()
-        _say(f"kind {kind}: {why}.")
+        say(f"kind {kind}: {why}.")
     text = manifest_text(spec, kind)
-    if ours["dry_run"]:
-        _show(text, ours["json"])
+    if asked["dry_run"]:
+        print(json.dumps({"manifests": text}) if asked["json"] else text.rstrip("\n"), flush=True)
         return
-    path = Path(ours["write"] or f"runs/{spec.name}/kubernetes.yaml")
+    path = Path(asked["write"] or f"runs/{spec.name}/kubernetes.yaml")
     _write(path, text)
-    _say(f"{path}: {spec.nodes} x {spec.processes} processes, run directory {spec.run_dir}")
-    if ours["apply"]:
-        _say(apply(path))
+    say(f"{path}: {spec.nodes} x {spec.processes} processes, run directory {spec.run_dir}")
+    if asked["apply"]:
+        say(apply(path))
     where = ["--namespace", spec.namespace] if spec.namespace else []
     follow = " ".join(
         ["kubectl", *where, "logs", "--follow", "--prefix", f"--selector=app.kubernetes.io/name={spec.name}"]
     )
-    _say(f"follow: {follow}" if ours["apply"] else f"submit: kubectl apply -f {path}\nfollow: {follow}")
-    if ours["json"]:
-        found = {"name": spec.name, "namespace": spec.namespace, "kind": kind, "resource": main_resource(spec, kind)}
-        print(json.dumps({**found, "file": str(path), "run_dir": spec.run_dir, "applied": ours["apply"]}), flush=True)
+    say(f"follow: {follow}" if asked["apply"] else f"submit: kubectl apply -f {path}\nfollow: {follow}")
+    if asked["json"]:
+        job = {"name": spec.name, "namespace": spec.namespace, "kind": kind, "resource": main_resource(spec, kind)}
+        print(json.dumps({**job, "file": str(path), "run_dir": spec.run_dir, "applied": asked["apply"]}), flush=True)
 
 
-def _asked(task: str, values: Sequence[str], train: TrainSpec, ours: Mapping[str, Any]) -> KubernetesSpec:
-    """Put together what is asked for, and refuse what cannot be."""
+def _job_spec(task: str, values: Sequence[str], train: TrainSpec, asked: Mapping[str, Any]) -> KubernetesSpec:
+    """Return the job that the options describe; raise SpecError where there is none."""
     file, colon, class_name = task.partition(":")
     for value in values:
         if not value.partition("=")[0].isidentifier() or "=" not in value:
             raise SpecError(f"{value!r} is neither an option nor name=value.")
-    name = ours["name"] or _fresh_name(file)
-    volumes = tuple(Volume.parse(text) for text in ours["volume"] or ())
+    name = asked["name"] or _fresh_name(file)
+    volumes = tuple(Volume.parse(text) for text in asked["volume"] or ())
     base = volumes[0].path.rstrip("/") if volumes else ""
-    processes = _processes(train, ours["gpus_per_node"])
+    processes = _processes(train, asked["gpus_per_node"])
     spec = KubernetesSpec(
         name=name,
-        image=ours["image"],
-        task=_place_task(file, ours["task_from_here"]) + colon + class_name,
+        image=asked["image"],
+        task=_place_task(file, asked["task_from_here"]) + colon + class_name,
         words=(*values, *dataclasses.replace(train, processes=1).words()),
-        nodes=ours["nodes"],
+        nodes=asked["nodes"],
         processes=processes,
-        run_dir=str(PurePosixPath(ours["run_dir"] or f"{base}/runs/{name}")),
+        run_dir=str(PurePosixPath(asked["run_dir"] or f"{base}/runs/{name}")),
         volumes=volumes,
-        namespace=ours["namespace"],
-        gpus_per_node=ours["gpus_per_node"],
-        cpus=ours["cpus"],
-        memory=ours["memory"],
-        env=parse_env(ours["set_env"] or ()),
-        grace_s=ours["grace"],
+        namespace=asked["namespace"],
+        gpus_per_node=asked["gpus_per_node"],
+        cpus=asked["cpus"],
+        memory=asked["memory"],
+        env=parse_env(asked["set_env"] or ()),
+        grace_s=asked["grace"],
         max_restarts=train.max_restarts,
-        task_text=check_task_text(file, _read(file)) if ours["task_from_here"] else None,
+        task_text=check_task_text(file, _read(file)) if asked["task_from_here"] else None,
     )
     if isinstance(processes, int):
         train.check_world(processes * spec.min_nodes)
@@ -167,12 +149,12 @@ def _processes(train: TrainSpec, gpus_per_node: int) -> int | str:
 
 
 def _place_task(file: str, from_here: bool) -> str:
-    """Say where the pods find the Task's file."""
+    """Return the path of the Task's file in the pods."""
     if not from_here:
         if not file.startswith("/"):
             raise SpecError(
                 f"{file} is not an absolute path. Give the path inside the image, for instance "
-                f"/workspace/{PurePosixPath(file).name}, or add --task-from-here to send the file here along."
+                f"/workspace/{PurePosixPath(file).name}, or add --task-from-here to send a local file."
             )
         return file
     return f"{TASK_FOLDER}/{task_key(file)}"
@@ -182,13 +164,13 @@ def _read(file: str) -> bytes:
     path = Path(file)
     if not path.is_file() or path.suffix != ".py":
         raise SpecError(
-            f"{file} is no Python file here. --task-from-here sends one along; without it, give its path there."
+            f"{file} is not a local Python file to send with --task-from-here. Without it, give the path in the image."
         )
     return path.read_bytes()
 
 
 def _fresh_name(file: str) -> str:
-    """Name a job after the Task's file and the time, as a run directory is."""
+    """Return a job's name from the Task's file and the time, as run directories are named."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return f"{as_name(PurePosixPath(file).stem)[:30].rstrip('-')}-{stamp}"
 
@@ -199,12 +181,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise SpecError(f"{path} cannot be written: {error.strerror}. Give another --write FILE.") from error
-
-
-def _show(text: str, as_json: bool) -> None:
-    """Print the manifests: where JSON is asked for, as its one line."""
-    print(json.dumps({"manifests": text}) if as_json else text.rstrip("\n"), flush=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

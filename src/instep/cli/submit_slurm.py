@@ -1,4 +1,4 @@
-"""`instep submit slurm`: from options to a batch script in the run directory, a job, and its progress."""
+"""`instep submit slurm`: write a batch script into the run directory, submit it, and show its progress."""
 
 from __future__ import annotations
 
@@ -9,92 +9,96 @@ import json
 import os
 import shutil
 import sys
+import time
 import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
-from instep.cli.follow_slurm import follow, result_stamp, say
-from instep.core.errors import EXIT_DONE, InstepError, SpecError
-from instep.core.spec import PLACE_FIELDS, TrainSpec
+from instep.cli.command import TASK, VALUES, Grouped, command, find_task, make_spec, option, say
+from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INTERRUPTED, InstepError, SpecError
+from instep.core.options import Option, OptionScope, options_of
+from instep.core.spec import TrainSpec
 from instep.launch.slurm import client
 from instep.launch.slurm.job import SubmitSpec, Sweep
 from instep.launch.slurm.script import SCRIPT, batch_script
+from instep.monitor.follow import Follower
 
 if typing.TYPE_CHECKING:
     from instep.train.task import Task
 
-NOT_OURS = (*PLACE_FIELDS, "preempted_exit")
-"""Options of `train` that the script decides."""
-INSTEAD: dict[str, dict[str, Any]] = {
-    "processes": {"default": None, "help": "processes on each node (as many as GPUs, or 1); auto: one a GPU or core"},
-    "json": {"help": "print job_id, run_dir and script as one line of JSON, all else to standard error"},
-    "quiet": {"help": "no progress display in the job's output, and fewer words here"},
-}
-"""What options of `train` say and are here."""
-_NOT_SWEPT = (*NOT_OURS, "processes", "run_dir", "fresh", "json", "quiet")
 _AFTER = "instep.after_dashes"
+_POLL_S = 1.0
+_TAIL_LINES = 20
+_INSTEAD: dict[str, dict[str, Any]] = {
+    "processes": {
+        "default": None,
+        "help": "processes on each node (as many as GPUs, or 1); auto: one per GPU, or one per core",
+    },
+    "json": {"help": "print job_id, run_dir and script as one line of JSON, and everything else to standard error"},
+    "quiet": {"help": "no progress display in the job's output, and fewer messages here"},
+}
+"""Help texts and defaults of options of `train` that mean something else here."""
 
 
-class WithSbatchOptions(TyperCommand):
-    """A command that keeps what stands after `--` apart: it is for sbatch."""
+class _WithSbatchOptions(Grouped):
+    """A command that keeps the words after `--` for sbatch."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Cut the arguments at the first `--`."""
-        own, dashes, after = args, False, []
-        if "--" in args:
-            place = args.index("--")
-            own, dashes, after = args[:place], True, args[place + 1 :]
-        ctx.meta[_AFTER] = tuple(after) if dashes else ()
-        return list(super().parse_args(ctx, list(own)))
+        """Split the arguments at the first `--`."""
+        place = args.index("--") if "--" in args else len(args)
+        ctx.meta[_AFTER] = tuple(args[place + 1 :])
+        return list(super().parse_args(ctx, args[:place]))
 
 
-def after_dashes(context: typer.Context) -> tuple[str, ...]:
-    """Give the words after `--`."""
-    return tuple(context.meta[_AFTER])
-
-
-def _option(
-    name: str, kind: Any, default: Any, help: str, *flags: str, metavar: str | None = None
-) -> inspect.Parameter:
-    option = typer.Option(*flags, help=help, metavar=metavar, show_default=default not in (None, False))
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-
-
-CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
 OPTIONS = (
-    _option("nodes", int, 1, "nodes of the cluster", "--nodes"),
-    _option("gpus_per_node", int | None, None, "GPUs on each; -n is as many unless given", "--gpus-per-node"),
-    _option("cpus_per_node", int | None, None, "cores on each (one a thread and data worker)", "--cpus-per-node"),
-    _option("time", str | None, None, "how long at most: 90 (minutes), 2:00:00, 1-12:00:00", "--time"),
-    _option("partition", str | None, None, "SLURM's partition", "--partition"),
-    _option("set_env", list[str], (), "a variable for the job; may be repeated", "--set-env", metavar="NAME=VALUE"),
-    _option("prelude", list[str], (), "a line of bash before the training; may be repeated", "--prelude"),
-    _option(
-        *("array", str | None, None, "one job for each value of a Task's field, or of an option", "--array"),
-        metavar="NAME=VALUE,…",
-    ),
-    _option("signal_before", int, 120, "seconds before the time is up to save and be requeued", "--signal-before"),
-    _option("requeue", bool, True, "go on in another job until the training is complete", "--requeue/--no-requeue"),
-    _option(
-        *("on_node_failure", str, "requeue", "requeue: all of it; continue: go on with the nodes that are left"),
-        "--on-node-failure",
-    ),
-    _option("dry_run", bool, False, "print the script, and submit nothing", "--dry-run"),
-    _option("follow", bool, False, "show the progress until the job ends; Ctrl-C ends only the showing", "--follow"),
+    option("nodes", int, 1, "number of nodes"),
+    option("gpus_per_node", int | None, None, "GPUs on each node; -n is the same number unless given"),
+    option("cpus_per_node", int | None, None, "cores on each node (one per thread and data worker)"),
+    option("time", str | None, None, "time limit: 90 (minutes), 2:00:00, 1-12:00:00"),
+    option("partition", str | None, None, "SLURM partition"),
+    option("set_env", list[str], (), "environment variable of the job; may be repeated", metavar="NAME=VALUE"),
+    option("prelude", list[str], (), "line of bash to run before the training; may be repeated"),
+    option("array", str | None, None, "one job for each value of a Task's field or an option", metavar="NAME=VALUE,…"),
+    option("signal_before", int, 120, "seconds before the time limit at which to save and be requeued"),
+    option("requeue", bool, True, "continue in another job until the training is complete", "--requeue/--no-requeue"),
+    option("on_node_failure", str, "requeue", "requeue: restart the whole job; continue: go on with the nodes left"),
+    option("dry_run", bool, False, "print the script and submit nothing", "--dry-run"),
+    option("follow", bool, False, "show the progress until the job ends; Ctrl-C ends only the display", "--follow"),
 )
+
+
+def _takes(declared: Option) -> bool:
+    """Return whether an option of `train` is one of this command: the batch script sets where nodes meet."""
+    return declared.scope is not OptionScope.NODE or declared.name == "rdzv_conf"
+
+
+@command(
+    "Write a batch script into the run directory and submit it. Words after -- are options of sbatch.",
+    inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+    *(TASK, VALUES, *OPTIONS),
+    spec=TrainSpec,
+    takes=_takes,
+    instead=_INSTEAD,
+    cls=_WithSbatchOptions,
+)
+def slurm(context: typer.Context, task: str, values: list[str] | None, **options: Any) -> int:
+    """Submit a training to SLURM."""
+    asked = {parameter.name: options.pop(parameter.name) for parameter in OPTIONS}
+    spec = make_spec(TrainSpec, with_processes(options, asked["gpus_per_node"]))
+    made, _ = find_task(task, values)
+    return submit_task(made, task, values or [], spec, asked, tuple(context.meta[_AFTER]))
 
 
 def submit_task(
     task: Task, text: str, values: list[str], spec: TrainSpec, asked: dict[str, Any], sbatch: tuple[str, ...]
 ) -> int:
-    """Write the job's script and submit it; give the exit code. `text` is how the person named the Task."""
+    """Write the job's script and submit it; return the exit code. `text` names the Task as on the command line."""
     job = plan_job(task, text, values, spec, asked, sbatch)
     script = job.run_dir / SCRIPT
     if asked["follow"] and job.is_array:
-        raise SpecError("--follow shows one run, and an array has several. Leave it out, and look at instep jobs.")
+        raise SpecError("--follow shows one run, and an array has several. Leave it out, and use instep jobs.")
     if asked["dry_run"]:
         print(batch_script(job), end="", file=sys.stderr if spec.json else sys.stdout)
         if spec.json:
@@ -105,21 +109,21 @@ def submit_task(
     say(f"job {number} is submitted: {script}")
     code = follow(number, job.run_dir, before) if asked["follow"] else EXIT_DONE
     if not asked["follow"] and not spec.quiet:
-        say(f"instep jobs shows how far it is; instep cancel {number} ends it.")
+        say(f"instep jobs shows its progress; instep cancel {number} ends it.")
     if spec.json:
         print(json.dumps({"job_id": number, "run_dir": str(job.run_dir), "script": str(script)}), flush=True)
     return code
 
 
 def with_processes(options: dict[str, Any], gpus_per_node: int | None) -> dict[str, Any]:
-    """Fill in how many processes a node has where nobody said: one a GPU."""
+    """Fill in the number of processes on each node where it is not given: one per GPU."""
     return options if options["processes"] is not None else {**options, "processes": gpus_per_node or 1}
 
 
 def plan_job(
     task: Task, text: str, values: list[str], spec: TrainSpec, asked: dict[str, Any], sbatch: tuple[str, ...]
 ) -> SubmitSpec:
-    """Decide what the job is; refuse now what would fail after hours in the queue."""
+    """Return the job; raise SpecError now for what would fail after hours in the queue."""
     name = type(task).__name__.lower()
     sweep, variants = _variants(asked["array"], task, values, spec)
     operational = dataclasses.replace(spec, processes=1, run_dir=None, fresh=False, json=False)
@@ -150,14 +154,14 @@ def plan_job(
 
 
 def _cores(variants: list[TrainSpec]) -> int | None:
-    """Count the cores that a node's processes need; None: it cannot be known here."""
+    """Return the number of cores that a node's processes need; None: it is not known here."""
     if not isinstance(variants[0].processes, int):
         return None
     return max(variants[0].processes * ((spec.threads or 1) + (spec.data_workers or 0)) for spec in variants)
 
 
 def _check_variants(job: SubmitSpec, variants: list[tuple[Task, TrainSpec]]) -> None:
-    """Refuse a world, the smallest or the largest, that cannot be, and a directory that holds another run."""
+    """Raise SpecError where the smallest or largest world size is impossible, or a directory has another run."""
     from instep.train.directory import check_directory
 
     for index, (task, spec) in enumerate(variants):
@@ -172,7 +176,7 @@ def _check_variants(job: SubmitSpec, variants: list[tuple[Task, TrainSpec]]) -> 
 
 
 def _run_dirs(job: SubmitSpec) -> list[Path]:
-    """Give the directories of a job's runs; of an array, those that are there already."""
+    """Return the directories of a job's runs; of an array, those that exist already."""
     return [path for path in job.run_dir.glob("*") if path.name.isdigit()] if job.is_array else [job.run_dir]
 
 
@@ -183,7 +187,7 @@ def _new_name(name: str) -> str:
 def _variants(
     text: str | None, task: Task, values: list[str], spec: TrainSpec
 ) -> tuple[Sweep | None, list[tuple[Task, TrainSpec]]]:
-    """Try every value of an array here: a field of the Task, or an option; without an array there is one variant."""
+    """Return a Task and a spec for each value of an array (a Task's field or an option), or the given ones."""
     from instep.train.source import make_task, parse_value
     from instep.train.task import field_names
 
@@ -192,32 +196,24 @@ def _variants(
     sweep = Sweep.parse(text)
     if sweep.name in field_names(type(task)):
         return sweep, [(make_task(type(task), [*values, word]), spec) for word in sweep.words]
-    fields = {field.name: field for field in dataclasses.fields(TrainSpec) if field.name not in _NOT_SWEPT}
+    swept = {o.name: o for o in options_of(TrainSpec) if _takes(o) and o.scope is not OptionScope.OUTPUT}
     name = sweep.name.replace("-", "_")
-    if name not in fields:
+    if name not in swept or name == "processes":
         known = ", ".join(field_names(type(task))) or "none"
         raise SpecError(
             f"array={text}: {sweep.name} is neither a field of {type(task).__name__} (its fields: {known}) nor an "
             "option of train that may differ between the jobs of an array."
         )
-    hint = typing.get_type_hints(TrainSpec)[name]
-    parsed = [parse_value(sweep.name, value, hint) for value in sweep.values]
-    words = tuple(_option_word(fields[name].metadata["flags"][-1], value) for value in parsed)
-    return dataclasses.replace(sweep, words=words), [
-        (task, dataclasses.replace(spec, **{name: value})) for value in parsed
-    ]
-
-
-def _option_word(flag: str, value: Any) -> str:
-    """Write an option with its value as one word: --seed=3, --no-compile."""
-    if value is None:
-        raise SpecError(f"array: {flag} cannot be given without a value. Submit a job without the option for that.")
-    on, _, off = flag.partition("/")
-    return f"{flag}={value}" if not isinstance(value, bool) else on if value else off
+    parsed = [parse_value(sweep.name, value, swept[name].type) for value in sweep.values]
+    if None in parsed:
+        raise SpecError(f"array: {swept[name].flag} needs a value. Submit a job without the option for that.")
+    words = tuple("=".join(swept[name].words(value)) for value in parsed)
+    variants = [(task, dataclasses.replace(spec, **{name: value})) for value in parsed]
+    return dataclasses.replace(sweep, words=words), variants
 
 
 def _submit(job: SubmitSpec, fresh: bool) -> str:
-    """Write the script and hand it to SLURM; where it is refused, everything is as it was before."""
+    """Write the script and submit it; where SLURM refuses it, restore everything."""
     from instep.checkpoint.rundir import RunDirectory
 
     is_new = not job.run_dir.exists()
@@ -241,3 +237,43 @@ def _submit(job: SubmitSpec, fresh: bool) -> str:
         else:
             script.unlink(missing_ok=True)
         raise
+
+
+def follow(number: str, run_dir: Path, before: int | None) -> int:
+    """Show a job's progress until it ends; return the exit code. `before` is the stamp of an earlier job's result."""
+    try:
+        with Follower(run_dir, ["terminal"]):
+            _wait_for_end(number)
+    except KeyboardInterrupt:
+        say(f"Job {number} continues. instep jobs shows it, instep cancel {number} ends it.")
+        return EXIT_INTERRUPTED
+    job = client.with_retries(lambda: client.find_job(number), say)
+    state = job.state.lower() if job else "no longer known to SLURM"
+    stamp = result_stamp(run_dir)
+    if stamp is not None and (stamp != before or state == "completed"):
+        say(f"job {number} is {state}, and the training is complete: {run_dir}")
+        return EXIT_DONE
+    log = run_dir / "logs" / f"slurm-{number}.out"
+    if log.exists():
+        say("\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]))
+    say(f"job {number} is {state}, and the training is not complete. Its output: {log}")
+    return client.with_retries(lambda: client.exit_code_of(number), say) or EXIT_ENVIRONMENT
+
+
+def result_stamp(run_dir: Path) -> int | None:
+    """Return the time at which a run's result was written; None: there is none."""
+    try:
+        return (run_dir / "result.json").stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _wait_for_end(number: str) -> None:
+    shown = ""
+    while (job := client.with_retries(lambda: client.find_job(number), say)) is not None:
+        state = f"job {number}: {job.state.lower()}" + (f" ({job.reason})" if job.state == "PENDING" else "")
+        if state != shown:
+            say(shown := state)
+        if job.has_ended:
+            return
+        time.sleep(_POLL_S)

@@ -1,4 +1,1 @@
-"""Values only: specs, plans, topology, errors.
-
-Room: no torch, no environment, no files, no processes.
-"""
+"""Values only: specs, plans, topology, errors. No torch, no environment, no files, no processes."""

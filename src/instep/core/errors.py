@@ -6,13 +6,13 @@
     ├── DataError         a dataset cannot be read, or holds nothing                            exit 2
     ├── CheckpointError   a run directory or checkpoint cannot be written or continued          exit 2
     ├── NumericsError     the loss is not a number                                              exit 1
-    ├── CompileError      --compile was asked for, and the model cannot be compiled             exit 1
-    ├── DivergenceError   ranks that must hold the same weights do not; what they saved is set aside    exit 3
-    ├── EnvironmentFailed the machine, the network or the launcher is not as it must be         exit 3
-    │   └── PeerLost      another rank ended, left or did not come; names it                    exit 3
-    └── RanksFailed       ranks of a launched job failed; carries them, the first one first
+    ├── CompileError      the model cannot be compiled, although --compile was given            exit 1
+    ├── DivergenceError   the ranks' weights differ; checkpoints since then are set aside        exit 3
+    ├── EnvironmentFailed the machine, the network or the launcher failed                       exit 3
+    │   └── PeerLost      another rank ended, left or never joined; names it                    exit 3
+    └── RanksFailed       ranks of a launched job failed; has their failures, the first cause first
 
-A message says what was found, why it cannot be, and what to do.
+A message says what is wrong (with values), why it cannot work, and what to do.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ EXIT_DONE, EXIT_USER, EXIT_SPEC, EXIT_ENVIRONMENT, EXIT_INTERRUPTED = 0, 1, 2, 3
 
 
 class InstepError(Exception):
-    """The root: `except InstepError` catches everything that instep raises on purpose."""
+    """The base class: `except InstepError` catches everything that instep raises on purpose."""
 
     exit_code: ClassVar[int] = EXIT_USER
 
 
 class SpecError(InstepError):
-    """What was asked for cannot be done."""
+    """An option or a value is wrong."""
 
     exit_code = EXIT_SPEC
 
 
 class TaskError(InstepError):
-    """The Task does not keep its side of the contract."""
+    """The Task breaks its contract."""
 
     exit_code = EXIT_SPEC
 
 
 class DataError(InstepError):
-    """A dataset cannot be read or holds nothing."""
+    """A dataset cannot be read, or is empty."""
 
     exit_code = EXIT_SPEC
 
@@ -59,32 +59,32 @@ class NumericsError(InstepError):
 
 
 class CompileError(InstepError):
-    """What should be compiled cannot be."""
+    """The model cannot be compiled."""
 
 
 class DivergenceError(InstepError):
-    """Ranks that must hold the same do not. Another try goes on from where they last did."""
+    """The ranks' weights differ. A restart resumes from the last checkpoint at which they agreed."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 class EnvironmentFailed(InstepError):
-    """The machine, the network or the launcher is not as it must be."""
+    """The machine, the network or the launcher failed."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 class PeerLost(EnvironmentFailed):
-    """A collective cannot be completed, because another rank is not there for it."""
+    """A collective cannot complete because another rank is gone."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        """Whom this rank waited for in vain."""
+        """The ranks that this rank waited for."""
         super().__init__(message)
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop, has saved, and goes on when the same command is run again. Not an error: exit 0."""
+    """The run was asked to stop and has saved; the same command continues it. Not an error: exit 0."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_DONE)
@@ -92,38 +92,38 @@ class Preempted(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """How one rank ended, when it did not end well."""
+    """How one rank failed."""
 
     rank: int
     time_ns: int
     summary: str
     """One line: the exception's type and message, or the signal's name."""
     traceback: str = ""
-    """Empty where the process had no chance to write one, or where the message says it all."""
+    """Empty where the process could not write one, or where the message is enough."""
     exit_code: int = EXIT_USER
-    """What the whole command exits with if this is the first failure."""
+    """The exit code of the command if this is the first failure."""
     consequence: bool = False
-    """Whether it merely noticed that another rank was gone (a closed connection, say)."""
+    """Whether the rank failed only because another one was gone (a closed connection, for instance)."""
     final: bool = False
-    """Whether another try could only end the same way: a wrong spec, a loss that is not a number."""
+    """Whether a restart would fail in the same way: a wrong spec, a loss that is not a number."""
     log: str = ""
     names_ranks: bool = False
-    """Whether the summary is a sentence that names its ranks itself."""
+    """Whether the summary is a sentence that names the ranks."""
     host: str = ""
-    """The machine that it was on, where there are several."""
+    """The rank's node, where there are several."""
     step: int | None = None
-    """How many steps were done then, where that is known."""
+    """The number of completed steps, where it is known."""
     doubt_ns: int = 0
-    """How far its time may be off another machine's."""
+    """The uncertainty of its time, compared with another node's."""
 
     @property
     def who(self) -> str:
-        """The rank, and where it was."""
+        """The rank and its node."""
         return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
     @property
     def line(self) -> str:
-        """The summary with its rank."""
+        """The summary with the rank."""
         return self.summary if self.names_ranks else f"{self.who}: {self.summary}"
 
 

@@ -1,7 +1,7 @@
 """A sum of floats that does not depend on their order.
 
-Every finite double is an integer times a power of two. Integers are added up exactly, one for each power
-that occurs, so any grouping into batches and ranks gives the same sum, and it is rounded once, at the end.
+Every finite double is an integer times a power of two. The integers of each power are added exactly, so any grouping
+into batches and ranks gives the same sum. It is rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ExactSum:
     def __init__(self) -> None:
         self._sums: dict[int, int] = {}
         self._odd = 0.0
-        """The sum of what is not finite: NaN and infinities have no integer."""
+        """The sum of NaNs and infinities, which are no integers."""
 
     def add(self, values: numpy.ndarray) -> None:
         """Add all elements."""
@@ -31,7 +31,7 @@ class ExactSum:
             with numpy.errstate(invalid="ignore"):  # inf - inf is NaN, and that is the answer
                 self._odd += float(flat[~finite].sum())
             flat = flat[finite]
-        for start in range(0, len(flat), 1 << 20):  # so that the halves below add up exactly as doubles
+        for start in range(0, len(flat), 1 << 20):  # so that the sums of halves below are exact as doubles
             self._add_finite(flat[start : start + (1 << 20)])
 
     def _add_finite(self, values: numpy.ndarray) -> None:
@@ -52,11 +52,11 @@ class ExactSum:
         self._sums[exponent] = self._sums.get(exponent, 0) + integer
 
     def to_json(self) -> dict[str, int | str]:
-        """Give the sum as plain values, to be told to others."""
+        """Return the sum as plain values, to send to other processes."""
         return {"odd": repr(self._odd), **{str(exponent): total for exponent, total in self._sums.items()}}
 
     def merge(self, data: Mapping[str, int | str]) -> None:
-        """Add what another process summed up."""
+        """Add the sum of another process."""
         for key, value in data.items():
             if key == "odd":
                 self._odd += float(value)

@@ -1,4 +1,4 @@
-"""Whose code a file is: the person's own, or a library's, Python's or instep's. Pure."""
+"""Whose code a file is: the user's, or that of a library, Python or instep. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sysconfig
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-"""The folder that instep lies in."""
+"""The folder of instep."""
 _LIBRARIES = tuple(
     {
         os.path.realpath(path) + os.sep
@@ -19,6 +19,6 @@ _LIBRARIES = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
-    """Tell whether a file is the person's own: not of Python, not of an installed library, not of instep."""
+    """Return whether a file is the user's: not part of Python, an installed library or instep."""
     path = os.path.realpath(filename)
     return not filename.startswith(("<frozen", "<string")) and not path.startswith((PACKAGE, *_LIBRARIES))

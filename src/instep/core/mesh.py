@@ -1,11 +1,11 @@
-"""How the ranks share a model and its batches: a grid with four axes. Pure arithmetic.
+"""The mesh: how ranks share a model and its batches, as a grid with four axes. Pure arithmetic.
 
     pp     stages of the model, one after the other
     dp     copies of the model, each with its share of the batch
-    fsdp   shards of each parameter, gathered for as long as a layer computes; each rank has its share of the batch
-    tp     parts of each layer, which compute on the same rows
+    fsdp   shards of each parameter, gathered while a layer computes; each rank has its share of the batch
+    tp     parts of each layer, which compute the same rows
 
-`pp` varies slowest and `tp` fastest: neighbours, which are on one machine, speak most.
+`pp` varies slowest and `tp` fastest: neighbouring ranks are on one node, and communicate most.
 """
 
 from __future__ import annotations
@@ -20,12 +20,21 @@ from instep.core.errors import SpecError
 
 Axis = Literal["pp", "dp", "fsdp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-_AXIS_OF: dict[str, Axis] = {"ddp": "dp", "fsdp": "fsdp", "tensor": "tp", "pipeline": "pp"}
+STRATEGIES: dict[str, Axis | None] = {
+    "auto": "dp",
+    "single": None,
+    "dp": None,
+    "ddp": "dp",
+    "fsdp": "fsdp",
+    "tensor": "tp",
+    "pipeline": "pp",
+}
+"""The values of `--strategy`, and the axis along which each lays out the ranks; None: it has one rank."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are along each axis."""
+    """The number of ranks along each axis."""
 
     pp: int = 1
     dp: int = 1
@@ -34,13 +43,13 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Read `dp=2,tp=4`; an axis that is not named has one rank."""
+        """Parse `dp=2,tp=4`; an axis that is not named has one rank."""
         sizes: dict[str, int] = {}
-        for word in text.split(","):
-            match = re.fullmatch(r"\s*([a-z]+)\s*=\s*([1-9]\d*)\s*", word)
+        for item in text.split(","):
+            match = re.fullmatch(r"\s*([a-z]+)\s*=\s*([1-9]\d*)\s*", item)
             if match is None or match[1] not in AXES or match[1] in sizes:
                 raise SpecError(
-                    f"mesh={text!r}: {word.strip()!r} is not an axis and its size. Axes are {', '.join(AXES)}, each "
+                    f"mesh={text!r}: {item.strip()!r} is not an axis and its size. Axes are {', '.join(AXES)}, each "
                     "once; write for instance dp=2,tp=4."
                 )
             sizes[match[1]] = int(match[2])
@@ -48,21 +57,21 @@ class Mesh:
 
     @classmethod
     def of(cls, strategy: str, mesh: str | None, world_size: int) -> Mesh:
-        """Lay `world_size` ranks out as was asked for; refuse what does not come out."""
+        """Return the mesh of `world_size` ranks for the options `strategy` and `mesh`; raise SpecError if none fits."""
         if mesh is not None:
-            found = cls.parse(mesh)
-            if found.size != world_size:
+            parsed = cls.parse(mesh)
+            if parsed.size != world_size:
                 raise SpecError(
-                    f"mesh={mesh}: {found} = {found.size} ≠ {world_size} processes. {found._remedy(world_size)}"
+                    f"mesh={mesh}: {parsed} = {parsed.size} ≠ {world_size} processes. {parsed._remedy(world_size)}"
                 )
-            return found
-        if strategy in ("single", "dp") and world_size > 1:
+            return parsed
+        axis = STRATEGIES[strategy]
+        if axis is None and world_size > 1:
             raise SpecError(
                 f"strategy={strategy} trains on one process, and there are {world_size}. "
                 "Use strategy=ddp, or one process."
             )
-        axis = _AXIS_OF.get(strategy, "dp")
-        return cls(**{axis: world_size})
+        return cls(**{axis or "dp": world_size})
 
     def _remedy(self, world_size: int) -> str:
         rest, left_over = divmod(world_size, self.size // self.dp)
@@ -75,7 +84,7 @@ class Mesh:
         return " × ".join(named) or "dp(1)"
 
     def along(self, axis: Axis) -> int:
-        """How many ranks there are along an axis."""
+        """Return the number of ranks along an axis."""
         return int(getattr(self, axis))
 
     @property
@@ -85,26 +94,26 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return math.prod(self.shape)
 
     @property
     def data_size(self) -> int:
-        """Into how many shares a batch is cut."""
+        """The number of shares that a batch is split into."""
         return self.dp * self.fsdp
 
     @property
     def has_whole_models(self) -> bool:
-        """Whether every rank holds the whole model, and the same one."""
+        """Whether every rank has a copy of the whole model."""
         return self.dp == self.size
 
     def coordinate(self, rank: int, axis: Axis) -> int:
-        """Where a rank stands along an axis."""
+        """Return the position of a rank along an axis."""
         place = AXES.index(axis)
         return rank // math.prod(self.shape[place + 1 :]) % self.along(axis)
 
     def ranks_along(self, axes: Sequence[Axis], rank: int) -> list[int]:
-        """The ranks that differ from this one along these axes only, itself among them."""
+        """Return the ranks that differ from this one along these axes only, including itself."""
         others = [axis for axis in AXES if axis not in axes]
         return [
             other
@@ -113,5 +122,5 @@ class Mesh:
         ]
 
     def is_counted(self, rank: int) -> bool:
-        """Whether what this rank counts of its rows (loss, weight) is taken; others hold the same, or nothing."""
+        """Return whether this rank's loss and weight count; other ranks have the same rows, or no loss."""
         return self.coordinate(rank, "tp") == 0 and self.coordinate(rank, "pp") == self.pp - 1

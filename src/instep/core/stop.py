@@ -1,9 +1,9 @@
-"""Being asked to stop, by signals.
+"""Requests to stop, by signals.
 
 [Note: Asked before anybody listens]
-The first imports take seconds, and by default a signal ends a process, or is lost on the first one of a container. So a
-command has an `EarlyStop` for its handler from its first moment on, which keeps the wish. Whoever comes to listen finds
-that handler in place, and takes its wish over.
+The first imports take seconds. By default a signal ends a process, or is ignored by the first process of a container.
+So a command installs an `EarlyStop` as its handler before anything else, which keeps the request. The code that handles
+requests later finds that handler in place, and takes the request over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _ECHO_S = 1.0
-"""Signals this close together are one wish: a scheduler may tell a job, its launcher and each of its processes."""
+"""Signals this close together are one request: a scheduler may signal a job, its launcher and all its processes."""
 
 
 class StopRequest:
@@ -29,7 +29,7 @@ class StopRequest:
         self._asked_at: float = early.request._asked_at if early is not None else 0.0
 
     def ask(self) -> bool:
-        """Note a wish to stop; tell whether it is a second one, which means: at once."""
+        """Record a request to stop; return whether it is a second one, which means: stop at once."""
         now = time.monotonic()
         if self.asked:
             return now - self._asked_at > _ECHO_S
@@ -38,24 +38,24 @@ class StopRequest:
 
 
 class EarlyStop:
-    """A handler that keeps the wish to stop; see [Note: Asked before anybody listens]."""
+    """A signal handler that keeps a request to stop; see [Note: Asked before anybody listens]."""
 
     def __init__(self, end: Callable[[int], None]) -> None:
-        """Have `end` called at a second wish, which means: at once."""
+        """Keep a first request, and call `end` at a second one."""
         self.request = StopRequest()
-        self.heed: Callable[[], object] | None = None
+        self.on_request: Callable[[], object] | None = None
         self._end = end
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal."""
+        """Handle a signal."""
         if self.request.ask():
             self._end(number)
-        elif self.heed is not None:
-            self.heed()
+        elif self.on_request is not None:
+            self.on_request()
 
 
 def keep_stops(end: Callable[[int], None], numbers: Sequence[signal.Signals] = SIGNALS) -> Callable[[], None]:
-    """Keep wishes to stop from now on; give what undoes it. Only the main thread can."""
+    """Keep requests to stop from now on; return a function that undoes this. Has an effect in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     early = EarlyStop(end)
@@ -69,19 +69,19 @@ def keep_stops(end: Callable[[int], None], numbers: Sequence[signal.Signals] = S
 
 
 @contextlib.contextmanager
-def taking_over(heed: Callable[[], object]) -> Iterator[None]:
-    """Have a wish heeded that was kept, or that comes before another handler is there."""
+def taking_over(on_request: Callable[[], object]) -> Iterator[None]:
+    """Call `on_request` for a request that was kept, or that comes before another handler is installed."""
     early = _early_stop()
     if early is None:
         yield
         return
-    early.heed = heed
+    early.on_request = on_request
     if early.request.asked:
-        heed()
+        on_request()
     try:
         yield
     finally:
-        early.heed = None
+        early.on_request = None
 
 
 def _early_stop() -> EarlyStop | None:

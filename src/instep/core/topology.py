@@ -1,4 +1,4 @@
-"""Where a process stands among the others, as plain values."""
+"""Which process of a job this is, as plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Launcher = Literal["none", "torchrun", "slurm", "openmpi", "mpich", "ray", "env"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Who this process is. Everything that may differ by rank derives from here."""
+    """A process of a job. Everything that may differ between ranks follows from this."""
 
     rank: int = 0
     local_rank: int = 0
@@ -18,19 +18,19 @@ class Place:
     world_size: int = 1
     local_world_size: int = 1
     launcher: Launcher = "none"
-    """Who started the processes; "env" means RANK and WORLD_SIZE set by hand."""
+    """What started the processes; "env": RANK and WORLD_SIZE were set by hand."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     device: str = "cpu"
     attempt: int = 0
-    """How often the launcher has restarted this world."""
+    """How often the launcher has restarted the job."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes what is written once."""
+        """Whether this is rank 0, which writes what is written once."""
         return self.rank == 0
 
     @property
     def launched(self) -> bool:
-        """Whether a launcher started this process as one of its world."""
+        """Whether a launcher started this process as a rank."""
         return self.launcher != "none"

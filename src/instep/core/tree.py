@@ -1,10 +1,10 @@
-"""The canonical binary tree over a step's shards: in which order what they give is added up.
+"""The canonical binary tree over a step's shards: the order in which their gradients are added.
 
 [Note: Canonical tree]
-A sum of floats depends on how it is bracketed. Here the brackets depend on the number of shards alone: the leaves
-0..n-1 are halved, the left half getting the odd one, and so on down. Whoever holds a run of neighbouring leaves adds
-up the largest subtrees inside it; the subtrees of all, put side by side, are then added up by the same rule. So any
-cut of the leaves into runs gives the bits that one holder of all of them gets.
+A sum of floats depends on its brackets. Here the brackets depend on the number of shards alone: the leaves 0..n-1 are
+halved, with the odd one in the left half, and so on down. A rank with a run of neighbouring leaves adds the largest
+subtrees inside it. Then the subtrees of all ranks, side by side, are added by the same rule. So any split of the leaves
+into runs gives the bits that one rank with all leaves gets.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Node = tuple[int, int]
 
 @lru_cache(maxsize=64)
 def _inner_nodes(num_leaves: int) -> frozenset[tuple[int, int, int]]:
-    """List the subtrees of two or more leaves: first, middle, last."""
-    found = []
+    """Return the subtrees of two or more leaves: first, middle, last."""
+    nodes = []
     todo = [(0, num_leaves)]
     while todo:
         first, last = todo.pop()
         if last - first > 1:
             middle = (first + last + 1) // 2
-            found.append((first, middle, last))
+            nodes.append((first, middle, last))
             todo += [(first, middle), (middle, last)]
-    return frozenset(found)
+    return frozenset(nodes)
 
 
 @lru_cache(maxsize=1024)
 def cover(first: int, last: int, num_leaves: int) -> tuple[Node, ...]:
-    """Give the largest subtrees inside a run of leaves, from left to right."""
+    """Return the largest subtrees inside a run of leaves, from left to right."""
     total = TreeSum[None](num_leaves, lambda _left, _right: None)
     for leaf in range(first, last):
         total.put((leaf, leaf + 1), None)
@@ -42,16 +42,16 @@ def cover(first: int, last: int, num_leaves: int) -> tuple[Node, ...]:
 
 
 def run_of(rank: int, world_size: int, num_leaves: int) -> Node:
-    """Give the run of leaves that a rank works through; empty where there are fewer leaves than ranks."""
+    """Return the run of leaves that a rank computes; it may be empty where there are fewer leaves than ranks."""
     return num_leaves * rank // world_size, num_leaves * (rank + 1) // world_size
 
 
 class TreeSum(Generic[T]):
-    """Adds neighbours up as soon as they are the two halves of a subtree."""
+    """Adds two neighbours as soon as they are the halves of a subtree."""
 
     def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
         self.parts: list[tuple[Node, T]] = []
-        """What is added up so far, from left to right; in the end one part, the whole."""
+        """The sums so far, from left to right; in the end one, of all leaves."""
         self._inner = _inner_nodes(num_leaves)
         self._add = add
 

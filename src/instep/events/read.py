@@ -9,17 +9,17 @@ from typing import Any
 
 
 def path_of(run_dir: Path, rank: int = 0) -> Path:
-    """Give the file of a rank's events."""
+    """Return the path of a rank's events."""
     return run_dir / "events" / f"rank-{rank}.jsonl"
 
 
 def read_events(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Read all that a rank has written so far."""
+    """Return all events that a rank has written so far."""
     return list(EventTail(path_of(run_dir, rank)).poll())
 
 
 def last_step(run_dir: Path, tail_bytes: int = 2**16) -> int | None:
-    """Give the step that a run has reached, by the end of rank 0's log; None: it has made none."""
+    """Return the last step in rank 0's log; None: there is none."""
     path = path_of(run_dir)
     if not path.exists():
         return None
@@ -36,7 +36,7 @@ def last_step(run_dir: Path, tail_bytes: int = 2**16) -> int | None:
 
 
 class EventTail:
-    """Follows a log: each poll gives what has come since the last one."""
+    """Follows a log: each poll returns the events since the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class EventTail:
         self._rest = b""
 
     def poll(self) -> Iterator[dict[str, Any]]:
-        """Give the complete lines that are new; a line still being written waits for the next poll."""
+        """Yield the new events; a line that is still being written comes with a later poll."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

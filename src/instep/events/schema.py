@@ -1,7 +1,7 @@
-"""What happens in a run, as records.
+"""The events of a run.
 
-Each record is one line of `events/rank-N.jsonl`: its fields, `event` (its name below) and `time` (seconds
-since 1970). Readers ignore fields and events that they do not know.
+Each record is one line of `events/rank-N.jsonl`: its fields, `event` (its kind) and `time` (seconds since 1970).
+Readers ignore fields and events that they do not know.
 """
 
 from __future__ import annotations
@@ -11,10 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 SCHEMA_VERSION = 1
+RECORDS: dict[str, type[Record]] = {}
+"""The kinds of events, by their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartRecord:
+class Record:
+    """Something that happened. Each subclass is one kind of event, and registers itself."""
+
+    event: ClassVar[str]
+    """The name of the kind."""
+    once_per_step: ClassVar[bool] = False
+    """Whether a run has one such event for a step, which a restart may write again. The record has a field `step`."""
+
+    def __init_subclass__(cls) -> None:
+        assert cls.event not in RECORDS
+        RECORDS[cls.event] = cls
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord(Record):
     """A process joined the run; the first line of every file and of every restart in it."""
 
     event: ClassVar[str] = "start"
@@ -31,8 +47,8 @@ class StartRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeRecord:
-    """What a machine of the run is; written by its first rank, after the start."""
+class NodeRecord(Record):
+    """A description of a node; written by the node's first rank, after the start."""
 
     event: ClassVar[str] = "node"
     host: str
@@ -41,7 +57,7 @@ class NodeRecord:
     platform: dict[str, str]
     """What may round a kernel differently: torch, the processor, the GPUs."""
     variables: dict[str, str]
-    """Environment variables that decide how ranks compute and speak."""
+    """Environment variables that influence how ranks compute and communicate."""
     code: dict[str, str]
     """SHA-256 of the file that defines the Task, or of the script."""
     packages_sha256: str
@@ -49,8 +65,8 @@ class NodeRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRecord:
-    """What this process set out to do, and from which step."""
+class PlanRecord(Record):
+    """What this process is going to do, and from which step."""
 
     event: ClassVar[str] = "plan"
     task: str
@@ -66,10 +82,11 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(Record):
     """One optimizer step was made; also what `on_step` and `stop` of a Task receive."""
 
     event: ClassVar[str] = "step"
+    once_per_step: ClassVar[bool] = True
     step: int
     """Counted from 1."""
     epoch: int
@@ -87,20 +104,22 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalRecord:
-    """The evaluation set was gone through."""
+class EvalRecord(Record):
+    """The evaluation set was evaluated."""
 
     event: ClassVar[str] = "eval"
+    once_per_step: ClassVar[bool] = True
     step: int
     metrics: dict[str, float]
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveRecord:
+class SaveRecord(Record):
     """A checkpoint is complete on disk."""
 
     event: ClassVar[str] = "save"
+    once_per_step: ClassVar[bool] = True
     step: int
     path: str
     num_bytes: int
@@ -111,8 +130,8 @@ class SaveRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveFailedRecord:
-    """A checkpoint could not be written; earlier ones are untouched, and the training goes on."""
+class SaveFailedRecord(Record):
+    """A checkpoint could not be written; earlier ones are untouched, and the training continues."""
 
     event: ClassVar[str] = "save_failed"
     step: int
@@ -121,15 +140,15 @@ class SaveFailedRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoticeRecord:
-    """Something a person should know, said once."""
+class NoticeRecord(Record):
+    """A message for a person, written once."""
 
     event: ClassVar[str] = "notice"
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndRecord:
+class EndRecord(Record):
     """A process left the run in an orderly way."""
 
     event: ClassVar[str] = "end"
@@ -138,19 +157,6 @@ class EndRecord:
     error: str = ""
 
 
-Record = (
-    StartRecord
-    | NodeRecord
-    | PlanRecord
-    | StepRecord
-    | EvalRecord
-    | SaveRecord
-    | SaveFailedRecord
-    | NoticeRecord
-    | EndRecord
-)
-
-
 def to_line(record: Record, time_s: float) -> dict[str, Any]:
-    """Turn a record into the object that is written."""
+    """Return the object that is written for a record."""
     return {"event": record.event, "time": round(time_s, 6), **dataclasses.asdict(record)}

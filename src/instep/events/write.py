@@ -1,7 +1,7 @@
-"""Write a rank's log so that training never waits for it.
+"""Write a rank's log without delaying the training.
 
-Steps are many and small: they are kept as they come and written in one go, a few times a second. All else
-is rare, and written at once, after the steps before it.
+Steps are many and small: they are collected, and written together a few times a second. All other records are rare, and
+written at once, after the steps before them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EventLog:
         self._end_torn_line()
 
     def step(self, record: StepRecord) -> None:
-        """Note a step; it reaches the file within a fraction of a second of the next one."""
+        """Collect a step. It is written with the first step that comes a fraction of a second later."""
         now = time.time()
         self._pending.append((record, now))
         if now >= self._due:
@@ -40,7 +40,7 @@ class EventLog:
         self._flush(json.dumps(to_line(record, time.time())) + "\n")
 
     def close(self) -> None:
-        """Write what is pending and let the file go."""
+        """Write the collected steps and close the file."""
         self._flush()
         self._file.close()
 
@@ -50,17 +50,17 @@ class EventLog:
         self._due = time.time() + FLUSH_S
         try:
             self._file.write(text.encode())
-        except OSError as error:  # a full disk must not end a training that could go on; the checkpoint will say
+        except OSError as error:  # a full disk must not end the training; saving a checkpoint will report it
             sys.stderr.write(f"instep: {self._path} cannot be written ({error}); events are lost\n")
 
     def _end_torn_line(self) -> None:
-        # A process killed in the middle of a write leaves half a line; ours must not be glued to it.
+        # A process that was killed while it wrote leaves half a line; ours must not be appended to it.
         if self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
             self._file.write(b"\n")
 
 
 def _step_line(record: StepRecord, when: float) -> str:
-    # The general way costs 20 µs a step (deep copies in asdict); most steps have only these fields.
+    # to_line costs 20 µs a step (deep copies in asdict); most steps have only these fields.
     if record.metrics or record.skipped or record.grad_norm is not None or record.loss - record.loss != 0:
         return json.dumps(to_line(record, when)) + "\n"
     return (

@@ -1,4 +1,1 @@
-"""What a person looks at while a run goes on. It reads the events of a run, and nothing else.
-
-Room: reads events, writes to the terminal; called by cli only; no torch.
-"""
+"""What people look at while a run goes on: readers of its events. Called by cli only; no torch."""

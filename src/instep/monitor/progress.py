@@ -1,4 +1,4 @@
-"""Understand a run from its events: how far it is, how fast, and what is worth a line."""
+"""The progress of a run, computed from its events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WINDOW = 200
 
 @dataclass
 class ProgressState:
-    """A run as far as its events tell; `take` moves it on."""
+    """How far a run is and how fast; `take` updates it with one event."""
 
     task: str = ""
     step: int = 0
@@ -24,7 +24,7 @@ class ProgressState:
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def take(self, event: dict[str, Any]) -> str | None:
-        """Take an event in; give a line if it is worth one."""
+        """Update the state with an event; return a line for a person, or None."""
         kind = event.get("event")
         if kind == "step":
             self.step, self.epoch, self.loss = event["step"], event["epoch"], event["loss"]
@@ -44,7 +44,7 @@ class ProgressState:
         if kind == "notice":
             return f"note: {event['text']}"
         if kind == "save_failed":
-            return f"error: {event['error']} The next try comes in {event['retry_s']:.0f} s; training goes on."
+            return f"error: {event['error']} The next attempt is in {event['retry_s']:.0f} s; training continues."
         return None
 
     def _take_plan(self, event: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ class ProgressState:
 
     @property
     def samples_per_s(self) -> float | None:
-        """The rate over the newest steps; None while there are too few."""
+        """Samples per second over the newest steps; None while there are too few steps."""
         if len(self._recent) < 2:
             return None
         seconds = self._recent[-1][0] - self._recent[0][0]
@@ -68,7 +68,7 @@ class ProgressState:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to go, at the rate of the newest steps."""
+        """Seconds left, at the rate of the newest steps; None while there are too few steps."""
         if len(self._recent) < 2:
             return None
         seconds = self._recent[-1][0] - self._recent[0][0]
@@ -76,24 +76,24 @@ class ProgressState:
         return (self.num_steps - self.step) * seconds / steps if steps > 0 else None
 
     def line(self) -> str:
-        """One line that says where the run is."""
+        """Return one line that says where the run is."""
         parts = [f"step {self.step}/{self.num_steps}", f"epoch {self.epoch + 1}/{self.num_epochs}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
         if self.samples_per_s is not None:
             parts.append(f"{self.samples_per_s:,.0f} samples/s")
         if self.eta_s is not None:
-            parts.append(f"{duration(self.eta_s)} to go")
+            parts.append(f"{duration(self.eta_s)} left")
         return "  ".join(parts)
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
-    """Write metrics for a person."""
+    """Return metrics as text."""
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
 def duration(seconds: float) -> str:
-    """Write a time span for a person."""
+    """Return a time span as text."""
     total = round(seconds)
     if seconds < 10:
         return f"{seconds:.1f}s"

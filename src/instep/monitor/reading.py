@@ -1,6 +1,6 @@
-"""How far a long read of files is, on standard error: a live line on a terminal, plain lines elsewhere.
+"""The progress of reading files, on standard error: a live line on a terminal, plain lines elsewhere.
 
-A read that takes no longer than a person's patience says nothing.
+Nothing is shown for a read that is over within two seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAIN_EVERY_S = 5.0
 
 
 class ReadingDisplay:
-    """Called with every number of bytes that was read."""
+    """Called with the number of bytes of every read."""
 
     def __init__(self, what: str, total_bytes: int | None = None) -> None:
         self._what, self._total_bytes, self._done_bytes = what, total_bytes, 0
@@ -44,14 +44,14 @@ class ReadingDisplay:
         self._status.update(text)
 
     def stop(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._status is not None:
             self._status.stop()
 
 
 @contextmanager
 def reading(what: str, total_bytes: int | None = None) -> Iterator[ReadingDisplay]:
-    """Show how far a read is while the block lasts."""
+    """Show the progress of reading while the block lasts."""
     display = ReadingDisplay(what, total_bytes)
     try:
         yield display
@@ -60,7 +60,7 @@ def reading(what: str, total_bytes: int | None = None) -> Iterator[ReadingDispla
 
 
 def size_text(num_bytes: int) -> str:
-    """Write a number of bytes for a person."""
+    """Return a number of bytes as text."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

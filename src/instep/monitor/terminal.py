@@ -1,85 +1,46 @@
-"""The live progress of a run: a bar on a terminal, plain lines elsewhere.
-
-A thread follows the events of rank 0, a few times a second; the training does not know that it is watched.
-"""
+"""The progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import io
-import threading
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import TextIO, cast
+from typing import Any, ClassVar, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from instep.events.read import EventTail, path_of
 from instep.monitor.progress import ProgressState
+from instep.monitor.reader import EventReader
 
-POLL_S = 0.2
 PLAIN_EVERY_S = 5.0
 
 
-class TerminalDisplay:
-    """Shows a run on standard error while the `with` block lasts."""
+class TerminalDisplay(EventReader):
+    """Shows where a run is, and the events that a person should see."""
 
-    def __init__(self, run_dir: Path, quiet: bool = False) -> None:
-        self._tail = EventTail(path_of(run_dir))
-        for _ in self._tail.poll():  # what an earlier process wrote is history
-            pass
+    repeats: ClassVar[bool] = True
+
+    def __init__(self, _run_dir: Path) -> None:
         self._state = ProgressState()
         self._console = Console(stderr=True, highlight=False)
-        self._quiet = quiet
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="instep-display", daemon=True)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._next_plain = time.monotonic() + PLAIN_EVERY_S
-
-    def __enter__(self) -> TerminalDisplay:
-        if self._quiet:
-            return self
         if self._console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[line]}"),
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[line]}"))
             self._bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=5)
             self._bar.start()
-        self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._quiet:
-            return
-        self._done.set()
-        self._thread.join()
-        if self._bar is not None:
-            self._bar.stop()
+    def read(self, event: dict[str, Any]) -> None:
+        """Take an event in, and print its line if it has one."""
+        line = self._state.take(event)
+        if line is not None:
+            style = "dim" if self._console.is_terminal else ""
+            self._console.print(line, markup=False, soft_wrap=True, style=style)
 
-    def stream(self, target: TextIO) -> TextIO:
-        """Give a stream for the workers' output that does not tear the bar apart."""
-        if self._bar is None or not target.isatty():
-            return target
-        return cast(TextIO, _AboveBar(self._console))
-
-    def _follow(self) -> None:
-        while not self._done.wait(POLL_S):
-            self._show()
-        self._show()
-
-    def _show(self) -> None:
-        for event in self._tail.poll():
-            line = self._state.take(event)
-            if line is not None:
-                self._console.print(
-                    line, markup=False, soft_wrap=True, style="dim" if self._console.is_terminal else ""
-                )
+    def refresh(self) -> None:
+        """Draw the bar; where there is none, print a line from time to time."""
         if not self._state.num_steps:
             return
         if self._bar is not None:
@@ -87,6 +48,17 @@ class TerminalDisplay:
         elif time.monotonic() >= self._next_plain and self._state.step > self._state.first_step:
             self._next_plain = time.monotonic() + PLAIN_EVERY_S
             self._console.print(self._state.line(), markup=False, soft_wrap=True)
+
+    def stream(self, target: TextIO) -> TextIO:
+        """Return a stream whose lines appear above the bar."""
+        if self._bar is None or not target.isatty():
+            return target
+        return cast(TextIO, _AboveBar(self._console))
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
 
     def _draw(self, bar: Progress) -> None:
         if self._task is None:

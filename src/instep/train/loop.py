@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from instep.core.durations import Cadence
 from instep.core.errors import TaskError
-from instep.core.spec import Cadence
 from instep.data.loader import first_rows
 from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of

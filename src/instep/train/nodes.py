@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from instep.core.options import options_of
 from instep.core.spec import TrainSpec
 from instep.events.schema import NodeRecord
 from instep.launch.machines.agreement import warnings
@@ -21,32 +22,13 @@ from instep.train.directory import describe_task
 from instep.train.task import Task
 from instep.world.world import World
 
-_MACHINES_OWN = {
-    *(
-        "processes",
-        "nnodes",
-        "node_rank",
-        "local_addr",
-        "hang_after",
-        "data_workers",
-        "run_dir",
-        "fresh",
-        "json",
-        "quiet",
-    ),
-    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
-}
-"""What a machine may be asked for alone, or what is compared on its own."""
-
 
 def wishes_of(task: Task, spec: TrainSpec) -> Wishes:
     """Say what all machines of a training must have been asked for."""
     described = describe_task(task)
     values: dict[str, Any] = {"Task": described["name"]}
     values |= {f"Task field {name}": value for name, value in described["fields"].items()}
-    values |= {
-        field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.name not in _MACHINES_OWN
-    }
+    values |= {o.name: getattr(spec, o.name) for o in options_of(TrainSpec) if not o.per_node}
     return Wishes(values | {"epochs": spec.resolved_epochs()}, tuple(map(str, code_of(task))))
 
 

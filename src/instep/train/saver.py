@@ -37,8 +37,9 @@ from instep.checkpoint.sharded_save import SavePlanner, ShardedSave
 from instep.checkpoint.shards import reshard
 from instep.checkpoint.snapshot import FlatState, HostBuffer, Snapshot
 from instep.checkpoint.write_reports import WriteReport
+from instep.core.durations import Cadence
 from instep.core.errors import CheckpointError, NumericsError, TaskError
-from instep.core.spec import Cadence, TrainSpec
+from instep.core.spec import TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
 from instep.train.train_state import TrainState

@@ -1,4 +1,4 @@
-"""Parity of runs: the same training at several numbers of processes, disturbed on purpose, and compared.
+"""Parity of runs: the same training at several numbers of processes, disturbed by faults, and compared.
 
-Room: launches trainings and reads what they left; parses no command line and prints nothing.
+Launches trainings and reads their files; parses no command line and prints nothing.
 """

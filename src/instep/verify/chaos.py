@@ -1,10 +1,10 @@
-"""A campaign of faults: trainings are disturbed again and again, and must end with the undisturbed one's bits.
+"""A campaign of faults: trainings are disturbed, and must end with the bits of an undisturbed one.
 
-The trainings are real ones, `instep train` on several processes; all that is done to them is done from outside, by
-signals and to their files, except that a disk refuses ([sabotage.py]). A training that ends early (killed, preempted,
-given up after too many restarts in vain) is started again, at another number of processes, as a person or a scheduler
-would. The campaign fails when a training ends with other bits, stands still for too long, goes on from a checkpoint
-that was damaged, or leaves a process behind.
+The trainings are real: `instep train` on several processes. They are disturbed from outside, with signals and by
+damaging files; only failing writes are made inside (sabotage.py). A training that ends early (killed, preempted, out of
+restarts) is started again with another number of processes, as a person or a scheduler would do. The campaign fails
+when a training ends with other bits, makes no progress for too long, resumes from a damaged checkpoint, or leaves a
+process behind.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from instep.checkpoint.manifest import step_of
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed
 from instep.core.spec import TrainSpec
 from instep.events.read import read_events
 from instep.verify.faults import Fault, Kind, Moment
-from instep.verify.processes import Process, descendants, is_alive
 from instep.verify.sabotage import WRAPPER, refuse_next_write
 
 PAUSE_S = 0.02
 HANG_AFTER_S = 4.0
 _PATIENCE_S = 40.0
-"""The longest that nothing may happen: a start on a busy machine, a hang's verdict and a restart."""
+"""The longest time without progress: a start on a busy machine, the detection of a hang and a restart."""
 _ENDED_EARLY = (EXIT_ENVIRONMENT, -signal.SIGKILL, -signal.SIGTERM)
-"""Given up after restarts in vain; killed; asked to stop before it could listen. The same command goes on."""
+"""Out of restarts; killed; asked to stop before it could save. The same command resumes the run."""
 _FAULTS_A_RUN = 7
 _POLL_S = 0.02
 
 
 @dataclass
 class Campaign:
-    """What a campaign has seen so far."""
+    """The outcome of a campaign so far."""
 
     reference: str
     hashes: list[str] = field(default_factory=list)
     faults: list[tuple[Fault, str]] = field(default_factory=list)
-    """Each with what was found and done."""
+    """Each with a description of what was done."""
     recoveries_s: list[float] = field(default_factory=list)
-    """From the SIGKILL of a rank to the next step that was new."""
+    """From the SIGKILL of a rank to the next new step."""
     complaints: list[str] = field(default_factory=list)
 
     @property
@@ -61,7 +62,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Job:
-    """How the training is started: a Task's file, the class in it, its values, and the spec."""
+    """The training: a Task's file, the class in it, its values, and the spec."""
 
     path: Path
     name: str
@@ -69,7 +70,7 @@ class Job:
     spec: TrainSpec
 
     def words(self, run_dir: Path, processes: int, task_file: Path) -> list[str]:
-        """Give the command line."""
+        """Return the command line."""
         spec = replace(self.spec, processes=processes, run_dir=str(run_dir), json=True, quiet=True)
         target = f"{task_file}:{self.name}"
         return [sys.executable, "-m", "instep.cli.entry", "train", target, *self.values, *spec.words()]
@@ -78,22 +79,22 @@ class Job:
 def run_campaign(
     job: Job, faults: Sequence[Fault], worlds: Sequence[int], folder: Path, say: Callable[[str], None]
 ) -> Campaign:
-    """Train once undisturbed, then again and again until all faults are used up."""
+    """Train once undisturbed, then disturbed until all faults are used up."""
     say(f"the undisturbed run, on {worlds[0]} process" + "es" * (worlds[0] > 1))
     words = job.words(folder / "undisturbed", worlds[0], job.path)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != EXIT_DONE:
-        raise EnvironmentFailed(f"the undisturbed run failed already:\n{done.stderr.strip()[-2000:]}")
+        raise EnvironmentFailed(f"the undisturbed run failed:\n{done.stderr.strip()[-2000:]}")
     campaign = Campaign(json.loads(done.stdout.splitlines()[-1])["weights_sha256"])
-    todo, number = deque(faults), 0
-    while todo and not campaign.complaints:
+    left, number = deque(faults), 0
+    while left and not campaign.complaints:
         number += 1
-        _Disturbed(job, folder / f"run-{number}", worlds[1:] or worlds, campaign, number, say).go(todo)
+        _DisturbedRun(job, folder / f"run-{number}", worlds[1:] or worlds, campaign, number, say).run(left)
     return campaign
 
 
-class _Disturbed:
-    """One training, from its first start to its end, through all that is done to it."""
+class _DisturbedRun:
+    """One training, from its first start to its end, with its faults and restarts."""
 
     def __init__(
         self,
@@ -104,75 +105,74 @@ class _Disturbed:
         number: int,
         say: Callable[[str], None],
     ) -> None:
-        self._job, self._folder, self._worlds, self._campaign, self._say = job, folder, worlds, campaign, say
-        self._number = number
+        self._job, self._folder, self._worlds, self._say = job, folder, worlds, say
+        self._campaign, self._number = campaign, number
         self._run_dir = folder / "run"
         self._rng = random.Random(f"{job.spec.seed}-{number}")
         self._process: subprocess.Popen[str] | None = None
-        self._seen: set[Process] = set()
+        self._seen: set[psutil.Process] = set()
         self._result: dict[str, Any] | None = None
-        self._hurt: tuple[float, int] | None = None
+        self._killed: tuple[float, int] | None = None
         """When a rank was killed, and the last step before."""
         self._damaged: tuple[float, int] | None = None
-        """When a checkpoint was damaged, and its step: nothing may go on from it."""
+        """When a checkpoint was damaged, and its step: no attempt may resume from it."""
         self._begun = time.monotonic()
         folder.mkdir(parents=True)
         self._task_file = folder / job.path.name
         values = {"name": job.name, "path": str(job.path.resolve()), "folder": str(folder), "pause_s": PAUSE_S}
         self._task_file.write_text(WRAPPER.format(**values))
 
-    def go(self, faults: deque[Fault]) -> None:
-        """Train, do what comes next of these faults, start again; then look at what is left."""
+    def run(self, faults: deque[Fault]) -> None:
+        """Train, apply the next faults, restart; then check the result."""
         try:
-            done, stopped, missed = 0, False, False
-            while faults and done < _FAULTS_A_RUN and self._is_going():
+            num_faults, stopped, missed = 0, False, False
+            while faults and num_faults < _FAULTS_A_RUN and self._is_running():
                 fault = faults[0]
-                # The guard is to find who stands still; and what was not there will be once steps are made.
+                # After SIGSTOP the job must detect the hang by itself; a missed target exists once steps are made.
                 self._wait_for(Moment.ANY if stopped or missed else fault.moment)
                 time.sleep(fault.delay_s)
-                if not self._is_going():
+                if not self._is_running():
                     break
-                missed = not self._do(fault)
+                missed = not self._apply(fault)
                 if not missed:
-                    done, stopped = done + 1, fault.kind is Kind.STOP_RANK
+                    num_faults, stopped = num_faults + 1, fault.kind is Kind.STOP_RANK
                     faults.popleft()
-            while self._is_going():
-                self._tend()
-            self._settle()
+            while self._is_running():
+                self._supervise()
+            self._check_result()
+            self._check_processes()
         finally:
-            self._end_all()
+            self._kill_job()
+            for process in self._seen:
+                _send(process, signal.SIGKILL)
 
-    def _is_going(self) -> bool:
+    def _is_running(self) -> bool:
         return self._result is None and not self._campaign.complaints
 
     def _wait_for(self, moment: Moment) -> None:
-        """Wait until it is time; a training that has ended meanwhile is started again."""
-        since, steps = time.monotonic(), self._num_steps()
-        while self._is_going():
-            self._tend()
-            if moment is Moment.RECOVERY and self._seen:
+        """Wait for the moment of a fault; restart a training that ends meanwhile."""
+        since, num_steps = time.monotonic(), len(self._steps())
+        while self._is_running():
+            self._supervise()
+            trained = len(self._steps()) > num_steps + 2
+            if (moment is Moment.RECOVERY and self._seen) or (moment is Moment.ANY and trained):
                 return
-            trained = self._num_steps() > steps + 2
-            if moment is Moment.ANY and trained:
-                return
-            checkpoints = self._run_dir / "checkpoints"
-            if (
-                moment is Moment.SAVE
-                and trained
-                and (list(checkpoints.glob(".step-*")) or time.monotonic() - since > 5)
-            ):
+            if moment is Moment.SAVE and trained and (self._is_saving() or time.monotonic() - since > 5):
                 return
 
-    def _tend(self) -> None:
-        """Look after the command for a moment: start it, notice its end, notice that it stands still."""
+    def _is_saving(self) -> bool:
+        return any((self._run_dir / "checkpoints").glob(".step-*"))
+
+    def _supervise(self) -> None:
+        """Start the command if it does not run; otherwise check whether it has ended or makes no progress."""
         process = self._process
         if process is None:
             return self._start()
-        self._seen |= {found for found in descendants(process.pid) if found.name.startswith(("instep:", "python"))}
+        self._seen |= set(_descendants(process.pid, "instep:", "python"))
         self._note_recovery()
         if process.poll() is None:
-            if time.monotonic() - self._moved_at() > _PATIENCE_S:
-                self._campaign.complaints.append(f"run {self._number}: nothing happened for {_PATIENCE_S:.0f} s")
+            if time.monotonic() - self._progressed_at() > _PATIENCE_S:
+                self._complain(f": no progress for {_PATIENCE_S:.0f} s")
             time.sleep(_POLL_S)
             return None
         out, err = process.communicate()
@@ -183,7 +183,7 @@ class _Disturbed:
             if result["status"] == "complete":
                 self._result = result
         elif process.returncode not in _ENDED_EARLY:
-            self._campaign.complaints.append(f"run {self._number}: exit code {process.returncode}: {err[-1500:]}")
+            self._complain(f": exit code {process.returncode}: {err[-1500:]}")
         return None
 
     def _start(self) -> None:
@@ -194,21 +194,21 @@ class _Disturbed:
         self._started_at = time.monotonic()
         self._log(f"started on {count} processes")
 
-    def _do(self, fault: Fault) -> bool:
-        """Do it, and say what was done; tell whether there was anybody to do it to."""
-        kind, step = fault.kind, self._last_step()
-        found = self._hit(fault)
-        if found is None:
-            self._tend()
+    def _apply(self, fault: Fault) -> bool:
+        """Apply a fault and report it; return whether there was a target."""
+        step = max(self._steps(), default=0)
+        target = self._hit(fault)
+        if target is None:
+            self._supervise()
             return False
-        text = f"{kind.value}, {fault.moment.value}, after step {step}{found}"
+        text = f"{fault.kind.value}, {fault.moment.value}, after step {step}{target}"
         self._campaign.faults.append((fault, text))
         self._log(f"fault {len(self._campaign.faults)}: {text}")
-        self._hurt = (time.time(), step) if kind is Kind.KILL_RANK else None
+        self._killed = (time.time(), step) if fault.kind is Kind.KILL_RANK else None
         return True
 
     def _hit(self, fault: Fault) -> str | None:
-        """Do it; give what it was done to, in brackets, or None: there was nobody."""
+        """Apply a fault; return its target in brackets, or None: there was none."""
         process, kind = self._process, fault.kind
         if kind in (Kind.DISK_FULL, Kind.IO_ERROR):
             refuse_next_write(self._folder, kind.value)
@@ -228,99 +228,91 @@ class _Disturbed:
         return ""
 
     def _hit_rank(self, fault: Fault, supervisor: int) -> str | None:
-        ranks = sorted((found for found in descendants(supervisor) if found.name.startswith("instep:r")), key=str)
+        ranks = sorted(_descendants(supervisor, "instep:r"), key=lambda process: process.pid)
         if not ranks:
             return None
         rank = ranks[int(fault.pick * len(ranks))]
-        if fault.kind is Kind.KILL_RANK:
-            rank.signal(signal.SIGKILL)
-        else:
-            rank.signal(signal.SIGSTOP)
-            if fault.kind is Kind.SLOW_RANK:
-                time.sleep(0.2 + fault.pick)
-                rank.signal(signal.SIGCONT)
-        return f" ({rank.name})"
+        try:
+            name = rank.name()
+        except psutil.NoSuchProcess:
+            return None
+        _send(rank, signal.SIGKILL if fault.kind is Kind.KILL_RANK else signal.SIGSTOP)
+        if fault.kind is Kind.SLOW_RANK:
+            time.sleep(0.2 + fault.pick)
+            _send(rank, signal.SIGCONT)
+        return f" ({name})"
 
     def _kill_job(self) -> None:
         if self._process is not None:
-            for found in [*descendants(self._process.pid), Process.of(self._process.pid)]:
-                if found is not None:
-                    found.signal(signal.SIGKILL)
+            for child in _descendants(self._process.pid):
+                _send(child, signal.SIGKILL)
+            self._process.kill()
             self._process.communicate()
             self._process = None
 
     def _damage(self, fault: Fault) -> str | None:
-        """Kill the job, and damage a file of the newest checkpoint, which nobody reads or writes then."""
+        """Kill the job, so that nothing reads or writes, and damage a file of the newest checkpoint."""
         if not RunDirectory(self._run_dir).names():
             return None
         self._kill_job()
-        names = RunDirectory(self._run_dir).names()
-        files = sorted((self._run_dir / "checkpoints" / names[0]).iterdir())
+        newest = RunDirectory(self._run_dir).names()[0]
+        files = sorted((self._run_dir / "checkpoints" / newest).iterdir())
         file = files[int(fault.pick * len(files))]
         data = bytearray(file.read_bytes())
-        where = int(fault.pick * len(data) * 8)
+        bit = int(fault.pick * len(data) * 8)
         if fault.kind is Kind.FLIP:
-            data[where // 8] ^= 1 << where % 8
+            data[bit // 8] ^= 1 << bit % 8
             file.write_bytes(data)
         elif fault.kind is Kind.TRUNCATE:
-            file.write_bytes(data[: where // 8])
+            file.write_bytes(data[: bit // 8])
         else:
             file.unlink()
-        self._damaged = (time.time(), step_of(names[0]) or 0)
-        return f" ({names[0]}/{file.name})"
+        self._damaged = (time.time(), step_of(newest) or 0)
+        return f" ({newest}/{file.name})"
 
     def _note_recovery(self) -> None:
-        """Notice the first new step after a fault, and what the training went on from."""
-        if self._hurt is None and self._damaged is None:
+        """Record the first new step after a kill, and the step that the training resumed from."""
+        if self._killed is None and self._damaged is None:
             return
-        events = self._events()
+        events = read_events(self._run_dir)
         if self._damaged is not None:
             damaged_at, step = self._damaged
             starts = [e["first_step"] for e in events if e["event"] == "plan" and e["time"] > damaged_at]
             if step in starts[:1]:
-                self._campaign.complaints.append(f"run {self._number}: it went on from a damaged checkpoint")
+                self._complain(": it resumed from a damaged checkpoint")
             self._damaged = None if starts else self._damaged
-        if self._hurt is not None:
-            hurt_at, last = self._hurt
-            again = any(e["event"] == "plan" and e["time"] > hurt_at for e in events)
-            new = [e["time"] for e in events if e["event"] == "step" and e["time"] > hurt_at and e["step"] > last]
-            if again and new:
-                self._campaign.recoveries_s.append(min(new) - hurt_at)
-                self._hurt = None
+        if self._killed is not None:
+            killed_at, last = self._killed
+            restarted = any(e["event"] == "plan" and e["time"] > killed_at for e in events)
+            new = [e["time"] for e in events if e["event"] == "step" and e["time"] > killed_at and e["step"] > last]
+            if restarted and new:
+                self._campaign.recoveries_s.append(min(new) - killed_at)
+                self._killed = None
 
-    def _settle(self) -> None:
-        """Compare the end with the undisturbed one's, and look for what is left of the processes."""
-        if self._result is not None:
-            found = self._result["weights_sha256"]
-            self._campaign.hashes.append(found)
-            same = found == self._campaign.reference
-            self._log("the same bits" if same else f"OTHER BITS: {found[:12]}, not {self._campaign.reference[:12]}")
-            if not same:
-                self._campaign.complaints.append(f"run {self._number} ended with other weights")
+    def _check_result(self) -> None:
+        """Compare the final weights with those of the undisturbed run."""
+        if self._result is None:
+            return
+        digest, expected = self._result["weights_sha256"], self._campaign.reference
+        self._campaign.hashes.append(digest)
+        self._log("the same bits" if digest == expected else f"OTHER BITS: {digest[:12]}, not {expected[:12]}")
+        if digest != expected:
+            self._complain(" ended with other weights")
+
+    def _check_processes(self) -> None:
+        """Report processes that are still running five seconds after the end."""
         deadline = time.monotonic() + 5
-        while (left := [found for found in self._seen if is_alive(found)]) and time.monotonic() < deadline:
+        while (left := [process for process in self._seen if _is_alive(process)]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for found in left:
-            self._campaign.complaints.append(f"run {self._number} left {found} running")
+        for process in left:
+            self._complain(f" left {process} running")
 
-    def _end_all(self) -> None:
-        if self._process is not None:
-            self._kill_job()
-        for found in self._seen:
-            if is_alive(found):
-                found.signal(signal.SIGKILL)
+    def _steps(self) -> list[int]:
+        """Return the steps in the log, repeated ones too."""
+        return [event["step"] for event in read_events(self._run_dir) if event["event"] == "step"]
 
-    def _events(self) -> list[dict[str, Any]]:
-        return list(read_events(self._run_dir)) if self._run_dir.exists() else []
-
-    def _num_steps(self) -> int:
-        return sum(event["event"] == "step" for event in self._events())
-
-    def _last_step(self) -> int:
-        return max((event["step"] for event in self._events() if event["event"] == "step"), default=0)
-
-    def _moved_at(self) -> float:
-        """When anything was last written to the log, or the command was last started."""
+    def _progressed_at(self) -> float:
+        """Return when an event was last written, or when the command was last started."""
         moments = [self._started_at]
         with contextlib.suppress(OSError):
             written = max(path.stat().st_mtime for path in (self._run_dir / "events").iterdir())
@@ -329,3 +321,29 @@ class _Disturbed:
 
     def _log(self, text: str) -> None:
         self._say(f"{time.monotonic() - self._begun:6.1f} s  run {self._number}: {text}")
+
+    def _complain(self, text: str) -> None:
+        self._campaign.complaints.append(f"run {self._number}{text}")
+
+
+def _descendants(pid: int, *prefixes: str) -> list[psutil.Process]:
+    """Return the processes below a process whose names begin with one of these."""
+    processes = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith(prefixes or "") and _is_alive(process):
+                    processes.append(process)
+    return processes
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # also where another process has the pid now
+        process.send_signal(number)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,23 +1,22 @@
-"""Is it the same training? Pure: two pieces of evidence in, findings out.
+"""Compare two trainings. Pure: evidence in, findings out.
 
 [Note: The twin]
-Without exact mode another number of processes adds the same numbers up in another order, so results differ by
-rounding; and training amplifies differences, by how much depends on the model and the optimizer. So the allowed
-difference is measured, not guessed: one more training on the reference's number of processes, the twin, has every
-gradient disturbed by as much as the order of the additions can change it (the dtype's precision times the square
-root of the number of rows). What moves by no more than a few times as far as the twin moved is rounding. Only the
-gradients of step 1, which nothing has amplified yet, have a limit of their own: precision times the number of
-additions. And before it is disturbed for the first time the twin must be the reference over again; if it is not, the
-Task does not even repeat itself.
+Without exact mode, another number of processes adds the same numbers in another order, so results differ by rounding.
+Training amplifies differences; how much depends on the model and the optimizer. So the allowed difference is measured,
+not guessed. One more training on the reference's number of processes, the twin, has every gradient disturbed by as much
+as the order of the additions can change it: the dtype's precision times the square root of the number of rows. A
+difference of at most a few times the twin's is rounding. Only the gradients of step 1, which nothing has amplified yet,
+have a limit of their own: precision times the number of additions. Before its first disturbance, the twin must equal
+the reference. If it does not, the Task does not repeat itself.
 
-Evaluation is compared on the same weights, those before the first step: a metric that counts jumps when a weight
-moves by a rounding. Of the last evaluation, only the loss is.
+Metrics are compared on the same weights, those before the first step, because a metric that counts may jump when a
+weight changes by a rounding. Of the last evaluation, only the loss is compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,7 +26,7 @@ from instep.verify.evidence import Evidence, Row
 
 
 class Kind(StrEnum):
-    """What a comparison came to."""
+    """The outcome of a comparison."""
 
     SAME = "same bits"
     NEAR = "within tolerance"
@@ -36,7 +35,7 @@ class Kind(StrEnum):
 
 
 MARGIN = 8.0
-"""How many times as far as the twin a training may move: the twin is one sample of what rounding can do."""
+"""How many times the twin's difference is allowed: the twin is one sample of what rounding can do."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far apart two trainings may be; without a twin they must be the same bits."""
+    """How far apart two trainings may be; without a twin they must have the same bits."""
 
     num_rows: int
     num_samples: int
@@ -59,24 +58,22 @@ class Limits:
 
 
 def compare(reference: Evidence, other: Evidence, limits: Limits) -> list[Finding]:
-    """Compare a training with the reference, row of the table by row of the table."""
-    return [
-        Finding(row, other.name, *found)
-        for row, found in (
-            ("sample order", _sample_order(reference, other)),
-            ("samples exactly once", _exactly_once(other, limits)),
-            ("learning rates", _trajectory(reference.lrs, other.lrs, None, 0.0)),
-            ("loss trajectory", _losses(reference, other, limits)),
-            ("gradients at step 1", _gradients(reference, other, limits)),
-            ("final weights", _weights(reference, other, limits)),
-            ("ranks agree", _ranks_agree(other)),
-            ("evaluation metrics", _metrics(reference, other, limits)),
-        )
-    ]
+    """Return the findings about one training, compared with the reference: one for each row of the table."""
+    outcomes = {
+        "sample order": _sample_order(reference, other),
+        "samples exactly once": _exactly_once(other, limits),
+        "learning rates": _numbers(_trajectory(reference.lrs, other.lrs, None, 0.0)),
+        "loss trajectory": _losses(reference, other, limits),
+        "gradients at step 1": _gradients(reference, other, limits),
+        "final weights": _weights(reference, other, limits),
+        "ranks agree": _ranks_agree(other),
+        "evaluation metrics": _metrics(reference, other, limits),
+    }
+    return [Finding(row, other.name, *outcome) for row, outcome in outcomes.items()]
 
 
 def compare_twin(reference: Evidence, limits: Limits) -> Finding:
-    """Tell whether the reference repeats itself, as far as its twin is not disturbed yet."""
+    """Return whether the reference repeats itself, judged by what came before its twin was disturbed."""
     assert limits.twin is not None
     kind, text = _gradients(reference, limits.twin, limits)
     ours, theirs = reference.losses.get(1, math.nan), limits.twin.losses.get(1, math.nan)
@@ -87,10 +84,10 @@ def compare_twin(reference: Evidence, limits: Limits) -> Finding:
     return Finding("the same again", reference.name, kind, text)
 
 
-Found = tuple[Kind, str]
+Outcome = tuple[Kind, str]
 
 
-def _sample_order(reference: Evidence, other: Evidence) -> Found:
+def _sample_order(reference: Evidence, other: Evidence) -> Outcome:
     for step in sorted(reference.rows):
         ours, theirs = reference.rows[step], other.rows.get(step, [])
         if [row.index for row in ours] != [row.index for row in theirs]:
@@ -109,7 +106,7 @@ def _first_row(ours: list[Row], theirs: list[Row]) -> str:
     return f"{len(theirs)} rows instead of {len(ours)}"
 
 
-def _exactly_once(other: Evidence, limits: Limits) -> Found:
+def _exactly_once(other: Evidence, limits: Limits) -> Outcome:
     seen: set[int] = set()
     for step in sorted(other.rows):
         rows = [row.row for row in other.rows[step]]
@@ -130,33 +127,45 @@ def _repeated(rows: list[int]) -> str:
     return ", ".join(map(str, wrong[:8]))
 
 
-def _losses(reference: Evidence, other: Evidence, limits: Limits) -> Found:
+Pair = tuple[str, float, float, float | None]
+"""What it is, the reference's number, the other's, and how far apart they may be; None: they must be equal."""
+
+
+def _numbers(pairs: Iterable[Pair]) -> Outcome:
+    kind = Kind.SAME
+    for what, ours, theirs, limit in pairs:
+        if _equal(ours, theirs):
+            continue
+        if limit is None or not abs(theirs - ours) <= limit:
+            return Kind.DIFFERENT, f"{what}: {theirs:.9g}, not {ours:.9g}"
+        kind = Kind.NEAR
+    return kind, ""
+
+
+def _equal(ours: float, theirs: float) -> bool:
+    return ours == theirs or (math.isnan(ours) and math.isnan(theirs))
+
+
+def _losses(reference: Evidence, other: Evidence, limits: Limits) -> Outcome:
     twin = limits.twin.losses if limits.twin is not None else None
-    return _trajectory(reference.losses, other.losses, twin, _precision(reference) * limits.num_rows)
+    return _numbers(_trajectory(reference.losses, other.losses, twin, _precision(reference) * limits.num_rows))
 
 
 def _trajectory(
     ours: Mapping[int, float], theirs: Mapping[int, float], twin: Mapping[int, float] | None, relative: float
-) -> Found:
-    """Compare numbers by step, each with what the twin had moved until then."""
-    same, moved = True, 0.0
+) -> Iterator[Pair]:
+    """Yield the numbers of each step, and how far the twin had moved until then."""
+    moved = 0.0
     for step, value in sorted(ours.items()):
-        found = theirs.get(step, math.nan)
-        if found == value or (math.isnan(found) and math.isnan(value)):
-            continue
-        same = False
-        if twin is not None:
-            if step > 1:  # the twin's first loss is not disturbed yet
-                moved = max(moved, abs(twin.get(step, math.nan) - value))
-            if abs(found - value) <= MARGIN * moved + relative * abs(value):
-                continue
-        return Kind.DIFFERENT, f"step {step}: {found:.9g}, not {value:.9g}"
-    return (Kind.SAME, "") if same else (Kind.NEAR, "")
+        other = theirs.get(step, math.nan)
+        if twin is not None and step > 1 and not _equal(value, other):  # the twin's first loss is not disturbed yet
+            moved = max(moved, abs(twin.get(step, math.nan) - value))
+        yield f"step {step}", value, other, None if twin is None else MARGIN * moved + relative * abs(value)
 
 
-def _gradients(reference: Evidence, other: Evidence, limits: Limits) -> Found:
+def _gradients(reference: Evidence, other: Evidence, limits: Limits) -> Outcome:
     if not other.gradients:
-        return Kind.SKIPPED, "the first step was not seen"
+        return Kind.SKIPPED, "the first step was not recorded"
     if limits.twin is None:
         return _tensors(reference.gradients, other.gradients, {})
     largest = max((_largest(grad) for grad in reference.gradients.values()), default=0.0)
@@ -167,7 +176,7 @@ def _gradients(reference: Evidence, other: Evidence, limits: Limits) -> Found:
     return _tensors(reference.gradients, other.gradients, allowed)
 
 
-def _weights(reference: Evidence, other: Evidence, limits: Limits) -> Found:
+def _weights(reference: Evidence, other: Evidence, limits: Limits) -> Outcome:
     if limits.twin is None:
         return _tensors(reference.weights, other.weights, {})
     eps = _precision(reference) * limits.num_rows
@@ -180,57 +189,47 @@ def _weights(reference: Evidence, other: Evidence, limits: Limits) -> Found:
 
 def _tensors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], allowed: Mapping[str, float]
-) -> Found:
+) -> Outcome:
     if ours.keys() != theirs.keys():
         names = sorted(ours.keys() ^ theirs.keys())
-        return Kind.DIFFERENT, f"{', '.join(names[:3])}: only one of both trainings has it"
-    same = True
-    worst: tuple[float, str] = (0.0, "")
+        return Kind.DIFFERENT, f"{', '.join(names[:3])}: only one of the two trainings has it"
+    kind, worst = Kind.SAME, (0.0, "")
     for name, tensor in ours.items():
         if _same_bits(tensor, theirs[name]):
             continue
-        same = False
+        kind = Kind.NEAR
         distance = _distance(theirs[name], tensor)
         if not distance <= allowed.get(name, -1.0):
             excess = distance if math.isfinite(distance) else math.inf
-            worst = max(
-                worst, (excess, f"{name}: up to {distance:.3g} apart, where values reach {_largest(tensor):.3g}")
-            )
-    if worst[1]:
-        return Kind.DIFFERENT, worst[1]
-    return (Kind.SAME, "") if same else (Kind.NEAR, "")
+            text = f"{name}: up to {distance:.3g} apart, where values reach {_largest(tensor):.3g}"
+            worst = max(worst, (excess, text))
+    return (Kind.DIFFERENT, worst[1]) if worst[1] else (kind, "")
 
 
-def _ranks_agree(other: Evidence) -> Found:
-    strangers = [rank for rank, digest in enumerate(other.hashes) if digest != other.hashes[0]]
-    if strangers:
-        who = f"rank{'s' * (len(strangers) > 1)} {', '.join(map(str, strangers))}"
-        return Kind.DIFFERENT, f"{who} ended with other weights or buffers than rank 0"
+def _ranks_agree(other: Evidence) -> Outcome:
+    different = [rank for rank, digest in enumerate(other.hashes) if digest != other.hashes[0]]
+    if different:
+        ranks = f"rank{'s' * (len(different) > 1)} {', '.join(map(str, different))}"
+        return Kind.DIFFERENT, f"{ranks} ended with other weights or buffers than rank 0"
     return Kind.SAME, ""
 
 
-def _metrics(reference: Evidence, other: Evidence, limits: Limits) -> Found:
+def _metrics(reference: Evidence, other: Evidence, limits: Limits) -> Outcome:
     if not reference.first_metrics:
         return Kind.SKIPPED, "the Task has no eval_data"
-    first, others = reference.first_metrics, other.first_metrics
-    pairs = [(f"{name} before step 1", first, others, name, 0.0) for name in first]
-    for name in reference.metrics:
-        moved = 0.0
-        if limits.twin is not None:
+    relative, twin = _precision(reference) * limits.num_rows, limits.twin
+    pairs: list[Pair] = []
+    for name, value in reference.first_metrics.items():
+        limit = None if twin is None else relative * abs(value)
+        pairs.append((f"{name} before step 1", value, other.first_metrics.get(name, math.nan), limit))
+    for name, value in reference.metrics.items():
+        limit = None
+        if twin is not None:
             if name != "eval_loss":
                 continue
-            moved = MARGIN * abs(limits.twin.metrics.get(name, math.nan) - reference.metrics[name])
-        pairs.append((f"{name} in the end", reference.metrics, other.metrics, name, moved))
-    same = True
-    for what, ours, theirs, name, moved in pairs:
-        value, found = ours[name], theirs.get(name, math.nan)
-        if found == value or (math.isnan(found) and math.isnan(value)):
-            continue
-        same = False
-        limit = moved + _precision(reference) * limits.num_rows * abs(value)
-        if limits.twin is None or not abs(found - value) <= limit:
-            return Kind.DIFFERENT, f"{what}: {found:.9g}, not {value:.9g}"
-    return (Kind.SAME, "") if same else (Kind.NEAR, "")
+            limit = MARGIN * abs(twin.metrics.get(name, math.nan) - value) + relative * abs(value)
+        pairs.append((f"{name} in the end", value, other.metrics.get(name, math.nan), limit))
+    return _numbers(pairs)
 
 
 def _precision(reference: Evidence) -> float:
@@ -256,5 +255,5 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def is_same(findings: Iterable[Finding]) -> bool:
-    """Tell whether no row found a difference."""
+    """Return whether no finding is a difference."""
     return not any(finding.kind == Kind.DIFFERENT for finding in findings)

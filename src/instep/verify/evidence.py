@@ -1,4 +1,4 @@
-"""What a training left behind, read back to be compared."""
+"""The evidence of a training: what its ranks recorded, read back for the comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instep.verify.recorder import GRADIENTS
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a global batch, as some rank had it."""
+    """One row of a global batch, as a rank computed it."""
 
     row: int
     index: int
@@ -45,31 +45,30 @@ class Evidence:
 
 
 def read_evidence(name: str, run_dir: Path, folders: Sequence[Path], metrics: dict[str, float]) -> Evidence:
-    """Put together what the ranks wrote, attempt by attempt: of a step that was made again, the last time counts."""
-    found = Evidence(name, metrics=metrics)
+    """Return what the ranks recorded, attempt by attempt. A step that was repeated counts as it was the last time."""
+    evidence = Evidence(name, metrics=metrics, weights=load_weights(run_dir))
     for folder in folders:
-        again: dict[int, list[Row]] = {}
+        rows: dict[int, list[Row]] = {}
         for path in sorted(folder.glob("rank-*.jsonl")):
             for record in _lines(path):
                 if "step" in record and record["counted"]:
-                    again.setdefault(record["step"], []).extend(_rows(record))
-                found.hashes = record.get("hashes", found.hashes)
-                found.eps = max(found.eps, record.get("eps", 0.0))
-        found.rows |= {step: sorted(rows, key=lambda row: row.row) for step, rows in again.items()}
+                    rows.setdefault(record["step"], []).extend(_rows(record))
+                evidence.hashes = record.get("hashes", evidence.hashes)
+                evidence.eps = max(evidence.eps, record.get("eps", 0.0))
+        evidence.rows |= {step: sorted(rows[step], key=lambda row: row.row) for step in rows}
         if (folder / GRADIENTS).exists():
-            found.gradients = load_file(folder / GRADIENTS)
+            evidence.gradients = load_file(folder / GRADIENTS)
     for event in read_events(run_dir):
         if event["event"] == "step":
-            found.losses[event["step"]] = event["loss"]
-            found.lrs[event["step"]] = event["lr"]
+            evidence.losses[event["step"]] = event["loss"]
+            evidence.lrs[event["step"]] = event["lr"]
         if event["event"] == "eval" and event["step"] == 0:
-            found.first_metrics = event["metrics"]
-    found.weights = load_weights(run_dir)
-    return found
+            evidence.first_metrics = event["metrics"]
+    return evidence
 
 
 def died_as_planned(folder: Path) -> bool:
-    """Tell whether a rank killed itself, as it was told to."""
+    """Return whether a rank killed itself as planned."""
     return any("died_after" in record for path in folder.glob("rank-*.jsonl") for record in _lines(path))
 
 
@@ -79,6 +78,6 @@ def _rows(record: dict[str, Any]) -> list[Row]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines; a rank that was killed may have left half of one."""
+    """Return all complete lines; a rank that was killed may have left half a line."""
     lines = path.read_text().split("\n")[:-1]
     return [json.loads(line) for line in lines if line.endswith("}")]

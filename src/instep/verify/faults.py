@@ -1,4 +1,4 @@
-"""What can go wrong on purpose, and when: a script that a seed decides. Pure."""
+"""Planned faults: what goes wrong and when, chosen by a seed. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What is done to a training."""
+    """A kind of fault."""
 
     KILL_RANK = "SIGKILL of a rank"
     STOP_RANK = "SIGSTOP of a rank"
@@ -24,7 +24,7 @@ class Kind(Enum):
 
 
 class Moment(Enum):
-    """When it is done."""
+    """When a fault happens."""
 
     ANY = "between steps"
     SAVE = "during a save"
@@ -33,7 +33,7 @@ class Moment(Enum):
 
 _WEIGHTS = {
     Kind.KILL_RANK: 5,
-    Kind.STOP_RANK: 1,  # costs the whole time until a hang is declared
+    Kind.STOP_RANK: 1,  # takes as long as the detection of a hang
     Kind.SLOW_RANK: 2,
     Kind.KILL_SUPERVISOR: 2,
     Kind.KILL_JOB: 2,
@@ -49,18 +49,18 @@ _ANYTIME = (Kind.SLOW_RANK, Kind.DISK_FULL, Kind.IO_ERROR)
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One planned fault."""
 
     kind: Kind
     moment: Moment
     delay_s: float
-    """How long to wait once the moment has come."""
+    """How long to wait after the moment has come."""
     pick: float
-    """From 0 to 1: which rank, which file, which bit."""
+    """From 0 to 1: selects the rank, the file or the bit."""
 
 
 def plan_faults(seed: int, count: int) -> list[Fault]:
-    """Write the script of a campaign. Of so many faults as there are kinds, every kind is there once."""
+    """Return the faults of a campaign. The first ones contain every kind once."""
     rng = random.Random(seed)
     kinds: list[Kind] = []
     while len(kinds) < count:

@@ -1,4 +1,4 @@
-"""Inside a rank: write down what is compared, and do the harm that was planned.
+"""Inside a rank: record what is compared, and disturb the training as planned.
 
 Ranks: all; each writes its own file.
 """
@@ -28,26 +28,24 @@ from instep.world.tensors import nested_tensors
 from instep.world.world import World, place_here
 
 GRADIENTS = "gradients.safetensors"
-
-
 _SAVE_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
 class WatchPlan:
-    """What to write down, and what to do to the training."""
+    """What to record, and how to disturb the training."""
 
     folder: str
     compare_contents: bool = True
-    """Whether a row of a batch is a sample's own; a Task's collate may pad it to its neighbours."""
+    """Whether a row of a batch depends on its sample alone; a Task's collate may pad it to the other rows."""
     kill_at: int = 0
     """The step after which the last rank kills itself; 0: none."""
     disturb: float = 0.0
-    """By how many roundings to disturb every gradient ([Note: The twin]); 0: not at all."""
+    """The number of roundings by which to disturb every gradient ([Note: The twin]); 0: none."""
 
 
 def watched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str, plan: WatchPlan) -> dict[str, Any]:
-    """Be a rank whose training is looked at; the result travels back to the launcher."""
+    """Run a recorded rank; return its result to the launcher."""
     place = place_here()
     task = source.load()
     with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
@@ -57,7 +55,7 @@ def watched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str
 
 
 class Recorder:
-    """A witness that writes to `rank-N.jsonl` of its folder."""
+    """A witness of the training that writes to `rank-N.jsonl` of its folder."""
 
     def __init__(self, plan: WatchPlan, rank: int, world_size: int, directory: RunDirectory) -> None:
         self._plan = plan
@@ -70,7 +68,7 @@ class Recorder:
         self._dtypes: set[torch.dtype] = set()
 
     def begin(self, model: nn.Module) -> None:
-        """Watch in which precision the layers compute, until the first gradients are there."""
+        """Record the precision in which layers compute, until the first gradients are complete."""
 
         def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
             self._dtypes |= {tensor.dtype for tensor in nested_tensors(output) if tensor.is_floating_point()}
@@ -78,7 +76,7 @@ class Recorder:
         self._hooks = [module.register_forward_hook(note) for module in model.modules()]
 
     def part(self, step: int, plan: PartPlan, indices: Sequence[int], batch: Any) -> None:
-        """Write down which samples came, and what was in them."""
+        """Record the samples of a part, and digests of their contents."""
         digests = row_digests(batch, plan.num_rows) if self._plan.compare_contents else None
         self._write(
             step=step,
@@ -89,7 +87,7 @@ class Recorder:
         )
 
     def gradients(self, step: int, model: nn.Module) -> None:
-        """Keep the first step's gradients; disturb every step's, if that was asked for."""
+        """Save the first step's gradients; disturb every step's, if asked to."""
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
@@ -102,7 +100,7 @@ class Recorder:
             _disturb(list(named.values()), self._plan.disturb, step)
 
     def finished(self, step: int) -> None:
-        """Die, if this is the step for it; once there is a checkpoint to go on from."""
+        """Kill this process, if this is the planned step and there is a checkpoint to resume from."""
         if step == self._plan.kill_at and self._is_last:
             deadline = time.monotonic() + _SAVE_LIMIT_S
             while not self._directory.names() and time.monotonic() < deadline:
@@ -111,7 +109,7 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def ended(self, hashes: Sequence[str]) -> None:
-        """Write down whether the ranks agree."""
+        """Record the hashes of all ranks."""
         self._write(hashes=list(hashes))
         self._file.close()
 
@@ -120,7 +118,7 @@ class Recorder:
 
 
 def row_digests(batch: Any, num_rows: int) -> list[str] | None:
-    """Name the contents of each row of a batch; None where no tensor has the batch's rows."""
+    """Return a digest for each row of a batch; None where no tensor has the batch's rows."""
     columns = [t.detach().cpu().contiguous() for t in nested_tensors(batch) if t.dim() and t.shape[0] == num_rows]
     if not columns:
         return None
@@ -138,7 +136,7 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _disturb(grads: list[torch.Tensor], roundings: float, step: int) -> None:
-    """Add noise as large as rounding errors may be: of each tensor's own size, and a little of the largest's."""
+    """Add noise as large as rounding errors may be: relative to each tensor, and a little relative to the largest."""
     largest = max((float(grad.abs().max()) for grad in grads if grad.numel()), default=0.0)
     generator = torch.Generator().manual_seed(step)
     for grad in grads:

@@ -1,6 +1,6 @@
-"""What a training that is to be disturbed does besides: it takes its time, and its disk refuses when told to.
+"""Inside the ranks of a disturbed training: slow steps, and writes that fail on demand.
 
-Room: imported by the small file that `chaos` writes in place of the Task's own; it runs inside the ranks.
+The small file that `chaos` writes in place of the Task's own imports this module.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ REFUSALS = {"disk full": errno.ENOSPC, "input/output error": errno.EIO}
 
 
 def refuse_next_write(folder: Path, fault: str) -> None:
-    """Have the next checkpoint that is written under this folder's training fail."""
+    """Make the next write of a checkpoint fail."""
     (folder / "refuse").write_text(str(REFUSALS[fault]))
 
 
-def was_refused(folder: Path) -> bool:
-    """Tell whether a write has failed since."""
-    return not (folder / "refuse").exists()
-
-
 def sabotaged(path: str, name: str, folder: str, pause_s: float) -> type[Task]:
-    """Load a Task's class, slowed down by `pause_s` a step so that there is time to hit it."""
+    """Return a Task's class, slowed down by `pause_s` per step so that faults meet a running step."""
     task = task_class(load_file(Path(path)), Path(path), name)
     on_step: Any = task.on_step
 
@@ -44,12 +39,12 @@ def sabotaged(path: str, name: str, folder: str, pause_s: float) -> type[Task]:
         on_step(self, record)
 
     task.on_step = slow  # type: ignore[method-assign]
-    order, fsync = Path(folder) / "refuse", os.fsync
+    request, fsync = Path(folder) / "refuse", os.fsync
 
     def fsync_or_refuse(fd: Any) -> None:
-        if threading.current_thread().name == "instep-save" and order.exists():
-            number = int(order.read_text())
-            order.unlink()
+        if threading.current_thread().name == "instep-save" and request.exists():
+            number = int(request.read_text())
+            request.unlink()
             raise OSError(number, os.strerror(number))
         fsync(fd)
 

@@ -26,7 +26,7 @@ from instep.verify.recorder import WatchPlan, watched_main
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: the world sizes of its attempts, all but the last of which end in a kill."""
+    """One training: the world sizes of its attempts. All but the last attempt end with a kill."""
 
     name: str
     worlds: tuple[int, ...]
@@ -34,17 +34,18 @@ class Trial:
 
 
 def plan_trials(worlds: Sequence[int], spec: TrainSpec) -> list[Trial]:
-    """Decide what is trained: the reference first, a twin if rounding is allowed, then what is compared with it."""
+    """Return the trainings: the reference, a twin if rounding is allowed, then those that are compared with it."""
     assert spec.steps is not None
     if len(set(worlds)) != len(worlds) or not worlds or min(worlds) < 1:
-        raise SpecError(f"worlds={','.join(map(str, worlds))} must be different numbers of processes. Use 1,2,3 say.")
+        names = ",".join(map(str, worlds))
+        raise SpecError(f"worlds={names} must be different numbers of processes. Use for instance 1,2,3.")
     for world_size in worlds:
         spec.check_world(world_size)
     trials = [Trial(processes(worlds[0]), (worlds[0],))]
     if not spec.exact:
         trials.append(Trial("the twin", (worlds[0],), disturb=float(spec.batch_size) ** 0.5))
     trials += [Trial(processes(size), (size,)) for size in worlds[1:]]
-    if spec.steps >= 2:  # a checkpoint after the first step at least, and a death after another one
+    if spec.steps >= 2:  # one step before a checkpoint, and one more before the kill
         first, then = worlds[-1], worlds[-2] if len(worlds) > 1 else worlds[-1]
         trials.append(Trial(f"{first}, killed, then {then}", (first, then)))
     elif len(worlds) == 1:
@@ -53,13 +54,13 @@ def plan_trials(worlds: Sequence[int], spec: TrainSpec) -> list[Trial]:
 
 
 def processes(count: int) -> str:
-    """Name a world size."""
+    """Return the text for a world size."""
     return f"{count} process" + "es" * (count > 1)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What came out of it."""
+    """The outcome of a verification."""
 
     reference: str
     findings: tuple[Finding, ...]
@@ -68,25 +69,25 @@ class Verification:
 def verify(
     task: Task, source: TaskSource, spec: TrainSpec, worlds: Sequence[int], say: Callable[[str], None]
 ) -> Verification:
-    """Do all trials and compare them with the first one; `say` is told what goes on.
+    """Run all trials and compare them with the first one; report progress to `say`.
 
-    Unless the spec says otherwise every process has one thread: else the worlds would not compute alike.
+    Unless the spec says otherwise, every process has one thread: all world sizes must compute alike.
     """
     spec = dataclasses.replace(spec, threads=spec.threads or 1)
     trials = plan_trials(worlds, spec)
     folder = Path(tempfile.mkdtemp(prefix="instep-verify-"))
-    found = []
+    trained = []
     for number, trial in enumerate(trials):
         say(f"{number + 1}/{len(trials)}  {_describe(trial)}, steps 1 to {spec.steps}")
         try:
-            found.append(_train(trial, task, source, spec, folder / str(number)))
+            trained.append(_train(trial, task, source, spec, folder / str(number)))
         except RanksFailed:
-            raise  # its message names what the ranks printed, which stays
+            raise  # its message names the ranks' logs, which stay
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
     shutil.rmtree(folder, ignore_errors=True)
-    reference, *others = found
+    reference, *others = trained
     twin = None if spec.exact else others.pop(0)
     limits = Limits(spec.batch_size, _num_samples(task, spec), twin)
     findings = [finding for other in others for finding in compare(reference, other, limits)]
@@ -96,11 +97,11 @@ def verify(
 
 
 def _describe(trial: Trial) -> str:
-    return f"{trial.name}, gradients disturbed by as much as rounding may" if trial.disturb else trial.name
+    return f"{trial.name}, with gradients disturbed by rounding errors" if trial.disturb else trial.name
 
 
 def _num_samples(task: Task, spec: TrainSpec) -> int:
-    """How many samples an epoch goes through."""
+    """Return the number of samples of an epoch."""
     count = num_samples(task.train_data(), task.collate)
     return count - count % spec.batch_size if spec.drop_last else count
 
@@ -125,17 +126,17 @@ def _train(trial: Trial, task: Task, source: TaskSource, spec: TrainSpec, folder
             max_restarts=0,
             save_every=str(kill_at - 1) if len(trial.worlds) > 1 else "never",
             eval_every="never",
-            check_every=0,  # what drifts apart is compared here, and told in another way
+            check_every=0,  # the comparison reports ranks that differ
         )
         result = _launch(source, options, folder / "run", plan, dies) or result
     plans = [event for event in read_events(folder / "run") if event["event"] == "plan"]
     if len(trial.worlds) > 1 and not plans[-1]["first_step"]:
-        raise EnvironmentFailed(f"{trial.name}: the run began anew after the kill, where it should have gone on.")
+        raise EnvironmentFailed(f"{trial.name}: after the kill, the run started over instead of resuming.")
     return read_evidence(trial.name, folder / "run", folders, result["metrics"])
 
 
 def _launch(source: TaskSource, spec: TrainSpec, run_dir: Path, plan: WatchPlan, dies: bool) -> dict[str, Any] | None:
-    """Train on new processes; give the result, or None if the planned death came."""
+    """Train on new processes; return the result, or None after the planned kill."""
     run_dir.mkdir(parents=True, exist_ok=True)
     printed = io.StringIO()
     try:
@@ -152,6 +153,6 @@ def _launch(source: TaskSource, spec: TrainSpec, run_dir: Path, plan: WatchPlan,
             return None
         raise
     if dies:
-        raise EnvironmentFailed(f"the rank that should have been killed after step {plan.kill_at} was not.")
-    found: dict[str, Any] = results[min(results)]
-    return found
+        raise EnvironmentFailed(f"the rank that was to be killed after step {plan.kill_at} survived.")
+    result: dict[str, Any] = results[min(results)]
+    return result

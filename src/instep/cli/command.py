@@ -1,0 +1,189 @@
+"""What every command is made of: parameters from a spec's options, errors as exit codes, messages on standard error.
+
+A command module imports what it needs to parse the command line, and the rest (torch takes seconds) inside its
+functions, so that help and wrong options are answered at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
+from instep.core.options import GROUPS, OUTPUT, Option, options_of
+from instep.core.spec import LaunchSpec
+from instep.launch.failures import describe
+from instep.world.environment import is_launched
+
+if typing.TYPE_CHECKING:
+    from instep.train.task import Task
+
+S = TypeVar("S", bound=LaunchSpec)
+
+
+class Grouped(TyperCommand):
+    """A command whose help shows options by group: its own first, then those of a spec."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a heading for each group that has options here."""
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *GROUPS)}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections[_heading(parameter)].append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+def _heading(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return "Arguments"
+    return OUTPUT if parameter.name == "help" else getattr(parameter, "rich_help_panel", None) or "Options"
+
+
+def command(
+    help: str,
+    *parameters: inspect.Parameter,
+    spec: type[LaunchSpec] | None = None,
+    takes: Callable[[Option], bool] = lambda _: True,
+    instead: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({}),
+    cls: type[TyperCommand] = Grouped,
+    **context_settings: Any,
+) -> Callable[[Callable[..., int | None]], Any]:
+    """Turn a function that returns an exit code into a command.
+
+    The command has `parameters`, then one option for each field of a spec, or for those that `takes` selects. `instead`
+    replaces the help text or default of options that mean something else to this command.
+    """
+
+    def decorate(function: Callable[..., int | None]) -> Any:
+        guard = _guarded(function)
+        options = [_parameter(o, instead.get(o.name, {})) for o in (options_of(spec) if spec else ()) if takes(o)]
+        signature = inspect.Signature([*parameters, *options])
+        guard.__signature__ = signature  # type: ignore[attr-defined]
+        guard.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        parser = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        parser.command(cls=cls if spec else TyperCommand, help=help, context_settings=context_settings)(guard)
+        return typer.main.get_command(parser)
+
+    return decorate
+
+
+def _parameter(option: Option, instead: Mapping[str, Any]) -> inspect.Parameter:
+    default, kind = instead.get("default", option.default), option.type
+    argument = typer.Option(
+        *option.flags,
+        help=instead.get("help", option.help),
+        metavar=option.metavar,
+        show_default=default is not None,
+        rich_help_panel=option.group,
+    )
+    if _is_mixed(kind):
+        default, kind = (None, str | None) if default is None else (str(default), str)
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, argument]
+    )
+
+
+def _is_mixed(kind: Any) -> bool:
+    """Return whether an option takes numbers and words (`-n 4`, `-n auto`): the spec checks those, not the parser."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return False
+    return len([argument for argument in typing.get_args(kind) if argument is not type(None)]) > 1
+
+
+def option(name: str, kind: Any, default: Any, help: str, *flags: str, metavar: str | None = None) -> inspect.Parameter:
+    """Return an option of one command. `flags` are needed only where they do not follow from the name."""
+    flags = flags or (f"--{name.replace('_', '-')}",)
+    argument = typer.Option(*flags, help=help, metavar=metavar, show_default=default is not None)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, argument]
+    )
+
+
+def argument(name: str, kind: Any, metavar: str, help: str, **more: Any) -> inspect.Parameter:
+    """Return a positional argument of a command."""
+    annotation = Annotated[kind, typer.Argument(metavar=metavar, help=help)]
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, **more)
+
+
+TASK = argument("task", str, "TASK.py[:Class]", "the file that defines the Task")
+VALUES = argument("values", list[str] | None, "NAME=VALUE", "values for the Task's fields", default=None)
+
+
+def make_spec(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Build a spec from parsed options."""
+    processes = values.get("processes", 1)
+    if isinstance(processes, str) and processes.lstrip("-").isdigit():
+        values = {**values, "processes": int(processes)}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        known = ", ".join(option.name for option in options_of(kind))
+        raise SpecError(f"{error}. The options are {known}.") from None
+
+
+def find_task(task: str, values: list[str] | None) -> tuple[Task, Path]:
+    """Return the Task that `FILE.py:Class` and its values name, and its file."""
+    from instep.train.source import load_file, make_task, task_class
+
+    file, _, name = task.partition(":")
+    path = Path(file)
+    return make_task(task_class(load_file(path), path, name), values or []), path
+
+
+def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
+    """Exit with the code that a command returns, or with an error's message and code."""
+
+    @functools.wraps(function)
+    def guard(*arguments: Any, **options: Any) -> None:
+        try:
+            code = function(*arguments, **options)
+        except KeyboardInterrupt:
+            leave(EXIT_INTERRUPTED, "interrupted")
+        except RanksFailed as error:
+            leave(error.first.exit_code, describe(error))
+        except InstepError as error:
+            leave(error.exit_code, f"instep: {error}")
+        except Exception as error:
+            if not is_launched():
+                raise
+            leave(EXIT_USER, "".join(traceback.format_exception(error)))
+        leave(code or EXIT_DONE)
+
+    return guard
+
+
+def leave(exit_code: int, text: str = "") -> NoReturn:
+    """Print a last message and exit; a rank exits without the interpreter's shutdown.
+
+    A thread of gloo that is still running at the interpreter's shutdown may abort the process, and a rank whose process
+    group is broken may never end. In both cases the exit code would be wrong.
+    """
+    if text:
+        print(text, file=sys.stderr)
+    if not is_launched():
+        sys.exit(exit_code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def say(text: str) -> None:
+    """Print a message to standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""`instep run`: any script on several processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from instep.cli.command import argument, command, make_spec, option
+from instep.core.errors import SpecError
+from instep.core.spec import LaunchSpec
+
+
+@command(
+    "Launch any script as torchrun does, and explain failures.",
+    argument("script", str, "SCRIPT", "a Python file, or with -m a module"),
+    argument("arguments", list[str] | None, "ARGUMENTS", "arguments of the script", default=None),
+    option("module", bool, False, "SCRIPT is the name of a module, as for python -m", "-m", "--module"),
+    option("log_dir", str | None, None, "keep each rank's output in this directory"),
+    spec=LaunchSpec,
+    allow_interspersed_args=False,
+)
+def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | None, **options: Any) -> int | None:
+    """Launch a script that does not use instep."""
+    spec = make_spec(LaunchSpec, options)
+    if spec.hosts:
+        from instep.cli.hosts import run_on_hosts
+
+        return run_on_hosts(script, arguments or [], module, log_dir, spec)
+    _launch(script, arguments or [], module, log_dir, spec)
+    return None
+
+
+def _launch(script: str, arguments: list[str], as_module: bool, log_dir: str | None, spec: LaunchSpec) -> None:
+    """Launch the script on every process and relay what they print."""
+    from instep.launch.local import LogPlan, launch
+    from instep.launch.machines.company import Wishes
+    from instep.launch.processes import check_process_count
+    from instep.launch.script import run_script
+    from instep.world.device import device_count
+
+    check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
+    if not as_module and not Path(script).is_file():
+        raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
+    with tempfile.TemporaryDirectory(prefix="instep-run-") as scratch:
+        logs = LogPlan(Path(log_dir or scratch), split=True)
+        wishes = Wishes(code=() if as_module else (script,))
+        args = (script, arguments, as_module)
+        launch(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, wishes=wishes)

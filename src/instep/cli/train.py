@@ -1,0 +1,59 @@
+"""`instep train`, and the command line of a single Task (`instep.main`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.cli.command import TASK, VALUES, command, find_task, make_spec
+from instep.cli.early import keep_early_stops
+from instep.core.errors import EXIT_DONE
+from instep.core.spec import TrainSpec
+
+if TYPE_CHECKING:
+    from instep.train.task import Task
+
+
+@command("Train the Task that a file defines.", TASK, VALUES, spec=TrainSpec)
+def train(task: str, values: list[str] | None, **options: Any) -> int:
+    """Train the Task of a file."""
+    spec = make_spec(TrainSpec, options)
+    if spec.hosts:
+        from instep.cli.hosts import train_on_hosts
+
+        return train_on_hosts(task, values or [], spec)
+    return _conduct(*find_task(task, values), spec, supervised=True)
+
+
+def main(task: type[Task], argv: list[str] | None = None) -> None:
+    """Run the command line of one Task: `instep.main`."""
+
+    @command(_task_help(task), VALUES, spec=TrainSpec)
+    def train_task(values: list[str] | None, **options: Any) -> int:
+        spec = make_spec(TrainSpec, options)
+        from instep.train.source import make_task
+
+        file = Path(inspect.getfile(task)) if task.__module__ == "__main__" else None
+        return _conduct(make_task(task, values or []), file, spec)
+
+    stop_keeping = keep_early_stops()
+    try:
+        train_task.main(args=argv)
+    finally:
+        stop_keeping()
+
+
+def _conduct(task: Task, file: Path | None, spec: TrainSpec, supervised: bool = False) -> int:
+    from instep.cli.conduct import conduct
+
+    result = conduct(task, spec, file, supervised)
+    return spec.preempted_exit if result.status == "preempted" else EXIT_DONE
+
+
+def _task_help(task: type) -> str:
+    text = (inspect.getdoc(task) or f"Train {task.__name__}.").splitlines()[0]
+    fields = [f for f in dataclasses.fields(task) if f.init] if dataclasses.is_dataclass(task) else []
+    shown = ", ".join(f"{f.name}={f.default!r}" for f in fields if f.default is not dataclasses.MISSING)
+    return text + (f"\n\nFields of {task.__name__}: {shown}" if shown else "")
