@@ -16,13 +16,13 @@ from instep.cli.jobs import cancel_jobs, show_jobs
 from instep.cli.submit_kubernetes import kubernetes
 from instep.cli.submit_slurm import OPTIONS, follow, plan_job, result_stamp, slurm, submit_task, with_processes
 from instep.core.errors import CheckpointError, EnvironmentFailed, SpecError
-from instep.core.options import Scope, options_of
+from instep.core.options import OptionScope, options_of
 from instep.core.spec import TrainSpec
 from instep.launch.slurm import client
 from instep.train.source import load_file, make_task, task_class
 
 TASK = "tests/faults/slow_task.py"
-NODE = {option.name for option in options_of(TrainSpec) if option.scope is Scope.NODE} - {"rdzv_conf"}
+NODE = {option.name for option in options_of(TrainSpec) if option.scope is OptionScope.NODE} - {"rdzv_conf"}
 REFUSED = ("run_dir", "run-dir", "processes", "json", "quiet", "fresh", *sorted(NODE))
 
 
