@@ -14,7 +14,7 @@ from torch import nn
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
-from instep.train.fused import can_fuse, may_choose, set_fused
+from instep.train.optimizer import can_fuse, may_choose, set_fused
 from instep.train.worker import worker_main
 from instep.world.world import World
 from tasks import Small

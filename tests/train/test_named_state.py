@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.train.named_state import Names, by_name, by_number
+from instep.train.optimizer import Names, by_name, by_number
 
 
 def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -24,6 +24,7 @@ from instep.core.spec import TrainSpec
 from instep.events.read import read_events
 from instep.events.write import EventLog
 from instep.train import saver
+from instep.train.checkpoint_part import kept_part
 from instep.train.saver import Saver
 from instep.train.worker import worker_main
 from instep.world.world import World
@@ -154,14 +155,15 @@ def test_a_save_is_skipped_while_one_rank_still_writes(tmp_path: Path) -> None:
 
 def lose(world: World, run_dir: Path) -> str:
     """Save weights of which rank 1 has lost some."""
-    grid, trained = spread(world, "fsdp@2")
+    _, trained = spread(world, "fsdp@2")
     update(trained)
     log = EventLog(run_dir, world.rank)
-    it = Saver(grid, TrainSpec(), RunDirectory(run_dir), log)
+    it = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log)
     if world.rank == 1:
         with torch.no_grad():
             trained.model.large.weight._local_tensor[0, 0] = float("nan")
-    it.save(3, [trained], {}, {}, may_skip=False)
+    it.restore(*trained.parts())
+    it.save(3, {}, may_skip=False)
     told = ""
     try:
         it.finish()
@@ -182,12 +184,13 @@ def test_weights_that_one_rank_has_lost_are_not_saved(tmp_path: Path) -> None:
 def leave_alone(world: World, run_dir: Path) -> float:
     """End on rank 1 before its share is written, and close on rank 0."""
     notes.HURRY_S = 0.5
-    grid, trained = spread(world, "fsdp@2")
+    _, trained = spread(world, "fsdp@2")
     log = EventLog(run_dir, world.rank)
-    it = Saver(grid, TrainSpec(), RunDirectory(run_dir), log)
+    it = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log)
     if world.rank == 1:
         it._write = lambda save: None  # type: ignore[method-assign]
-    it.save(3, [trained], {}, {}, may_skip=False)
+    it.restore(*trained.parts())
+    it.save(3, {}, may_skip=False)
     begun = time.monotonic()
     it.close()
     log.close()
@@ -216,10 +219,10 @@ def read_elsewhere(world: World, run_dir: Path, damage: bool) -> tuple[int, list
     Checkpoint.verify = watched  # type: ignore[method-assign]
     if world.rank == 1:
         socket.gethostname = lambda: "elsewhere"
-    grid, _ = spread(world, "ddp@2")
+    _, trained = spread(world, "ddp@2")
     log = EventLog(run_dir, world.rank)
     try:
-        step, told = Saver(grid, TrainSpec(), RunDirectory(run_dir), log).step, ""
+        step, told = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log).step, ""
     except CheckpointError as error:
         step, told = 0, str(error)
     log.close()
@@ -254,18 +257,16 @@ class Average:
 
 def keep(world: World, run_dir: Path, layout: str, step: int) -> tuple[float, str]:
     """Keep an average besides the model; give how far it is from twice the weights."""
-    grid, trained = spread(world, layout, seed=step)
+    _, trained = spread(world, layout, seed=step)
     log = EventLog(run_dir, world.rank)
-    it = Saver(grid, TrainSpec(), RunDirectory(run_dir), log)
+    it = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log)
     average = Average(trained.model)
     average.note = "rank 0's" if world.is_main else "another's"
-    if it.checkpoint is not None:
-        trained.restore(it.checkpoint)
-    it.keep("average", average)
+    it.restore(*trained.parts(), kept_part("average", average, trained.strategy))
     differences = [(average.values[name] - p.detach() * 2).abs().sum() for name, p in trained.model.named_parameters()]
     found = max(float(d.full_tensor() if hasattr(d, "full_tensor") else d) for d in differences), average.note
-    it.checkpoint = None
-    it.save(step, [trained], {}, {}, may_skip=False)
+    it.end_restore()
+    it.save(step, {}, may_skip=False)
     it.finish()
     world.barrier()
     log.close()

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from instep.parallel.strategy import Reducer, Strategy
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
+from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
 from instep.parallel.total_norm import local_part
 from instep.world.world import World
 
@@ -127,21 +129,20 @@ class DdpReducer(Reducer):
     `counted`: whether this rank's gradients count; where not, a rank with the same ones counts in its place.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, num_sums: int, counted: bool = True) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, counted: bool = True) -> None:
         super().__init__(parameters)
         self._world, self._counted = world, counted
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for p in self.parameters:
             by_dtype.setdefault(p.dtype, []).append(p)
-        num_behind = num_sums + len(self.parameters)
+        num_behind = NUM_SUMS + len(self.parameters)
         carrier = next((dtype for dtype in by_dtype if dtype in _COUNTING), None)
         self._buckets = [_Bucket(group, num_behind * (dtype is carrier)) for dtype, group in by_dtype.items()]
         self._behind = next((bucket.behind for bucket in self._buckets if bucket.behind.numel()), None)
         """None: no dtype could carry the sums."""
-        self._num_sums = num_sums
         self._device = world.device
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         used: list[bool] = []
         for bucket in self._buckets:
             in_place = self._counted and self._world.can_coalesce(bucket.dtype) and bucket.take_in_place()
@@ -156,14 +157,13 @@ class DdpReducer(Reducer):
         if alone:
             self._world.all_reduce(behind)
         # Reading the counts costs a wait for the GPU; a rank that used everything knows them without.
-        counts = None if all(used) else behind[self._num_sums :].tolist()
+        counts = None if all(used) else behind[NUM_SUMS:].tolist()
         first = 0
         for bucket in self._buckets:
             stop = first + len(bucket.parameters)
             bucket.adopt(counts[first:stop] if counts is not None else None)
             first = stop
-        numbers: list[float] = _row(behind)[: self._num_sums].tolist()
-        return numbers
+        return StepSums(*_row(behind)[:NUM_SUMS].tolist())
 
 
 def _row(behind: torch.Tensor) -> Any:
@@ -171,7 +171,7 @@ def _row(behind: torch.Tensor) -> Any:
     return behind.numpy() if behind.device.type == "cpu" else behind
 
 
-def _write_behind(behind: torch.Tensor, sums: Sequence[float | torch.Tensor], used: Sequence[bool]) -> None:
+def _write_behind(behind: torch.Tensor, sums: StepSums, used: Sequence[bool]) -> None:
     row = _row(behind)
     for i, value in enumerate(sums):  # one that is on the GPU stays there
         row[i] = value
@@ -182,6 +182,12 @@ class Ddp(Strategy):
     """The whole model on every rank."""
 
     name = "ddp"
+    compiles_by_default = True
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return DdpReducer(parameters, self.grid.data, num_sums)
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        del spec
+        return mesh.size > 1
+
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return DdpReducer(parameters, self.grid.data)

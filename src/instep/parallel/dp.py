@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import data_parallel
 
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
 from instep.parallel.single import Single
-from instep.parallel.strategy import Example
+from instep.parallel.strategy import NO_HINTS, ModelHints
 
 
 class _Replicated(nn.Module):
@@ -29,15 +31,20 @@ class Dp(Single):
     """The whole model on every GPU that this process sees."""
 
     name = "dp"
+    compiles_by_default = False
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        return spec.strategy == "dp" and mesh.size == 1
+
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         num_gpus = torch.cuda.device_count() if self.grid.world.device.type == "cuda" else 0
         if num_gpus < 2:
             self.said.append(
                 f"strategy=dp spreads a batch over the GPUs of one process, and this one sees {num_gpus}: it trains as "
                 "strategy=single does. For several processes use strategy=ddp with -n."
             )
-            return super().spread(model, example)
+            return super().spread(model, hints)
         self.said.append(
             f"strategy=dp: one process drives {num_gpus} GPUs, copies the model to them in every step, and BatchNorm "
             "and dropout see one GPU's rows. strategy=ddp with -n auto is faster and gives the same answer as one GPU."

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
 from instep.core.tree import TreeSum, cover, run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import own_dropout
 from instep.parallel.shard_norm import own_batch_norm
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.strategy import NO_HINTS, NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
 from instep.world.determinism import first_matmul
 from instep.world.world import World
 
@@ -78,9 +80,9 @@ class _Rows:
 class ExactReducer(Reducer):
     """Adds the shards' gradients up over their canonical tree ([Note: Exact mode])."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext, num_sums: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext) -> None:
         super().__init__(parameters)
-        self._world, self._context, self._num_sums = world, context, num_sums
+        self._world, self._context = world, context
         self._rows = _Rows(self.parameters)
         self._passes: list[TreeSum[_Row]] = []
         self._counted: list[list[list[float | torch.Tensor]]] = []
@@ -95,7 +97,7 @@ class ExactReducer(Reducer):
             self._rows.put_back(self._whole)
         self._passes, self._counted, self._whole = [], [], None
 
-    def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
+    def end_shard(self, sums: StepSums) -> None:
         """Take a shard's gradient, and what it counted."""
         shard = self._context.shard
         if not self._passes or shard < self._passes[-1].parts[-1][0][1]:  # the step goes through its shards again
@@ -109,15 +111,15 @@ class ExactReducer(Reducer):
             p.grad = None
         self._passes[-1].put((shard, shard + 1), row)
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        totals = torch.zeros(self._num_sums + len(self.parameters), dtype=torch.float64)
+    def reduce(self, sums: StepSums) -> StepSums:
+        totals = torch.zeros(NUM_SUMS + len(self.parameters), dtype=torch.float64)
         num_passes = len(self._passes)
         if self._has_idle_ranks():  # sums came shard by shard, but a rank without one may have something to say, too
             own = [] if self._passes else [float(value) for value in sums]
             told = self._world.all_gather_object([num_passes, own])
             num_passes = max(passes for passes, _ in told)
             for rank_sums in filter(None, (each for _, each in told)):
-                totals[: self._num_sums] += torch.tensor(rank_sums, dtype=torch.float64)
+                totals[:NUM_SUMS] += torch.tensor(rank_sums, dtype=torch.float64)
         whole: _Row | None = None
         for number in range(num_passes):
             counted = self._counted[number] if number < len(self._counted) else []
@@ -127,10 +129,10 @@ class ExactReducer(Reducer):
             whole = root if whole is None else self._rows.add(whole, root)
         self._passes, self._counted = [], []
         if whole is not None:
-            for p, view, count in zip(self.parameters, whole.views, totals[self._num_sums :].tolist(), strict=True):
+            for p, view, count in zip(self.parameters, whole.views, totals[NUM_SUMS:].tolist(), strict=True):
                 p.grad = view if count > 0 else None
         self._whole = whole
-        return totals[: self._num_sums].tolist()
+        return StepSums(*totals[:NUM_SUMS].tolist())
 
     def _has_idle_ranks(self) -> bool:
         return self._context.num_shards < self._world.world_size
@@ -139,7 +141,7 @@ class ExactReducer(Reducer):
         """Bring together what the shards counted, in their order. Called on all ranks."""
         num_shards, size = self._context.num_shards, self._world.world_size
         runs = [run_of(rank, size, num_shards) for rank in range(size)]
-        width = self._num_sums + len(self.parameters)
+        width = NUM_SUMS + len(self.parameters)
         own = torch.zeros(max(last - first for first, last in runs), width, dtype=torch.float64)
         own[: len(counted)] = _as_numbers(counted, width)
         gathered = self._world.all_gather(own.to(self._world.device))
@@ -193,8 +195,13 @@ class Exact(Strategy):
 
     name = "exact"
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        del example  # the model is taken as it is
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        del mesh
+        return spec.exact
+
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+        del hints  # the model is taken as it is
         first_matmul(self.grid.world.device)
         model = own_dropout(model, self.context)
         own_batch_norm(model, self.context)
@@ -202,7 +209,7 @@ class Exact(Strategy):
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         # On CPU, fused kernels round the last few numbers of a tensor differently than the rest: a parameter that is
         # cut would not be updated as the whole one is (seen with SGD).
         if self.grid.world.device.type == "cpu":
@@ -210,5 +217,5 @@ class Exact(Strategy):
                 if group.get("fused"):
                     group["fused"] = optimizer.defaults["fused"] = False
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return ExactReducer(parameters, self.grid.data, self.context, num_sums)
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return ExactReducer(parameters, self.grid.data, self.context)

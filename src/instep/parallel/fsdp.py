@@ -25,11 +25,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError, TaskError
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
 from instep.parallel.spread import SpreadReducer
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.strategy import HALF_DTYPES, NO_HINTS, ModelHints, Reducer, StepSums, Strategy
 from instep.world.grid import Grid
 
 
@@ -55,7 +57,7 @@ class ShardedReducer(SpreadReducer):
         super().__init__(parameters, grid)
         self._trail = trail
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         for number, p in enumerate(self.parameters):
             if p.grad is None:
                 self._trail.go_on(number)
@@ -67,7 +69,7 @@ class ShardedReducer(SpreadReducer):
                 "of different parameters were added up. With fsdp, what a forward pass goes through must not depend "
                 "on its rows: use strategy=ddp."
             )
-        return totals
+        return StepSums(*totals)
 
 
 def sum_over_world(grid: Grid, sums: Sequence[float | torch.Tensor]) -> list[float]:
@@ -95,7 +97,18 @@ class Fsdp(Strategy):
     """Each parameter cut over the ranks along `fsdp`; copies of the whole along `dp`."""
 
     name: ClassVar[str] = "fsdp"
-    in_step = True
+    is_partial = True
+    gathers_weights = True
+
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        del spec
+        return mesh.fsdp > 1
+
+    @classmethod
+    def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:
+        narrow = HALF_DTYPES.get(spec.precision) if spec.narrow_gather else None
+        return cls(grid, context, Sharding(spec.reshard, spec.offload, spec.meta_init, narrow))
 
     def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
         super().__init__(grid, context)
@@ -111,17 +124,17 @@ class Fsdp(Strategy):
         self._deferred = build_deferred(make)
         return self._deferred.model
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         deferred, self._deferred = self._deferred, None
-        model = super().spread(model, example) if deferred is None else self.replace_layers(model)
+        model = super().spread(model, hints) if deferred is None else self.replace_layers(model)
         self.connect(model, connected=True)  # every rank must go through every backward pass
         _guard_outputs(model)
-        self.shard(model, deferred)
+        self.shard(model, hints, deferred)
         return model
 
-    def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
+    def shard(self, model: nn.Module, hints: ModelHints, deferred: Deferred | None = None) -> None:
         """Cut a model's parameters, in place; those of a deferred one as soon as a unit has its numbers."""
-        units = [block for _, block in own_blocks(model, self.blocks)]
+        units = [block for _, block in own_blocks(model, hints.blocks)]
         for number, unit in enumerate((*units, model)):
             unit.register_forward_pre_hook(partial(self._trail.note, number))
         if deferred is None:
@@ -189,7 +202,7 @@ class Fsdp(Strategy):
             offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
         )
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return ShardedReducer(parameters, self.grid, self._trail)
 
 

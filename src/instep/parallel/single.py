@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
-from instep.parallel.strategy import Reducer, Strategy
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
+from instep.parallel.strategy import Reducer, StepSums, Strategy
 
 
 class LocalReducer(Reducer):
     """The gradients are what they should be already."""
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        return [float(value) for value in sums]
+    def reduce(self, sums: StepSums) -> StepSums:
+        return StepSums(*map(float, sums))
 
 
 class Single(Strategy):
     """The whole model on the only rank."""
 
     name = "single"
+    compiles_by_default = True
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        del spec
+        return mesh.size == 1
+
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return LocalReducer(parameters)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from instep.parallel.strategy import Reducer
-from instep.parallel.total_norm import clip_to, local_gradients, total_norm
+from instep.parallel.total_norm import clip_gradients, local_gradients
 from instep.world.grid import Grid
 
 
@@ -28,7 +28,4 @@ class SpreadReducer(Reducer):
             torch._foreach_mul_(gradients, factor)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the norm over all ranks, which is the same on each. Called on all ranks."""
-        norm = total_norm(self.parameters, self._grid, self._stages_with)
-        clip_to(self.parameters, norm, max_norm)
-        return norm
+        return clip_gradients(self.parameters, max_norm, self._grid, self._stages_with)

@@ -49,9 +49,21 @@ def _copies(parameter: nn.Parameter, grid: Grid) -> float:
     return ranks
 
 
-def clip_to(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Make the gradients shorter if their norm is too long, as torch.nn.utils.clip_grad_norm_ does."""
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    grid: Grid | None = None,
+    stages_with: Mapping[nn.Parameter, int] | None = None,
+) -> torch.Tensor:
+    """Clip gradients by their global norm, and return the norm before.
+
+    With a grid the gradients are pieces, or belong to a stage: the norm is that of all ranks' together, and all ranks
+    call this. `stages_with` as in `total_norm`.
+    """
+    if grid is None:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = total_norm(parameters, grid, stages_with)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    gradients = local_gradients(parameters)
-    if gradients:
+    if gradients := local_gradients(parameters):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+    return norm

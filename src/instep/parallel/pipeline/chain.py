@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instep.core.errors import TaskError
 from instep.parallel.capture import Call
+from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import Layers
 
 StageFunction = Callable[[Call, Any], Any]
@@ -136,18 +137,9 @@ class _Listed:
 
 @contextlib.contextmanager
 def quietly(model: nn.Module) -> Iterator[None]:
-    """Let a model compute without a trace: in evaluation mode, without gradients, its buffers as they were."""
-    was_training = [(module, module.training) for module in model.modules()]
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in was_training:
-            module.training = training
-        for buffer, value in kept:
-            buffer.detach().copy_(value)
+    """Run a model in evaluation mode, without gradients, and leave it as it was."""
+    with evaluating(model), torch.no_grad():
+        yield
 
 
 class _Watch(TorchFunctionMode):

@@ -15,6 +15,7 @@ from torch import nn
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.single import LocalReducer
 from instep.parallel.spread import SpreadReducer
+from instep.parallel.strategy import StepSums
 from instep.world.grid import Grid
 from instep.world.world import World
 
@@ -48,23 +49,19 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 class PipelineReducer(SpreadReducer):
     """Adds gradients up for one stage."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], grid: Grid, pipe: World, shared: Sequence[Shared], num_sums: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, pipe: World, shared: Sequence[Shared]) -> None:
         super().__init__(parameters, grid, {p: each.world.world_size for each in shared for p in each.parameters})
         self._pipe = pipe
         self._shared = shared
-        self._copies = (
-            DdpReducer(parameters, grid.data, num_sums) if grid.data.world_size > 1 else LocalReducer(parameters)
-        )
+        self._copies = DdpReducer(parameters, grid.data) if grid.data.world_size > 1 else LocalReducer(parameters)
         self._ids = {id(p) for p in self.parameters}
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         totals = self._copies.reduce(sums)
         for shared in self._shared:
             shared.add_up(self._ids)
         whole = torch.tensor(totals, dtype=torch.float64, device=self._pipe.device)
-        return self._pipe.all_reduce(whole).tolist()
+        return StepSums(*self._pipe.all_reduce(whole).tolist())
 
     def forget(self) -> None:
         self._copies.forget()

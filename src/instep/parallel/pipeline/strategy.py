@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from instep.core.balance import balance
 from instep.core.errors import TaskError
+from instep.core.mesh import Mesh
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
+from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.capture import Call
+from instep.parallel.capture import Call, call_of
 from instep.parallel.dropout import own_dropout
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.pipeline.chain import Chain, StageFunction, Uses, find_chain
@@ -24,7 +28,8 @@ from instep.parallel.pipeline.measure import Measured, estimate, measure
 from instep.parallel.pipeline.ownership import keep_only, plan_holding
 from instep.parallel.pipeline.pipe import Pipe, stage_model
 from instep.parallel.pipeline.reducer import PipelineReducer, Shared
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.pipeline.schedule import Microbatch
+from instep.parallel.strategy import NO_HINTS, LossOf, ModelHints, Reducer, StepPart, Strategy
 from instep.world.grid import Grid
 
 
@@ -42,6 +47,19 @@ class Pipeline(Strategy):
     """Stages of the model on different ranks, which batches pass through in microbatches."""
 
     name = "pipeline"
+    is_partial = True
+    has_all_names = False
+    calls_model = False
+
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        del spec
+        return mesh.pp > 1
+
+    @classmethod
+    def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:
+        spec.check_pipeline(grid.mesh)
+        return cls(grid, context, spec.schedule, spec.microbatches)
 
     def __init__(self, grid: Grid, context: BatchContext, schedule: Schedule, microbatches: int | None) -> None:
         super().__init__(grid, context)
@@ -50,7 +68,7 @@ class Pipeline(Strategy):
         self._asked = microbatches
         self._group = grid.devices["pp"].get_group()
         self._pipe_world = grid.world.within(self._group)
-        self._pipes: list[Pipe] = []
+        self._pipes: dict[nn.Module, Pipe] = {}
         self._shared: list[Shared] = []
         self._layouts: list[str] = []
         self._num_parameters: dict[nn.Module, int] = {}
@@ -63,12 +81,12 @@ class Pipeline(Strategy):
         """Stages of the whole pipeline."""
         return self.grid.mesh.pp * stages_a_rank(self._schedule)
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         model = own_dropout(model, self.context)
         self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.context) > 0
-        call = example() if example is not None else None
+        call = hints.example() if hints.example is not None else None
         self._num_parameters[model] = sum(p.numel() for p in model.parameters())
-        chain = find_chain(model, self.layers, call, self.num_stages)
+        chain = find_chain(model, hints.layers, call, self.num_stages)
         measured = self._measure(model, chain, call)
         plan = plan_stages(chain, measured, model, self.num_stages)
         functions = self._keep_own(model, chain, plan)
@@ -81,12 +99,33 @@ class Pipeline(Strategy):
             model, functions, self.num_stages, self._schedule, self.grid.world, self._group, self.context, before
         )
         stage_model(model, pipe)
-        self._pipes.append(pipe)
+        self._pipes[model] = pipe
         self._layouts.append(_describe(chain, plan))
         return model
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return PipelineReducer(parameters, self.grid, self._pipe_world, self._shared, num_sums)
+    def run_part(self, part: StepPart, model: nn.Module, loss_of: LossOf) -> None:
+        """Run a part through the stages, in micro-batches; the loss is computed on the last stage."""
+        pipe = self._pipes.get(model)
+        if pipe is None:  # not a model of run.prepare(); calling it says what is wrong
+            return part.run_whole(model, loss_of)
+        rows = part.rows
+        own = rows.num_rows if rows.replicated else rows.micro_rows // self.grid.mesh.data_size
+        microbatches = []
+        for first, num_rows, batch in part.cut(self.num_microbatches(own)):
+            # A loss may draw noise before it calls the model, and draws it again where it is computed: the same.
+            part.seed_noise(rows.first_row + first)
+            microbatches.append(Microbatch(rows.first_row + first, num_rows, batch, call_of(loss_of, batch)))
+
+        def compute_loss(replay: Callable[..., Any], microbatch: Microbatch) -> torch.Tensor | None:
+            part.seed_noise(microbatch.first_row)
+            stand_in: Any = replay
+            return part.scaled_loss(loss_of(stand_in, microbatch.batch), microbatch.num_rows)
+
+        part.begin_gradient()
+        return pipe.train(microbatches, rows.replicated, compute_loss)
+
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return PipelineReducer(parameters, self.grid, self._pipe_world, self._shared)
 
     def num_parameters(self, model: nn.Module) -> int:
         return self._num_parameters[model]
@@ -117,9 +156,10 @@ class Pipeline(Strategy):
         return found
 
     def report(self) -> list[str]:
-        if self.grid.world.device.type != "cpu" or not self._pipes[0].clock.total_s:
+        clock = next(iter(self._pipes.values())).clock
+        if self.grid.world.device.type != "cpu" or not clock.total_s:
             return []
-        told = self.grid.world.all_gather_object(self._pipes[0].clock.idle_share)
+        told = self.grid.world.all_gather_object(clock.idle_share)
         shares = ", ".join(f"{share:.0%}" for share in told)
         mean = f"{sum(told) / len(told):.0%}"
         return [

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep.parallel.capture import Call
+from instep.parallel.preserve import evaluating
 from instep.world.whole import whole_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -92,22 +93,14 @@ def _leaves(output: Any) -> list[torch.Tensor]:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Keep modes, buffers, generators and precision as they are."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     precision = torch.get_float32_matmul_precision()
-    model.eval()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.random.fork_rng():
+        with evaluating(model), torch.random.fork_rng():
             torch.manual_seed(0)
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def on_device(call: Call, device: torch.device) -> Call:

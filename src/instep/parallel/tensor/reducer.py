@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.spread import SpreadReducer
+from instep.parallel.strategy import StepSums
 from instep.world.grid import Grid
 
 
@@ -33,15 +34,15 @@ def num_split(model: nn.Module) -> int:
 class TensorReducer(SpreadReducer):
     """Adds gradients up: those of parts over the ranks with the same parts, the others over all ranks, one a team."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, num_sums: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid) -> None:
         super().__init__(parameters, grid)
         parts = [p for p in self.parameters if is_split(p)]
         whole = [p for p in self.parameters if not is_split(p)]
-        self._of_whole = DdpReducer(whole, grid.world, num_sums, counted=grid.is_counted)
+        self._of_whole = DdpReducer(whole, grid.world, counted=grid.is_counted)
         has_copies = parts and grid.data.world_size > 1
-        self._of_parts = DdpReducer(parts, grid.data, 0) if has_copies else None
+        self._of_parts = DdpReducer(parts, grid.data) if has_copies else None
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         if self._of_parts is not None:
-            self._of_parts.reduce(())
+            self._of_parts.reduce(StepSums())
         return self._of_whole.reduce(sums)

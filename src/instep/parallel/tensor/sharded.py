@@ -10,10 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.deferred import Deferred
 from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.strategy import Example
+from instep.parallel.strategy import ModelHints
 from instep.parallel.tensor.slice import Slice
 from instep.parallel.tensor.strategy import split_model
 from instep.parallel.tensor.team import Team
@@ -25,6 +27,11 @@ class ShardedTensor(Fsdp):
 
     name: ClassVar[str] = "fsdp×tensor"
 
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        del spec
+        return mesh.fsdp > 1 and mesh.tp > 1
+
     def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
         super().__init__(grid, context, sharding)
         if sharding.meta_init:
@@ -32,15 +39,10 @@ class ShardedTensor(Fsdp):
                 f"meta_init: how layers are split along tp({grid.mesh.tp}) is found by trying, and a model without its "
                 "numbers cannot be tried. Leave it out, or shard along fsdp alone."
             )
-        self._example: Example | None = None
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        self._example = example
-        return super().spread(model, example)
-
-    def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
-        self.said.append(split_model(model, self.grid, Team.of(self.grid), self._example, self.tensor_plan))
-        super().shard(model, deferred)
+    def shard(self, model: nn.Module, hints: ModelHints, deferred: Deferred | None = None) -> None:
+        self.said.append(split_model(model, self.grid, Team.of(self.grid), hints))
+        super().shard(model, hints, deferred)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # First of all: FSDP hangs on to what comes in, by a way that knows nothing of parts.

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from instep.core.errors import TaskError
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.strategy import Example, Reducer, Strategy, TensorPlanOf
+from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, Strategy
 from instep.parallel.tensor.apply import Changes, settle, split_layers
 from instep.parallel.tensor.check import Answer, answer_of, difference, on_device
 from instep.parallel.tensor.find import certain_plan, tried_plan, without_slices
@@ -24,39 +26,37 @@ class Tensor(Strategy):
     """Layers shared along the axis tp, copies along dp."""
 
     name = "tensor"
+    is_partial = True
+
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        del spec
+        return mesh.tp > 1
 
     def __init__(self, grid: Grid, context: BatchContext) -> None:
         super().__init__(grid, context)
         self.team = Team.of(grid)
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         model = super().spread(model)
-        self.said.append(split_model(model, self.grid, self.team, example, self.tensor_plan))
+        self.said.append(split_model(model, self.grid, self.team, hints))
         return model
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return TensorReducer(parameters, self.grid, num_sums)
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return TensorReducer(parameters, self.grid)
 
 
-def split_model(
-    model: nn.Module,
-    grid: Grid,
-    team: Team,
-    example: Example | None = None,
-    plan_of: TensorPlanOf | None = None,
-) -> str:
+def split_model(model: nn.Module, grid: Grid, team: Team, hints: ModelHints) -> str:
     """Find a plan for a model, carry it out, see that the answer is the same, and say the plan. Called on all ranks."""
-    plan = _split(model, grid, team, example, plan_of)
+    plan = _split(model, grid, team, hints)
     share = num_split(model) / max(1, sum(p.numel() for p in model.parameters()))
     return plan.describe(team.size, share)
 
 
-def _split(
-    model: nn.Module, grid: Grid, team: Team, example: Example | None, plan_of: TensorPlanOf | None
-) -> TensorPlan:
-    call = on_device(example(), grid.world.device) if example is not None else None
+def _split(model: nn.Module, grid: Grid, team: Team, hints: ModelHints) -> TensorPlan:
+    call = on_device(hints.example(), grid.world.device) if hints.example is not None else None
     expected = answer_of(model, call) if call is not None else None
-    given = plan_of(model) if plan_of is not None else None
+    given = hints.tensor_plan(model) if hints.tensor_plan is not None else None
     brought = brought_plan(model) if given is None else None
     if given is not None or brought:
         source = "as the Task gives it" if given is not None else "as the model brings it"
