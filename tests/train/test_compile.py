@@ -22,7 +22,7 @@ from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
 from instep.train import compile as compiling
-from instep.train import loop, run
+from instep.train import run
 from instep.train.worker import process_settings, worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -79,8 +79,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile where nobody asked for it, as on a GPU."""
-    for place in (loop, run):
-        monkeypatch.setattr(place, "wants_compiling", lambda engine: True)
+    monkeypatch.setattr(run, "wants_compiling", lambda engine: True)
 
 
 @dataclass(kw_only=True)
@@ -145,7 +144,6 @@ def test_a_failure_is_told_and_the_training_goes_on_without(
     found = train(task(), tmp_path / "found", batch_size=13, accumulate=2)
     use(Backend())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "wants_compiling", lambda engine: False)
         patch.setattr(run, "wants_compiling", lambda engine: False)
         expected = train(task(), tmp_path / "expected", batch_size=13, accumulate=2)
     assert found.weights_sha256 == expected.weights_sha256
