@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from instep.checkpoint.files import Checkpoint
 from instep.core.mesh import Mesh
-from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums, Strategy
 from instep.train.train_state import TrainState
@@ -125,10 +124,6 @@ class ByHand(Strategy):
         self._layout = LAYOUTS[layout]
         self.is_partial = not grid.mesh.has_whole_models
         self.has_all_names = grid.mesh.pp == 1
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        return False
 
     def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         return self._layout.spread(model, self.grid)

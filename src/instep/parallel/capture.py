@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+from torch.utils._pytree import tree_map_only
+
 from instep.core.errors import TaskError
 
 
@@ -19,6 +22,11 @@ class Call:
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
+
+    def to(self, device: torch.device) -> Call:
+        """Return the call with its tensors on a device."""
+        positional, named = tree_map_only(torch.Tensor, lambda t: t.to(device), (self.positional, self.named))
+        return Call(positional, named)
 
 
 class _Captured(BaseException):

@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from instep.core.mesh import Mesh
-from instep.core.spec import TrainSpec
 from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
 from instep.parallel.total_norm import local_part
 from instep.world.world import World
@@ -183,11 +181,7 @@ class Ddp(Strategy):
 
     name = "ddp"
     compiles_by_default = True
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        del spec
-        return mesh.size > 1
+    axes = ("dp",)
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return DdpReducer(parameters, self.grid.data)

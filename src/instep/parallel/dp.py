@@ -35,7 +35,7 @@ class Dp(Single):
 
     @classmethod
     def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        return spec.strategy == "dp" and mesh.size == 1
+        return spec.strategy == "dp" and super().serves(spec, mesh)
 
     def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         num_gpus = torch.cuda.device_count() if self.grid.world.device.type == "cuda" else 0

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from instep.core.mesh import Mesh
-from instep.core.spec import TrainSpec
 from instep.core.tree import TreeSum, cover, run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import own_dropout
@@ -194,11 +192,7 @@ class Exact(Strategy):
     """The whole model on every rank, and the same bits at any number of ranks."""
 
     name = "exact"
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        del mesh
-        return spec.exact
+    is_exact = True
 
     def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         del hints  # the model is taken as it is

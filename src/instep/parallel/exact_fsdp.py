@@ -16,11 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from instep.core.mesh import Mesh
-from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
+from instep.parallel.ddp import like
 from instep.parallel.exact import Exact, ExactReducer
 from instep.parallel.fsdp import Fsdp, Sharding
 from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums
@@ -60,14 +58,10 @@ class ExactShardedReducer(ExactReducer):
         self.end_step()
         return totals
 
-    def _piece_of(self, gradient: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+    def _piece_of(self, gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """View this rank's piece of a whole gradient: what is scaled or clipped later is the same memory."""
-        assert isinstance(like, DTensor)
         pieces = gradient.chunk(self._num_places)
-        own = pieces[self._place] if self._place < len(pieces) else gradient[:0]
-        return DTensor.from_local(
-            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        return like(parameter, pieces[self._place] if self._place < len(pieces) else gradient[:0])
 
     def end_step(self) -> None:
         for module in self._modules:
@@ -82,10 +76,7 @@ class ExactFsdp(Exact):
     name = "exact fsdp"
     is_partial = True
     gathers_weights = True
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        return spec.exact and mesh.fsdp > 1
+    axes = ("fsdp",)
 
     def __init__(self, grid: Grid, context: BatchContext) -> None:
         super().__init__(grid, context)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError, TaskError
-from instep.core.mesh import Mesh
+from instep.core.mesh import Axis
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
@@ -99,11 +99,7 @@ class Fsdp(Strategy):
     name: ClassVar[str] = "fsdp"
     is_partial = True
     gathers_weights = True
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        del spec
-        return mesh.fsdp > 1
+    axes: ClassVar[tuple[Axis, ...]] = ("fsdp",)
 
     @classmethod
     def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from instep.core.mesh import Mesh
-from instep.core.spec import TrainSpec
 from instep.parallel.strategy import Reducer, StepSums, Strategy
 
 
@@ -23,11 +21,6 @@ class Single(Strategy):
 
     name = "single"
     compiles_by_default = True
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        del spec
-        return mesh.size == 1
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return LocalReducer(parameters)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from instep.core.mesh import Mesh
+from instep.core.mesh import Axis, Mesh
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks
@@ -147,6 +147,10 @@ class Strategy(ABC):
     """One way to distribute a model. To add one: a subclass, its line in `registry.py`, docs/strategies.md."""
 
     name: ClassVar[str]
+    axes: ClassVar[tuple[Axis, ...]] = ()
+    """The axes of the mesh along which it needs several ranks."""
+    is_exact: ClassVar[bool] = False
+    """Whether it is for exact mode."""
     is_partial: bool = False
     """Whether a rank holds only a part of the model, so that all ranks save together."""
     has_all_names: bool = True
@@ -160,9 +164,9 @@ class Strategy(ABC):
     """Whether a step is compiled on GPUs unless the user decides."""
 
     @classmethod
-    @abstractmethod
     def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        """Return whether this strategy is the one for a mesh; the first of the registry that is gets chosen."""
+        """Return whether it is a strategy for a mesh; of several, the first in the registry is chosen."""
+        return spec.exact == cls.is_exact and all(mesh.along(axis) > 1 for axis in cls.axes)
 
     @classmethod
     def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:
@@ -183,7 +187,7 @@ class Strategy(ABC):
         return make()
 
     def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
-        """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks."""
+        """Move a model to this rank, with the same layers, weights and answer as on one rank. Called on all ranks."""
         del hints  # for strategies that have to look into the model
         model = self.replace_layers(model)
         model = model.to(self.grid.world.device)

@@ -1,6 +1,6 @@
 """The run directory of a training and the checkpoint to continue from: one process decides, all ranks follow.
 
-Ranks: `settle_directory` one (the launcher, or rank 0); `agree_on_…` all.
+Ranks: `prepare_directory` one (the launcher, or rank 0); `agree_on_…` all.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def job_of(spec: TrainSpec) -> str:
     return f"the job {spec.rdzv_id or 'instep'} at {spec.rdzv_endpoint}" if spec.max_nodes > 1 else ""
 
 
-def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
+def prepare_directory(task: Task, spec: TrainSpec) -> RunDirectory:
     """Open or make the run directory, lock it, and write spec.json, or check that it describes the same run."""
     directory = open_directory(type(task).__name__.lower(), spec)
     directory.lock(job_of(spec))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy
 import torch
@@ -147,24 +146,6 @@ class Engine:
             if trained.optimizer is optimizer:
                 return trained
         raise TaskError("step.update(optimizer): this optimizer did not come from run.prepare().")
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of all parameters of all models."""
-        return [p.grad for p in self._parameters()]
-
-    def set_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Replace the gradients of all parameters of all models; none given: leave them."""
-        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
-            p.grad = grad
-
-    def add_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add to the gradients of all parameters of all models, if any are given."""
-        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
-            if grad is not None:
-                p.grad = grad if p.grad is None else p.grad + grad
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for trained in self.trained for p in trained.model.parameters()]
 
     def clear_gradients(self) -> None:
         """Drop the gradients of all models."""

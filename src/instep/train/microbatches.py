@@ -1,4 +1,4 @@
-"""A part's rows, cut into microbatches for a pipeline."""
+"""A part's batch, cut by rows into the micro-batches of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from instep.data.nested import map_tensors, tensors
 
 
 def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any]]:
-    """Cut a batch of any shape by its rows; give each piece's first row, its number of rows, and the piece.
+    """Cut a nested batch by rows; return each piece's first row, its number of rows, and the piece.
 
-    What has `num_rows` entries in its first dimension goes by rows. All else (a number, a mask that all rows share) is
-    the same in all pieces.
+    Tensors with `num_rows` entries in their first dimension are cut. All else (a number, a mask that all rows share)
+    is the same in all pieces.
     """
     if not any(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors(batch)):
         raise TaskError(
@@ -35,7 +35,7 @@ def _rows(batch: Any, num_rows: int, first: int, last: int) -> Any:
 
 
 def _slice_lists(batch: Any, num_rows: int, first: int, last: int) -> Any:
-    """Cut lists of what is no tensor (texts, say), which collating leaves as one entry a row."""
+    """Cut lists of texts, which collating leaves as one entry for each row."""
     if isinstance(batch, dict):
         return type(batch)({key: _slice_lists(item, num_rows, first, last) for key, item in batch.items()})
     if type(batch) in (tuple, list):

@@ -24,7 +24,7 @@ def start(**options: Any) -> Iterator[Run]:
     """Join the world that this process was launched in, or a world of one, and open a run.
 
     The options are those of `instep train`: seed, run_dir, accumulate, clip_norm, save_every, … Leaving
-    the block saves, writes the result and leaves the process group; after an error it only leaves.
+    the block saves, writes the result and leaves the process group; after an error it only leaves the group.
     """
     try:
         spec = TrainSpec(**options)

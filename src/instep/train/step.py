@@ -240,33 +240,30 @@ class Step:
     def _run_compiled(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> None:
         """Run a part in compiled code; where that fails, without ([Note: Compiling])."""
         engine, trials, plan = self._engine, loss_of.trials, self.rows
-
-        def compiled() -> None:
-            self.backward(*with_weight(loss_of.compiled(model, batch)))
-
         if trials.knows(batch):
-            return compiled()
+            return self.backward(*with_weight(loss_of.compiled(model, batch)))
         before = TrialState(engine)
         counted = (self._loss_sum, self._weight_sum, self._weighted, self._has_gradient)
-        grads = engine.gradients() if self._has_gradient else []
+        parameters = [p for trained in engine.trained for p in trained.model.parameters()] if self._has_gradient else []
+        grads = [None if p.grad is None else p.grad.clone() for p in parameters]  # backward adds to them in place
         if trials.is_first and not engine.spec.exact and not is_compiled(model):
             loss_of.look_for_noise(model, batch)
             before.restore()
             engine.begin_part(plan, self._passes)
-        engine.set_gradients([None] * len(grads))
-        is_plain = False
+
+        def compiled() -> None:
+            self.backward(*with_weight(loss_of.compiled(model, batch)))
 
         def plain() -> None:
-            nonlocal is_plain
-            is_plain = True
             before.restore()
-            engine.set_gradients(grads)
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = grad
             self._loss_sum, self._weight_sum, self._weighted, self._has_gradient = counted
             engine.begin_part(plan, self._passes)
             self.backward(*with_weight(loss_of(model, batch)))
 
         trials.run(batch, compiled, plain)
-        return None if is_plain else engine.add_gradients(grads)
+        return None
 
     def _count(self, loss: torch.Tensor, weight: float | torch.Tensor | None, num_rows: int) -> float:
         """Add the loss of some rows of the current part to the step's; return what its gradient counts."""
@@ -287,7 +284,8 @@ class Step:
             self._weight_sum += scale
         if scale:
             wide = _wide(loss)
-            self._loss_sum += (wide.item() if self._engine.on_cpu else wide.detach()) * scale
+            # Not in place: a trial of compiled code may have to restore the sum before.
+            self._loss_sum = self._loss_sum + (wide.item() if self._engine.on_cpu else wide.detach()) * scale
             if self._engine.reads_early:
                 self._arriving = _ArrivingNumber(self._loss_sum)
         return scale

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from instep.core.errors import TaskError
 from instep.parallel.batch_context import BatchContext
@@ -51,7 +51,7 @@ def measure(model: nn.Module, chain: Chain, call: Call, context: BatchContext) -
     context.end_part()
     with quietly(model):
         expected = model(*call.positional, **call.named)
-        there = _to_device(call, context.noise.device)
+        there = call.to(context.noise.device)
         costs, values = [], [None]
         for layer in layers:
             seconds, found = layer.time(there, values[-1])
@@ -91,11 +91,6 @@ class _Layer:
         finally:
             for t, data in zip(self._tensors, before, strict=True):
                 t.data = data
-
-
-def _to_device(call: Call, device: torch.device) -> Call:
-    positional, named = tree_map_only(torch.Tensor, lambda t: t.to(device), (call.positional, call.named))
-    return Call(positional, named)
 
 
 def _time(function: StageFunction, call: Call, value: Any, device: torch.device) -> tuple[float, Any]:

@@ -16,7 +16,6 @@ from torch import nn
 
 from instep.core.balance import balance
 from instep.core.errors import TaskError
-from instep.core.mesh import Mesh
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
@@ -50,11 +49,7 @@ class Pipeline(Strategy):
     is_partial = True
     has_all_names = False
     calls_model = False
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        del spec
-        return mesh.pp > 1
+    axes = ("pp",)
 
     @classmethod
     def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from instep.parallel.capture import Call
 from instep.parallel.preserve import evaluating
@@ -101,9 +101,3 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-def on_device(call: Call, device: torch.device) -> Call:
-    """Bring a call's tensors to a device."""
-    positional, named = tree_map_only(torch.Tensor, lambda t: t.to(device), (call.positional, call.named))
-    return Call(positional, named)

@@ -10,8 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError
-from instep.core.mesh import Mesh
-from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.deferred import Deferred
 from instep.parallel.fsdp import Fsdp, Sharding
@@ -26,11 +24,7 @@ class ShardedTensor(Fsdp):
     """Layers shared along tp, their parts cut along fsdp, copies of all that along dp."""
 
     name: ClassVar[str] = "fsdp×tensor"
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        del spec
-        return mesh.fsdp > 1 and mesh.tp > 1
+    axes = ("fsdp", "tp")
 
     def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
         super().__init__(grid, context, sharding)

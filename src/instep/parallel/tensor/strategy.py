@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from instep.core.errors import TaskError
-from instep.core.mesh import Mesh
-from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
 from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, Strategy
 from instep.parallel.tensor.apply import Changes, settle, split_layers
-from instep.parallel.tensor.check import Answer, answer_of, difference, on_device
+from instep.parallel.tensor.check import Answer, answer_of, difference
 from instep.parallel.tensor.find import certain_plan, tried_plan, without_slices
 from instep.parallel.tensor.plan import TensorPlan, brought_plan, given_plan
 from instep.parallel.tensor.reducer import TensorReducer, num_split
@@ -27,11 +25,7 @@ class Tensor(Strategy):
 
     name = "tensor"
     is_partial = True
-
-    @classmethod
-    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
-        del spec
-        return mesh.tp > 1
+    axes = ("tp",)
 
     def __init__(self, grid: Grid, context: BatchContext) -> None:
         super().__init__(grid, context)
@@ -54,7 +48,7 @@ def split_model(model: nn.Module, grid: Grid, team: Team, hints: ModelHints) -> 
 
 
 def _split(model: nn.Module, grid: Grid, team: Team, hints: ModelHints) -> TensorPlan:
-    call = on_device(hints.example(), grid.world.device) if hints.example is not None else None
+    call = hints.example().to(grid.world.device) if hints.example is not None else None
     expected = answer_of(model, call) if call is not None else None
     given = hints.tensor_plan(model) if hints.tensor_plan is not None else None
     brought = brought_plan(model) if given is None else None
