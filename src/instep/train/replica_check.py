@@ -111,17 +111,17 @@ class ReplicaCheck:
         suspects = sorted({hosts[rank] for rank in drift.ranks})
         on = f", on {', '.join(suspects)}" if len(set(hosts)) > 1 else ""
         aside = f" Set aside: {', '.join(doubtful)}." if doubtful else ""
+        resumes = (
+            f"continues from the newest checkpoint that is not newer than step {self._agreed}"
+            if self._agreed
+            else "starts over"
+        )
         raise DivergenceError(
             f"the ranks no longer hold the same: between step {self._agreed} and step {step} {drift}{on}. Memory, a "
-            "processor or a link has erred there, or the code depends on the rank (torch.distributed.get_rank(), "
+            "processor or a link has failed there, or the code depends on the rank (torch.distributed.get_rank(), "
             f"noise of its own, another processor); no update since step {self._agreed} can be trusted.{aside} "
-            f"{self._where_to()}"
+            f"The next attempt {resumes}."
         )
-
-    def _where_to(self) -> str:
-        if not self._agreed:
-            return "The next try begins anew."
-        return f"The next try goes on from the newest checkpoint that is not newer than step {self._agreed}."
 
     def _report_buffers(self, drift: Drift) -> None:
         names = drift.names

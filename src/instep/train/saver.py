@@ -204,6 +204,7 @@ class Saver:
             self._collect()
         except NumericsError as error:
             self._notice(str(error))
+        self._parts.clear()  # they hold on to models
 
     def trust(self, step: int) -> None:
         """Note that the state at a step is beyond doubt ([Note: Drift]); older checkpoints may be deleted."""
