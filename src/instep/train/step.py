@@ -33,7 +33,7 @@ from instep.guard.pulse import Phase, here
 from instep.parallel.strategy import HALF_DTYPES, LossOf, StepSums
 from instep.train.compile import CompiledLoss, TrialState, is_compiled
 from instep.train.engine import Engine
-from instep.train.microbatches import cut_batch
+from instep.train.reading import cut_batch
 from instep.train.train_state import TrainState
 
 _HALVES = tuple(HALF_DTYPES.values())

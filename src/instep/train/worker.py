@@ -155,12 +155,12 @@ def open_run(
     own_loop: bool = False,
 ) -> Iterator[Run]:
     """Begin a run on this rank, and end it, with the error in its log if there was one. Called on all ranks."""
-    spec = resolve_precision(spec, world.device)
     log = EventLog(directory.path, world.rank)
     log.write(_start_record(world, attempt))
     run: Run | None = None
     try:
         with stop_requests(stop) as request:
+            spec = resolve_precision(spec, world.device)
             run = Run(world, spec, directory, log, name, stop_request=request, witness=witness, own_loop=own_loop)
             if world.comm_notice:
                 run.notice(world.comm_notice)
