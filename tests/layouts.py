@@ -12,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from instep.checkpoint.files import Checkpoint
 from instep.core.mesh import Mesh
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums, Strategy
 from instep.train.train_state import TrainState
 from instep.world.grid import Grid
 from instep.world.world import World
@@ -35,7 +36,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
 
-class HostBuffer(nn.Module):
+class _StageModule(nn.Module):
     """Some children of a model, under their own names."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -81,7 +82,7 @@ def _both(model: nn.Module, grid: Grid) -> nn.Module:
 
 
 def _stage(model: nn.Module, grid: Grid) -> nn.Module:
-    own = HostBuffer(model, STAGES[grid.mesh.coordinate(grid.world.rank, "pp")])
+    own = _StageModule(model, STAGES[grid.mesh.coordinate(grid.world.rank, "pp")])
     if "head" in STAGES[grid.mesh.coordinate(grid.world.rank, "pp")]:  # tied over two stages: a copy
         own.head.weight = nn.Parameter(own.head.weight.detach().clone())
     return _fsdp_stage(own, grid) if grid.mesh.fsdp > 1 else own
@@ -121,17 +122,19 @@ class ByHand(Strategy):
     def __init__(self, grid: Grid, layout: str) -> None:
         super().__init__(grid, BatchContext(grid.world.device, 0))
         self._layout = LAYOUTS[layout]
+        self.is_partial = not grid.mesh.has_whole_models
+        self.has_all_names = grid.mesh.pp == 1
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         return self._layout.spread(model, self.grid)
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return _NoReducer(parameters)
 
 
 class _NoReducer(Reducer):
-    def reduce(self, sums: Sequence[Any]) -> list[float]:
-        return [float(value) for value in sums]
+    def reduce(self, sums: StepSums) -> StepSums:
+        return sums
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -146,6 +149,18 @@ def spread(world: World, layout: str, seed: int = 0) -> tuple[Grid, TrainState]:
     grid = Grid.open(world, LAYOUTS[layout].mesh)
     torch.manual_seed(seed)
     return grid, TrainState(Net(), make_optimizer, None, ByHand(grid, layout), "")
+
+
+def state_of(trained: TrainState) -> dict[str, Any]:
+    """Return what a checkpoint holds of a model and its optimizer."""
+    return {part.name: part.save() for part in trained.parts()}
+
+
+def restore(trained: TrainState, checkpoint: Checkpoint) -> None:
+    """Restore a model and its optimizer."""
+    for part in trained.parts():
+        assert part.restore is not None
+        part.restore(checkpoint)
 
 
 def update(trained: TrainState, num_steps: int = 3) -> None:

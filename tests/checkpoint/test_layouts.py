@@ -25,14 +25,14 @@ from instep.checkpoint.snapshot import FlatState, HostBuffer
 from instep.checkpoint.weights import load_weights, sharded_weights_sha256, weights_sha256
 from instep.core.errors import CheckpointError, NumericsError
 from instep.world.world import World
-from layouts import LAYOUTS, Net, make_optimizer, spread, update, whole
+from layouts import LAYOUTS, Net, make_optimizer, restore, spread, state_of, update, whole
 from ranks import run_ranks
 from states import write_state
 
 
 def save(world: World, layout: str, root: Path, step: int, trained: Any, grid: Any, more: Any = None) -> None:
     """Write what the ranks hold; the way of the saver, without its threads."""
-    state = FlatState.of({**trained.state(), **(more or {})})
+    state = FlatState.of({**state_of(trained), **(more or {})})
     if grid.mesh.has_whole_models:
         if world.is_main:
             RunDirectory(root).save(step, HostBuffer().take(state), RetentionPolicy(9))
@@ -56,12 +56,12 @@ def begin(world: World, layout: str, root: Path) -> None:
 def pass_on(world: World, layout: str, root: Path, step: int) -> tuple[Any, Any, str, list[int]]:
     """Read the checkpoint of a step under a layout and write the next one; return what is held, gathered."""
     grid, trained = spread(world, layout, seed=77)
-    trained.restore(Checkpoint(root / "checkpoints" / f"step-{step:08d}"))
+    restore(trained, Checkpoint(root / "checkpoints" / f"step-{step:08d}"))
     save(world, layout, root, step + 1, trained, grid)
-    held = [t for key, t in FlatState.of(trained.state()).tensors.items()]
+    held = [t for key, t in FlatState.of(state_of(trained)).tensors.items()]
     sizes = [t._local_tensor.numel() if hasattr(t, "_local_tensor") else t.numel() for t in held]
     sha256 = sharded_weights_sha256(trained.model.state_dict(), world)
-    state = {part: whole(tree) for part, tree in trained.state().items()}
+    state = {part: whole(tree) for part, tree in state_of(trained).items()}
     return state["model"], state["optimizer"], sha256, sizes
 
 
@@ -186,8 +186,8 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path: Path) -> N
 def numbered(world: World, layout: str, root: Path) -> Any:
     """Read a checkpoint of format 1 under a layout."""
     _, trained = spread(world, layout, seed=5)
-    trained.restore(Checkpoint(root / "checkpoints/step-00000001"))
-    return {part: whole(tree) for part, tree in trained.state().items()}
+    restore(trained, Checkpoint(root / "checkpoints/step-00000001"))
+    return {part: whole(tree) for part, tree in state_of(trained).items()}
 
 
 def test_numbers_of_format_1_are_still_read(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def with_problem(world: World, root: Path, problem: str) -> str:
     grid, trained = spread(world, "fsdp@2")
     update(trained)
     save(world, "fsdp@2", root, 1, trained, grid)
-    planner, state = SavePlanner(grid), FlatState.of(trained.state())
+    planner, state = SavePlanner(grid), FlatState.of(state_of(trained))
     sharded = planner.begin(state)
     snapshot = HostBuffer().take(state, sharded.share)
     text = ""
@@ -284,12 +284,12 @@ def test_a_killed_rank_leaves_no_half_checkpoint(tmp_path: Path) -> None:
 def plans(world: World) -> tuple[bool, bool, bool]:
     grid, trained = spread(world, "fsdp@2")
     planner = SavePlanner(grid)
-    before = planner.plan(FlatState.of(trained.state()))
-    again = planner.plan(FlatState.of(trained.state()))
+    before = planner.plan(FlatState.of(state_of(trained)))
+    again = planner.plan(FlatState.of(state_of(trained)))
     update(trained)  # now the optimizer has a state
-    after = planner.plan(FlatState.of(trained.state()))
+    after = planner.plan(FlatState.of(state_of(trained)))
     more = {"kept-mine": {"x": torch.ones(2)}} if world.is_main else {}
-    kept = planner.plan(FlatState.of({**trained.state(), **more}, uneven=more))
+    kept = planner.plan(FlatState.of({**state_of(trained), **more}, uneven=more))
     return again is before, after is before, "kept-mine" in kept.tensors
 
 

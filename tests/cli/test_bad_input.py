@@ -185,7 +185,7 @@ class TestInTheWorkers:
                 (done.returncode, done.stdout, done.stderr),
                 "full",
                 "Earlier checkpoints are untouched",
-                "goes on from the newest checkpoint",
+                "continues from the newest checkpoint",
             )
             left = sorted(entry.name for entry in (small / "run" / "checkpoints").iterdir())
             assert left == ["step-00000020"]  # whole, and no scratch beside it

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from instep.parallel.ddp import DdpReducer
+from instep.parallel.strategy import StepSums
 from instep.world.lane import engine
 from instep.world.world import World
 from ranks import run_ranks
@@ -20,7 +21,7 @@ def reduced(world: World, dtype: torch.dtype) -> dict[str, Any]:
     everywhere, somewhere, nowhere = (nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (3, 2, 4))
     table = nn.Embedding(5, 2, sparse=True, dtype=dtype)
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    reducer = DdpReducer([everywhere, somewhere, nowhere, table.weight, half], world, num_sums=2)
+    reducer = DdpReducer([everywhere, somewhere, nowhere, table.weight, half], world)
     for step in range(2):  # the second step must not see the first one's sums
         everywhere.grad = torch.full((3,), rank + 1.0, dtype=dtype)
         somewhere.grad = torch.full((2,), 5.0, dtype=dtype) if rank == 1 else None
@@ -28,7 +29,7 @@ def reduced(world: World, dtype: torch.dtype) -> dict[str, Any]:
         table.weight.grad = None
         table(torch.tensor([rank, 4])).sum().backward()
         half.grad = torch.full((2,), 0.5, dtype=torch.bfloat16)
-        sums = reducer.reduce((rank + step, 10.0))
+        sums = list(reducer.reduce(StepSums(rank + step, 10.0))[:2])
     return {
         "sums": sums,
         "everywhere": everywhere.grad.tolist(),
@@ -59,7 +60,7 @@ def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
     """Reduce gradients, of which rank 0's are all of the plain kind; tell whether a plain one stays where it lies."""
     rank = world.rank
     first, second = nn.Parameter(torch.zeros(40, 1000)), nn.Parameter(torch.zeros(40, 1000))
-    reducer = DdpReducer([first, second], world, num_sums=1)
+    reducer = DdpReducer([first, second], world)
     result, stayed = [], False
     for step in range(3):
         numbers = torch.arange(40_000.0).view(40, 1000) * (rank + 1) + step
@@ -83,7 +84,7 @@ def mixed(world: World, kind: str) -> tuple[list[Any], bool]:
                 case "without memory of its own":
                     first.grad = AsyncCollectiveTensor(numbers)
         before = second.grad
-        sums = reducer.reduce((1.0,))
+        sums = [reducer.reduce(StepSums(1.0)).loss]
         stayed = second.grad is before
         result += [sums, first.grad.detach().clone(), second.grad.clone()]
     return result, stayed

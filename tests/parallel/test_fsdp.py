@@ -36,8 +36,7 @@ def deep_model(width: int = WIDTH, depth: int = DEPTH) -> nn.Module:
 def bytes_held(world: World, folder: str, options: dict[str, Any]) -> int:
     """Train a few steps; give the bytes of parameters, gradients and optimizer state on this rank."""
     spec = TrainSpec(batch_size=8, steps=2, save_every="never", **options)
-    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
-        run.settled = False
+    with open_run(world, spec, RunDirectory(Path(folder)), "held", own_loop=True) as run:
         model, optimizer = run.prepare(deep_model(), lambda p: torch.optim.Adam(p, lr=1e-3))
         for step in run.steps(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0))):
             for x in step.shards():
@@ -65,8 +64,7 @@ def updated_by(world: World, folder: str, options: dict[str, Any]) -> list[float
     result = []
     for kind in KINDS:
         spec = TrainSpec(batch_size=8, steps=3, save_every="never", threads=1, **options)
-        with open_run(world, spec, RunDirectory(Path(folder) / kind.__name__), "held") as run:
-            run.settled = False
+        with open_run(world, spec, RunDirectory(Path(folder) / kind.__name__), "held", own_loop=True) as run:
             model, _ = run.prepare(deep_model(5, 3), lambda p, kind=kind: kind(p, lr=1e-2))  # uneven pieces
             for step in run.steps(torch.randn(32, 5, generator=torch.Generator().manual_seed(0))):
                 for x in step.shards():
@@ -100,8 +98,10 @@ class Branching(nn.Module):
 
 def branch(world: World, folder: str) -> str:
     spec = TrainSpec(batch_size=2, steps=1, save_every="never", strategy="fsdp")
-    with pytest.raises(TaskError) as caught, open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
-        run.settled = False
+    with (
+        pytest.raises(TaskError) as caught,
+        open_run(world, spec, RunDirectory(Path(folder)), "held", own_loop=True) as run,
+    ):
         model, _ = run.prepare(Branching(), lambda p: torch.optim.SGD(p, lr=1e-2))
         for step in run.steps(torch.tensor([[1.0] * 4, [-1.0] * 4])):
             for x in step.shards():
@@ -117,8 +117,7 @@ def test_ranks_that_use_different_parameters_are_told(tmp_path: Path) -> None:
 def two_models(world: World, folder: str, options: dict[str, Any]) -> float:
     """Train two models at once, on parts of which some count nothing and have a mean of 0/0."""
     spec = TrainSpec(batch_size=2, steps=8, save_every="never", threads=1, **options)
-    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
-        run.settled = False
+    with open_run(world, spec, RunDirectory(Path(folder)), "held", own_loop=True) as run:
         one, _ = run.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), lambda p: torch.optim.SGD(p, lr=1e-2))
         other, _ = run.prepare(deep_model(4, 2), lambda p: torch.optim.SGD(p, lr=1e-2))
         numbers = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16)
@@ -200,8 +199,7 @@ def two_updates(world: World, folder: str, options: dict[str, Any]) -> list[floa
     """Update one model in the middle of a step, and save after every step."""
     spec = TrainSpec(batch_size=16, epochs=2, save_every="1", exact=True, shards=4, **options)
     result = []
-    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
-        run.settled = False
+    with open_run(world, spec, RunDirectory(Path(folder)), "held", own_loop=True) as run:
         one, _ = run.prepare(deep_model(4, 2), lambda p: torch.optim.Adam(p, lr=1e-2))
         other, others = run.prepare(deep_model(4, 2), lambda p: torch.optim.Adam(p, lr=1e-2))
         for step in run.steps(
@@ -232,8 +230,7 @@ class Viewing(nn.Module):
 
 def write_to_output(world: World, folder: str) -> str:
     spec = TrainSpec(batch_size=8, steps=1, save_every="never", strategy="fsdp")
-    with open_run(world, spec, RunDirectory(Path(folder)), "held") as run:
-        run.settled = False
+    with open_run(world, spec, RunDirectory(Path(folder)), "held", own_loop=True) as run:
         model, _ = run.prepare(Viewing(), lambda p: torch.optim.SGD(p, lr=1e-2))
         for step in run.steps(torch.randn(32, 4, generator=torch.Generator().manual_seed(0))):
             for x in step.shards():

@@ -17,6 +17,7 @@ from instep.core.mesh import Mesh
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
+from instep.parallel.strategy import ModelHints, StepSums
 from instep.parallel.tensor.plan import compact, given_plan, model_plan
 from instep.parallel.tensor.strategy import Tensor, is_split
 from instep.train.engine import Engine
@@ -102,7 +103,7 @@ def spread_alone(world: World, kind: type[nn.Module]) -> dict[str, Any]:
     expected(x).square().sum().backward()
     grid = Grid.open(world, Mesh(tp=world.world_size))
     strategy = Tensor(grid, BatchContext(world.device, 0))
-    model = strategy.spread(model, lambda: Call((x[:2],), {}))
+    model = strategy.spread(model, ModelHints(lambda: Call((x[:2],), {})))
     double = copy.deepcopy(model)
     differences = []
     for each in (model, double):
@@ -184,7 +185,7 @@ def gradients_agree(world: World) -> list[Any]:
     parameters = list(model.parameters())
     for p in parameters:
         p.grad = torch.ones_like(p) if is_split(p) else torch.ones_like(p) * (1 + 1e-6 * world.rank)
-    sums = strategy.reducer(parameters, 2).reduce((float(world.rank), 1.0))
+    sums = list(strategy.reducer(parameters).reduce(StepSums(float(world.rank), 1.0))[:2])
     return [sums, [p.grad.to_local().tolist() for p in parameters if not is_split(p)], p.grad.placements]
 
 

@@ -22,7 +22,7 @@ from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
 from instep.train import compile as compiling
-from instep.train import loop, run
+from instep.train import run
 from instep.train.worker import process_settings, worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -65,7 +65,7 @@ def _broken(graph: Any, inputs: Any) -> Any:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let instep compile by a backend of ours; torch's own takes many seconds."""
+    """Compile by a backend of ours; torch's own takes many seconds."""
     torch._dynamo.reset()
 
     def use(backend: Any) -> Any:
@@ -79,8 +79,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile where nobody asked for it, as on a GPU."""
-    for place in (loop, run):
-        monkeypatch.setattr(place, "wants_compiling", lambda engine: True)
+    monkeypatch.setattr(run, "wants_compiling", lambda engine: True)
 
 
 @dataclass(kw_only=True)
@@ -142,18 +141,17 @@ def test_a_failure_is_told_and_the_training_goes_on_without(
 ) -> None:
     task = Weighted if weighted else Plain
     use(FAILURES[where]())
-    found = train(task(), tmp_path / "found", batch_size=13, accumulate=2)
+    result = train(task(), tmp_path / "found", batch_size=13, accumulate=2)
     use(Backend())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "wants_compiling", lambda engine: False)
         patch.setattr(run, "wants_compiling", lambda engine: False)
         expected = train(task(), tmp_path / "expected", batch_size=13, accumulate=2)
-    assert found.weights_sha256 == expected.weights_sha256
-    assert found.loss == expected.loss
-    told = [text for text in notices(tmp_path / "found") if "not compiled, since that failed" in text]
-    assert len(told) == 1
-    assert ("there is no compiler here" if "backward" not in where else "cannot be computed") in told[0]
-    assert "second line" not in told[0]
+    assert result.weights_sha256 == expected.weights_sha256
+    assert result.loss == expected.loss
+    sentences = [text for text in notices(tmp_path / "found") if "not compiled, since that failed" in text]
+    assert len(sentences) == 1
+    assert ("there is no compiler here" if "backward" not in where else "cannot be computed") in sentences[0]
+    assert "second line" not in sentences[0]
 
 
 @dataclass(kw_only=True)
@@ -237,11 +235,11 @@ def test_a_loop_of_ones_own(use: Any, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("by_default")
 def test_a_loop_of_ones_own_goes_on_without(use: Any, tmp_path: Path) -> None:
     use(Backend(lambda num: True))
-    found = own_loop(tmp_path / "found")
+    result = own_loop(tmp_path / "found")
     assert [text for text in notices(tmp_path / "found") if "not compiled, since that failed" in text]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "wants_compiling", lambda engine: False)
-        assert own_loop(tmp_path / "expected") == found
+        assert own_loop(tmp_path / "expected") == result
 
 
 def exact(world: World, run_dir: str) -> str:

@@ -277,7 +277,7 @@ class Functional(Small):
 
 
 def test_a_vector_loss_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"loss gave a tensor of shape \(10,\); the mean over the batch"):
+    with pytest.raises(TaskError, match=r"loss returned a tensor of shape \(10,\); the mean over the batch"):
         train(Vector(), tmp_path)
 
 

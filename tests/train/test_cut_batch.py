@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from instep.core.errors import TaskError
-from instep.train.microbatches import cut_batch
+from instep.train.reading import cut_batch
 
 
 def test_rows_are_cut_and_all_else_is_shared() -> None:

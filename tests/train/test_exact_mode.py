@@ -82,8 +82,8 @@ def with_another_group(world: World, run_dir: str, in_the_middle: bool) -> list[
 def test_a_group_of_parameters_that_is_added_later(tmp_path: Path) -> None:
     alone = with_another_group(World.join(Place()), str(tmp_path / "1"), False)
     for world_size in (2, 3):
-        found = run_ranks(with_another_group, world_size, str(tmp_path / str(world_size)), False)
-        assert found == [alone] * world_size
+        results = run_ranks(with_another_group, world_size, str(tmp_path / str(world_size)), False)
+        assert results == [alone] * world_size
     with pytest.raises(TaskError, match="in the middle of a step"):
         with_another_group(World.join(Place()), str(tmp_path / "middle"), True)
 

@@ -14,7 +14,7 @@ from torch import nn
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
-from instep.train.fused import can_fuse, may_choose, set_fused
+from instep.train.optimizer import can_fuse, may_choose, set_fused
 from instep.train.worker import worker_main
 from instep.world.world import World
 from tasks import Small
@@ -123,8 +123,8 @@ class LateSparse(Sparse):
     def loss(self, model: Any, batch: Any) -> Any:
         self.calls += 1
         x, y = batch
-        found = model["early"](x)
-        return F.cross_entropy(found if self.calls == 1 else found + model["late"]((x[:, 0].abs() * 10).long()), y)
+        result = model["early"](x)
+        return F.cross_entropy(result if self.calls == 1 else result + model["late"]((x[:, 0].abs() * 10).long()), y)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -136,6 +136,6 @@ def test_a_sparse_layer_that_is_used_late(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_sparse_gradients_are_taken_as_before(name: str, tmp_path: Path) -> None:
     task = Sparse(optimizer_name=name)
-    found = train(task, tmp_path / "a", 6)
+    result = train(task, tmp_path / "a", 6)
     assert task.made.param_groups[0]["fused"] is None
-    assert found == train(Sparse(optimizer_name=name, fused=False), tmp_path / "b", 6)
+    assert result == train(Sparse(optimizer_name=name, fused=False), tmp_path / "b", 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.train.named_state import Names, by_name, by_number
+from instep.train.optimizer import Names, by_name, by_number
 
 
 def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -43,9 +43,9 @@ def test_a_stage_takes_what_is_its_own() -> None:
     saved = by_name(optimizer, Names(model).of_groups(optimizer))
     for group in saved["param_groups"][2:]:  # as the groups of two stages are merged
         saved["param_groups"][0]["params"] += group["params"]
-    found = back(saved, [["1.bias", "1.weight"]], is_partial=True)
-    assert found["param_groups"][0]["params"] == [0, 1]
-    assert found["state"] == {0: saved["state"]["1.bias"], 1: saved["state"]["1.weight"]}
+    result = back(saved, [["1.bias", "1.weight"]], is_partial=True)
+    assert result["param_groups"][0]["params"] == [0, 1]
+    assert result["state"] == {0: saved["state"]["1.bias"], 1: saved["state"]["1.weight"]}
 
 
 def test_a_parameter_of_nobody_goes_by_its_place_and_a_new_layer_by_its_name() -> None:
@@ -68,8 +68,8 @@ def test_state_of_no_parameter_is_passed_on() -> None:
 def test_a_tied_parameter_is_found_by_its_other_name() -> None:
     model, optimizer = trained(2)
     saved = by_name(optimizer, Names(model).of_groups(optimizer))
-    found = back(saved, [["head"], ["0.bias"]], tied={"head": ["0.weight"]})
-    assert found["state"][0] == saved["state"]["0.weight"]
+    result = back(saved, [["head"], ["0.bias"]], tied={"head": ["0.weight"]})
+    assert result["state"][0] == saved["state"]["0.weight"]
 
 
 @pytest.mark.parametrize(

@@ -107,21 +107,21 @@ def test_weights_that_are_lost_are_named(tmp_path: Path) -> None:
 
 
 def errors_of(world: World, folder: str, options: dict[str, Any]) -> list[str]:
-    found = []
+    result = []
     for where in EXPECTED:
         spec = instep.TrainSpec(**OPTIONS | options)
         task = Wrong(where=where, weighted=where == "module")
         with pytest.raises(NumericsError) as caught:
             worker_main(world, task, spec, RunDirectory(Path(folder) / where))
-        found.append(str(caught.value))
-    return found
+        result.append(str(caught.value))
+    return result
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True, "shards": 3, "drop_last": True}], ids=["ddp", "exact"])
 def test_on_whichever_rank(options: dict[str, Any], tmp_path: Path) -> None:
     """Rank 0 says what rank 1 saw, though the norms had spread it to both by then."""
-    told = run_ranks(errors_of, 2, str(tmp_path), options)
-    for where, mine, theirs in zip(EXPECTED, *told, strict=True):
+    answers = run_ranks(errors_of, 2, str(tmp_path), options)
+    for where, mine, theirs in zip(EXPECTED, *answers, strict=True):
         assert mine == theirs
         samples = [int(text) for text in mine.split("samples:")[1].split(".")[0].split(",")]
         # Two ranks halve the batch of ten; of three shards (4, 4, 2) the second rank has the last one or two.

@@ -126,7 +126,7 @@ def two_players(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 def test_two_models_with_an_update_in_between(tmp_path: Path) -> None:
     with instep.start(seed=1, run_dir=str(tmp_path), threads=1) as run:
         ours = two_players(run)
-        indices = [run._loader.sample_indices(step) for step in range(5)]
+        indices = [run._reader.sample_indices(step) for step in range(5)]
     torch.manual_seed(0)
     with instep.start(seed=1, run_dir=str(tmp_path / "again"), threads=1):
         one, two = nn.Linear(6, 6).double(), nn.Linear(6, 1).double()

@@ -46,7 +46,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.timeout(120)
 def test_charlm_reaches_the_loss_of_fp32(tmp_path: Path) -> None:
-    found = {}
+    results = {}
     for precision in ("fp32", "bf16", "fp16"):
         task = task_class(load_file(CHARLM), CHARLM)(length=32, width=32)
         result = instep.train(
@@ -54,12 +54,12 @@ def test_charlm_reaches_the_loss_of_fp32(tmp_path: Path) -> None:
         )
         losses = [e["loss"] for e in read_events(tmp_path / precision) if e["event"] == "step"]
         assert result.loss < 0.7 * losses[0]
-        found[precision] = (result.metrics["eval_loss"], sum(losses[-10:]) / 10)
+        results[precision] = (result.metrics["eval_loss"], sum(losses[-10:]) / 10)
         assert notices(tmp_path / precision)[:1] == ([] if precision == "fp32" else [precision])
-    print(found)
+    print(results)
     for precision in ("bf16", "fp16"):
-        assert found[precision] != found["fp32"]  # it does compute otherwise
-        assert found[precision] == pytest.approx(found["fp32"], rel=0.02)
+        assert results[precision] != results["fp32"]  # it does compute otherwise
+        assert results[precision] == pytest.approx(results["fp32"], rel=0.02)
 
 
 def own_loop(run_dir: Path, around: Any = None, **options: Any) -> tuple[list[Any], list[torch.Tensor]]:
@@ -97,8 +97,8 @@ def test_a_loop_of_ones_own_computes_in_it_too(tmp_path: Path) -> None:
 def test_weights_are_cast_anew_for_each_part(tmp_path: Path) -> None:
     """A user's own autocast around the loop keeps what it has cast, also from before an update."""
     _, expected = own_loop(tmp_path / "a", precision="bf16")
-    _, found = own_loop(tmp_path / "b", torch.autocast("cpu", torch.bfloat16), precision="bf16")
-    assert all(map(torch.equal, found, expected))
+    _, results = own_loop(tmp_path / "b", torch.autocast("cpu", torch.bfloat16), precision="bf16")
+    assert all(map(torch.equal, results, expected))
 
 
 def test_the_backward_pass_is_outside_of_autocast(tmp_path: Path) -> None:

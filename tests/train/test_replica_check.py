@@ -75,7 +75,7 @@ class Flipping(Small):
 
 
 def model_is_trained(model: Any) -> bool:
-    """Tell a step from an evaluation."""
+    """Distinguish a step from an evaluation."""
     return isinstance(model, nn.Module) and model.training
 
 
@@ -91,7 +91,7 @@ def train_cases(world: World, folder: str, options: dict[str, Any], slow_disk: b
             fsync(fd)
 
         os.fsync = slow  # a process of its own, which ends with this test
-    found: list[Any] = [worker_main(world, Flipping(), spec, RunDirectory(Path(folder) / "whole")).weights_sha256]
+    results: list[Any] = [worker_main(world, Flipping(), spec, RunDirectory(Path(folder) / "whole")).weights_sha256]
     for what in NAMES:
         task = Flipping(what=what, rank=world.world_size - 1, marker=f"{folder}/{what}-flipped")
         directory = RunDirectory(Path(folder) / what)
@@ -100,17 +100,17 @@ def train_cases(world: World, folder: str, options: dict[str, Any], slow_disk: b
         world.barrier()
         left = sorted(entry.name for entry in directory.checkpoints.iterdir())
         world.barrier()
-        found.append((str(caught.value), left, worker_main(world, task, spec, directory).weights_sha256))
-    return found
+        results.append((str(caught.value), left, worker_main(world, task, spec, directory).weights_sha256))
+    return results
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"exact": True, "shards": 4}], ids=["ddp", "exact"])
 def test_a_flipped_bit_is_found_and_undone(world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
     slow_disk = world_size == 3 and bool(options)
-    told = run_ranks(train_cases, world_size, str(tmp_path), options, slow_disk)
-    assert all(each == told[0] for each in told)  # every rank says the same
-    whole, *cases = told[0]
+    answers = run_ranks(train_cases, world_size, str(tmp_path), options, slow_disk)
+    assert all(each == answers[0] for each in answers)  # every rank says the same
+    whole, *cases = answers[0]
     for (text, left, after), name in zip(cases, NAMES.values(), strict=True):
         assert f"between step {AGREED_AT} and step {FOUND_AT} " in text
         if world_size == 2:
@@ -200,9 +200,9 @@ def said_in(run_dir: Path) -> list[str]:
 
 def test_buffers_that_a_model_writes_are_told_once(tmp_path: Path) -> None:
     run_ranks(notices_of, 2, str(tmp_path), {"plain": Written()}, {})
-    told = [text for text in said_in(tmp_path / "plain") if "hold different values" in text]
-    assert len(told) == 1
-    assert "the buffer 2.1.seen, which" in told[0]
+    answers = [text for text in said_in(tmp_path / "plain") if "hold different values" in text]
+    assert len(answers) == 1
+    assert "the buffer 2.1.seen, which" in answers[0]
     run_ranks(notices_of, 2, str(tmp_path), {"exact": Written()}, {"exact": True, "shards": 4})
     assert not said_in(tmp_path / "exact")
 
@@ -211,10 +211,10 @@ def test_a_rank_that_holds_the_others_up_is_named_once(tmp_path: Path) -> None:
     tasks = {phase: Lagging(phase=phase) for phase in ("data", "forward and backward")}
     run_ranks(notices_of, 2, str(tmp_path), tasks, {"check_every": 2, "steps": 10})
     for phase in tasks:
-        told = [text for text in said_in(tmp_path / phase) if "wait" in text]
-        assert len(told) == 1, said_in(tmp_path / phase)
-        assert told[0].startswith("rank 1 takes ")
-        assert f"ms a step for {phase} where the other takes" in told[0]
+        answers = [text for text in said_in(tmp_path / phase) if "wait" in text]
+        assert len(answers) == 1, said_in(tmp_path / phase)
+        assert answers[0].startswith("rank 1 takes ")
+        assert f"ms a step for {phase} where the other takes" in answers[0]
 
 
 def test_a_world_of_one_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from instep.core.spec import TrainSpec
 from instep.events.read import read_events
 from instep.events.write import EventLog
 from instep.train import saver
+from instep.train.checkpoint_part import kept_part
 from instep.train.saver import Saver
 from instep.train.worker import worker_main
 from instep.world.world import World
@@ -55,7 +56,7 @@ class Asked(Eventful):
 
 
 def train(world: World, run_dir: Path, mesh: str, faults: str = "", task: type[Small] = Small, **options: Any) -> Any:
-    """Be one rank of a training, with faults that befall rank 1 beside it."""
+    """Run one rank of a training, with faults on rank 1."""
     os.environ["INSTEP_TEST_RANK"] = str(world.rank)
     if world.rank == 1 and faults:
         os.fsync = {"once": _refuse(1), "always": _refuse(999), "slow": _slow}[faults]
@@ -98,9 +99,9 @@ def test_a_run_goes_on_under_other_strategies_and_ends_where_one_process_does(tm
     (alone,) = run(tmp_path / "alone", "dp=1")
     whole, parts = load_weights(tmp_path / "alone"), tmp_path / "parts"
     for steps, mesh in ((3, "fsdp=2"), (6, "dp=2"), (9, "fsdp=2"), (12, "dp=1")):
-        told = run(parts, mesh, steps=steps)
-        assert told[0]["weights_sha256"] == told[-1]["weights_sha256"] == weights_sha256(load_weights(parts))
-    assert told[0]["loss"] == pytest.approx(alone["loss"], rel=1e-9)
+        answers = run(parts, mesh, steps=steps)
+        assert answers[0]["weights_sha256"] == answers[-1]["weights_sha256"] == weights_sha256(load_weights(parts))
+    assert answers[0]["loss"] == pytest.approx(alone["loss"], rel=1e-9)
     for name, tensor in load_weights(parts).items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-9, atol=1e-12)
 
@@ -122,20 +123,20 @@ def test_the_best_is_saved_when_it_is_found(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_asked_to_stop_has_all_of_them_save(tmp_path: Path) -> None:
-    told = run(tmp_path, "fsdp=2", "", Asked, save_every="never")
-    assert [each["status"] for each in told] == ["preempted"] * 2
+    answers = run(tmp_path, "fsdp=2", "", Asked, save_every="never")
+    assert [each["status"] for each in answers] == ["preempted"] * 2
     assert RunDirectory(tmp_path).names() == ["step-00000005"]
     assert run(tmp_path, "dp=1")[0]["steps"] == 12
 
 
 def test_a_disk_that_refuses_one_rank_is_told_and_tried_again(tmp_path: Path) -> None:
     whole = run(tmp_path / "undisturbed", "fsdp=2")[0]
-    told = run(tmp_path, "fsdp=2", "once", save_every="4")[0]
+    answers = run(tmp_path, "fsdp=2", "once", save_every="4")[0]
     (failed,) = events(tmp_path, "save_failed")
     assert failed["step"] == 4
     assert "on rank 1, the disk (or the quota) is full" in failed["error"]
     assert [event["step"] for event in events(tmp_path, "save")][-1] == 12
-    assert told["weights_sha256"] == whole["weights_sha256"]
+    assert answers["weights_sha256"] == whole["weights_sha256"]
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -154,40 +155,42 @@ def test_a_save_is_skipped_while_one_rank_still_writes(tmp_path: Path) -> None:
 
 def lose(world: World, run_dir: Path) -> str:
     """Save weights of which rank 1 has lost some."""
-    grid, trained = spread(world, "fsdp@2")
+    _, trained = spread(world, "fsdp@2")
     update(trained)
     log = EventLog(run_dir, world.rank)
-    it = Saver(grid, TrainSpec(), RunDirectory(run_dir), log)
+    it = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log)
     if world.rank == 1:
         with torch.no_grad():
             trained.model.large.weight._local_tensor[0, 0] = float("nan")
-    it.save(3, [trained], {}, {}, may_skip=False)
-    told = ""
+    it.restore(*trained.parts())
+    it.save(3, {}, may_skip=False)
+    answers = ""
     try:
         it.finish()
     except NumericsError as error:
-        told = str(error)
+        answers = str(error)
     world.barrier()
     log.close()
-    return told
+    return answers
 
 
 def test_weights_that_one_rank_has_lost_are_not_saved(tmp_path: Path) -> None:
-    told = run_ranks(lose, 2, tmp_path)
-    assert "the weights of step 3 are not finite" in told[0]
-    assert told[1] == ""
+    answers = run_ranks(lose, 2, tmp_path)
+    assert "the weights of step 3 are not finite" in answers[0]
+    assert answers[1] == ""
     assert RunDirectory(tmp_path).names() == []
 
 
 def leave_alone(world: World, run_dir: Path) -> float:
     """End on rank 1 before its share is written, and close on rank 0."""
     write_reports.SHORT_TIMEOUT_S = 0.5
-    grid, trained = spread(world, "fsdp@2")
+    _, trained = spread(world, "fsdp@2")
     log = EventLog(run_dir, world.rank)
-    it = Saver(grid, TrainSpec(), RunDirectory(run_dir), log)
+    it = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log)
     if world.rank == 1:
         it._write = lambda save: None  # type: ignore[method-assign]
-    it.save(3, [trained], {}, {}, may_skip=False)
+    it.restore(*trained.parts())
+    it.save(3, {}, may_skip=False)
     begun = time.monotonic()
     it.close()
     log.close()
@@ -203,7 +206,7 @@ def test_after_an_error_rank_0_does_not_wait_long_for_a_rank_that_is_gone(tmp_pa
 
 
 def read_elsewhere(world: World, run_dir: Path, damage: bool) -> tuple[int, list[str], str]:
-    """Go on from a checkpoint; rank 1 is on a machine of its own, where files may arrive damaged."""
+    """Continue from a checkpoint; rank 1 is on a node of its own, where files may arrive damaged."""
     read: list[str] = []
     verify = Checkpoint.verify
 
@@ -216,14 +219,14 @@ def read_elsewhere(world: World, run_dir: Path, damage: bool) -> tuple[int, list
     Checkpoint.verify = watched  # type: ignore[method-assign]
     if world.rank == 1:
         socket.gethostname = lambda: "elsewhere"
-    grid, _ = spread(world, "ddp@2")
+    _, trained = spread(world, "ddp@2")
     log = EventLog(run_dir, world.rank)
     try:
-        step, told = Saver(grid, TrainSpec(), RunDirectory(run_dir), log).step, ""
+        step, answers = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log).step, ""
     except CheckpointError as error:
-        step, told = 0, str(error)
+        step, answers = 0, str(error)
     log.close()
-    return step, read, told
+    return step, read, answers
 
 
 def test_files_are_verified_once_on_each_machine(tmp_path: Path) -> None:
@@ -232,9 +235,9 @@ def test_files_are_verified_once_on_each_machine(tmp_path: Path) -> None:
     assert (step, other_step) == (7, 7)
     assert sorted(here) == ["model.safetensors", "state.json"]
     assert there == ["state.json"]  # the second of two local ranks verifies every second file
-    told = [text for _, _, text in run_ranks(read_elsewhere, 2, tmp_path, True)]
-    assert told[0] == told[1]
-    assert "rank 1: model.safetensors is damaged here. Rank 0 can read it" in told[0]
+    answers = [text for _, _, text in run_ranks(read_elsewhere, 2, tmp_path, True)]
+    assert answers[0] == answers[1]
+    assert "rank 1: model.safetensors is damaged here. Rank 0 can read it" in answers[0]
 
 
 class Average:
@@ -254,22 +257,20 @@ class Average:
 
 def keep(world: World, run_dir: Path, layout: str, step: int) -> tuple[float, str]:
     """Keep an average besides the model; give how far it is from twice the weights."""
-    grid, trained = spread(world, layout, seed=step)
+    _, trained = spread(world, layout, seed=step)
     log = EventLog(run_dir, world.rank)
-    it = Saver(grid, TrainSpec(), RunDirectory(run_dir), log)
+    it = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log)
     average = Average(trained.model)
     average.note = "rank 0's" if world.is_main else "another's"
-    if it.checkpoint is not None:
-        trained.restore(it.checkpoint)
-    it.keep("average", average)
+    it.restore(*trained.parts(), kept_part("average", average, trained.strategy))
     differences = [(average.values[name] - p.detach() * 2).abs().sum() for name, p in trained.model.named_parameters()]
-    found = max(float(d.full_tensor() if hasattr(d, "full_tensor") else d) for d in differences), average.note
-    it.checkpoint = None
-    it.save(step, [trained], {}, {}, may_skip=False)
+    result = max(float(d.full_tensor() if hasattr(d, "full_tensor") else d) for d in differences), average.note
+    it.end_restore()
+    it.save(step, {}, may_skip=False)
     it.finish()
     world.barrier()
     log.close()
-    return found
+    return result
 
 
 def test_what_is_kept_besides_is_sharded_too(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from instep.launch.processes import check_process_count
 from instep.launch.rendezvous import split_endpoint
 from instep.monitor.follow import Follower
 from instep.monitor.progress import duration, metrics_text
-from instep.train.directory import agree_on_directory, settle_directory
+from instep.train.directory import agree_on_directory, prepare_directory
 from instep.train.nodes import wishes_of
 from instep.train.precision import resolve_precision
 from instep.train.result import Result
@@ -143,7 +143,7 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool)
             f"nnodes={spec.nnodes}: each machine would make a run directory of its own. Give all of them the same "
             "--run-dir, on a disk that they share."
         )
-    directory = settle_directory(task, spec)
+    directory = prepare_directory(task, spec)
     try:
         done = _complete(directory, task, spec, speaks)
         if done is not None:
@@ -174,7 +174,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
         process_settings(spec, place.local_world_size),
         World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
     ):
-        directory = agree_on_directory(world, lambda: settle_directory(task, spec))
+        directory = agree_on_directory(world, lambda: prepare_directory(task, spec))
         try:
             done = _complete(directory, task, spec, world.is_main)
             if done is not None:

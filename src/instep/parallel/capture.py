@@ -1,4 +1,4 @@
-"""The arguments with which a Task's loss calls its model, captured without a model, and how a model is tried with them.
+"""The arguments with which a Task's loss calls its model, captured without a model.
 
 `loss` and `metrics` call `model(…)` exactly once. So a stand-in that records the arguments and raises sees all that the
 model would.
@@ -6,13 +6,11 @@ model would.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import TaskError
@@ -48,18 +46,3 @@ def call_of(function: Callable[[Any, Any], Any], batch: Any) -> Call:
     except _Captured as captured:
         return captured.call
     raise TaskError("loss returned without having called its model; it must call it exactly once.")
-
-
-@contextlib.contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode; restore its modes and buffers afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for buffer, value in buffers:
-            buffer.detach().copy_(value)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from instep.parallel.gradients import copy_gradients, from_local, to_local
-from instep.parallel.strategy import Reducer, Strategy
+from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
 from instep.world.world import World
 
 _COUNTING = (torch.float32, torch.float64)
@@ -101,21 +101,20 @@ class DdpReducer(Reducer):
     `counted`: whether this rank's gradients count. If not, another rank with the same gradients counts in its place.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, num_sums: int, counted: bool = True) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, counted: bool = True) -> None:
         super().__init__(parameters)
         self._world, self._counted = world, counted
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for p in self.parameters:
             by_dtype.setdefault(p.dtype, []).append(p)
-        num_extras = num_sums + len(self.parameters)
+        num_extras = NUM_SUMS + len(self.parameters)
         carrier = next((dtype for dtype in by_dtype if dtype in _COUNTING), None)
         self._buckets = [_Bucket(group, num_extras * (dtype is carrier)) for dtype, group in by_dtype.items()]
         self._extras = next((bucket.extras for bucket in self._buckets if bucket.extras.numel()), None)
         """The step's sums, then one flag for each parameter; None: no bucket's dtype is precise enough."""
-        self._num_sums = num_sums
         self._device = world.device
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         used: list[bool] = []
         for bucket in self._buckets:
             in_place = self._counted and self._world.can_coalesce(bucket.dtype) and bucket.take_in_place()
@@ -131,14 +130,13 @@ class DdpReducer(Reducer):
         if self._extras is None:
             self._world.all_reduce(extras)
         # Reading the counts waits for the GPU; a rank that used every parameter knows them already.
-        counts = None if all(used) else extras[self._num_sums :].tolist()
+        counts = None if all(used) else extras[NUM_SUMS:].tolist()
         first = 0
         for bucket in self._buckets:
             stop = first + len(bucket.parameters)
             bucket.adopt(counts[first:stop] if counts is not None else None)
             first = stop
-        totals: list[float] = _as_array(extras)[: self._num_sums].tolist()
-        return totals
+        return StepSums(*_as_array(extras)[:NUM_SUMS].tolist())
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
@@ -146,7 +144,7 @@ def _as_array(tensor: torch.Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-def _write_extras(extras: torch.Tensor, sums: Sequence[float | torch.Tensor], used: Sequence[bool]) -> None:
+def _write_extras(extras: torch.Tensor, sums: StepSums, used: Sequence[bool]) -> None:
     array = _as_array(extras)
     for i, value in enumerate(sums):  # a value on the GPU stays there
         array[i] = value
@@ -157,6 +155,8 @@ class Ddp(Strategy):
     """The whole model on every rank."""
 
     name = "ddp"
+    compiles_by_default = True
+    axes = ("dp",)
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return DdpReducer(parameters, self.grid.data, num_sums)
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return DdpReducer(parameters, self.grid.data)

@@ -11,9 +11,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import data_parallel
 
+from instep.core.mesh import Mesh
+from instep.core.spec import TrainSpec
 from instep.parallel.class_change import add_base
 from instep.parallel.single import Single
-from instep.parallel.strategy import Example
+from instep.parallel.strategy import NO_HINTS, ModelHints
 from instep.world.device import accelerator_of
 
 
@@ -30,8 +32,13 @@ class Dp(Single):
     """The whole model on every GPU that this process sees."""
 
     name = "dp"
+    compiles_by_default = False
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        return spec.strategy == "dp" and super().serves(spec, mesh)
+
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         accelerator = accelerator_of(self.grid.world.device)
         num_gpus = accelerator.device_count() if accelerator is not None else 0
         if num_gpus < 2:
@@ -39,7 +46,7 @@ class Dp(Single):
                 f"strategy=dp splits a batch over the GPUs of one process, and this process sees {num_gpus}: it trains "
                 "as strategy=single does. For several processes use strategy=ddp with -n."
             )
-            return super().spread(model, example)
+            return super().spread(model, hints)
         self.said.append(
             f"strategy=dp: one process uses {num_gpus} GPUs and copies the model to them in every step, and BatchNorm "
             "and dropout see one GPU's rows. strategy=ddp with -n auto is faster and gives the same result as one GPU."

@@ -20,7 +20,7 @@ from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import copy_gradients
 from instep.parallel.shard_norm import gather_by_shard, use_shard_statistics
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.strategy import NO_HINTS, NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
 from instep.world.determinism import prepare_deterministic
 from instep.world.world import World
 
@@ -66,9 +66,9 @@ class _Pool:
 class ExactReducer(Reducer):
     """Adds the shards' gradients over their canonical tree ([Note: Exact mode])."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext, num_sums: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext) -> None:
         super().__init__(parameters)
-        self._world, self._context, self._num_sums = world, context, num_sums
+        self._world, self._context = world, context
         self._pool = _Pool(self.parameters)
         self._passes: list[TreeSum[_FlatGradients]] = []
         self._counted: list[list[list[float | torch.Tensor]]] = []
@@ -83,7 +83,7 @@ class ExactReducer(Reducer):
             self._pool.put_back(self._total)
         self._passes, self._counted, self._total = [], [], None
 
-    def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
+    def end_shard(self, sums: StepSums) -> None:
         """Take a shard's gradient and its sums."""
         shard = self._context.shard
         if not self._passes or shard < self._passes[-1].parts[-1][0][1]:  # the step repeats its shards
@@ -97,15 +97,15 @@ class ExactReducer(Reducer):
             p.grad = None
         self._passes[-1].put((shard, shard + 1), gradients)
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        totals = torch.zeros(self._num_sums + len(self.parameters), dtype=torch.float64)
+    def reduce(self, sums: StepSums) -> StepSums:
+        totals = torch.zeros(NUM_SUMS + len(self.parameters), dtype=torch.float64)
         num_passes = len(self._passes)
         if self._context.num_shards < self._world.world_size:  # a rank without a shard may have sums, too
             local_sums = [] if self._passes else [float(value) for value in sums]
             by_rank = self._world.all_gather_object([num_passes, local_sums])
             num_passes = max(passes for passes, _ in by_rank)
             for rank_sums in filter(None, (rank_sums for _, rank_sums in by_rank)):
-                totals[: self._num_sums] += torch.tensor(rank_sums, dtype=torch.float64)
+                totals[:NUM_SUMS] += torch.tensor(rank_sums, dtype=torch.float64)
         total: _FlatGradients | None = None
         for number in range(num_passes):
             counted = self._counted[number] if number < len(self._counted) else []
@@ -116,10 +116,10 @@ class ExactReducer(Reducer):
             total = root if total is None else self._pool.add(total, root)
         self._passes, self._counted = [], []
         if total is not None:
-            for p, view, count in zip(self.parameters, total.views, totals[self._num_sums :].tolist(), strict=True):
+            for p, view, count in zip(self.parameters, total.views, totals[NUM_SUMS:].tolist(), strict=True):
                 p.grad = view if count > 0 else None
         self._total = total
-        return totals[: self._num_sums].tolist()
+        return StepSums(*totals[:NUM_SUMS].tolist())
 
     def _add_subtrees(self, parts: list[_FlatGradients]) -> _FlatGradients:
         """Return the sum of all ranks' subtrees. Called on all ranks."""
@@ -168,9 +168,10 @@ class Exact(Strategy):
     """The whole model on every rank, with the same bits at any number of ranks."""
 
     name = "exact"
+    is_exact = True
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        del example  # the model is not examined
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+        del hints  # the model is not examined
         prepare_deterministic(self.grid.world.device)
         model = replace_dropout(model, self.context)
         use_shard_statistics(model, self.context)
@@ -178,7 +179,7 @@ class Exact(Strategy):
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         # On CPU, fused kernels round the last few elements of a tensor differently from the rest, so a sharded
         # parameter would not be updated as the whole one is (seen with SGD).
         if self.grid.world.device.type == "cpu":
@@ -186,5 +187,5 @@ class Exact(Strategy):
                 if group.get("fused"):
                     group["fused"] = optimizer.defaults["fused"] = False
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return ExactReducer(parameters, self.grid.data, self.context, num_sums)
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return ExactReducer(parameters, self.grid.data, self.context)

@@ -21,16 +21,14 @@ from instep.parallel.batch_context import BatchContext
 from instep.parallel.exact import Exact, ExactReducer
 from instep.parallel.fsdp import Fsdp, Sharding
 from instep.parallel.gradients import from_local
-from instep.parallel.strategy import Example, Reducer
+from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums
 from instep.world.grid import Grid
 
 
 class ExactShardedReducer(ExactReducer):
     """Adds whole gradients; each rank keeps its shard of the sums ([Note: Exact sharding])."""
 
-    def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, context: BatchContext, num_sums: int
-    ):
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, context: BatchContext) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._sharded = list(parameters)
         self._fsdp_rank, self._fsdp_size = grid.mesh.coordinate(grid.world.rank, "fsdp"), grid.mesh.fsdp
@@ -39,7 +37,7 @@ class ExactShardedReducer(ExactReducer):
             module.set_requires_gradient_sync(False)
         self.be_ready()
         whole = dict(model.named_parameters())
-        super().__init__([whole[names[id(p)]] for p in parameters], grid.data, context, num_sums)
+        super().__init__([whole[names[id(p)]] for p in parameters], grid.data, context)
         self.end_step()
 
     def be_ready(self) -> None:
@@ -53,7 +51,7 @@ class ExactShardedReducer(ExactReducer):
         for p in self.parameters:
             p.grad = None
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         totals = super().reduce(sums)
         for sharded, whole in zip(self._sharded, self.parameters, strict=True):
             sharded.grad = None if whole.grad is None else self._shard_of(whole.grad, like=sharded)
@@ -76,20 +74,21 @@ class ExactFsdp(Exact):
     """Parameters and optimizer state sharded over the ranks, with the same bits as on one rank."""
 
     name = "exact fsdp"
-    in_step = True
+    is_partial = True
+    gathers_weights = True
+    axes = ("fsdp",)
 
     def __init__(self, grid: Grid, context: BatchContext) -> None:
         super().__init__(grid, context)
         self._sharding = Fsdp(grid, context, Sharding())
         self._models: dict[int, nn.Module] = {}
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        model = super().spread(model, example)
-        self._sharding.blocks = self.blocks
-        self._sharding.shard(model)
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+        model = super().spread(model, hints)
+        self._sharding.shard(model, hints)
         self._models |= {id(p): model for p in model.parameters()}
         return model
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         model = self._models[id(parameters[0])]
-        return ExactShardedReducer(model, parameters, self.grid, self.context, num_sums)
+        return ExactShardedReducer(model, parameters, self.grid, self.context)

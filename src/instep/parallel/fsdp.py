@@ -26,11 +26,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import SpecError, TaskError
+from instep.core.mesh import Axis
+from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
-from instep.parallel.gradients import DistributedReducer
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.strategy import (
+    HALF_DTYPES,
+    NO_HINTS,
+    DistributedReducer,
+    ModelHints,
+    Reducer,
+    StepSums,
+    Strategy,
+)
 from instep.world.grid import Grid
 
 
@@ -52,7 +61,7 @@ class ShardedReducer(DistributedReducer):
         super().__init__(parameters, grid)
         self._order = order
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         for number, p in enumerate(self.parameters):
             if p.grad is None:
                 self._order.add(number)
@@ -66,7 +75,7 @@ class ShardedReducer(DistributedReducer):
                 "parameters were added. With fsdp, the modules that a forward pass runs must not depend on its rows: "
                 "use strategy=ddp."
             )
-        return totals
+        return StepSums(*totals)
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,14 @@ class Fsdp(Strategy):
     """Each parameter sharded over the ranks along `fsdp`; replicas of the model along `dp`."""
 
     name: ClassVar[str] = "fsdp"
-    in_step = True
+    is_partial = True
+    gathers_weights = True
+    axes: ClassVar[tuple[Axis, ...]] = ("fsdp",)
+
+    @classmethod
+    def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:
+        narrow = HALF_DTYPES.get(spec.precision) if spec.narrow_gather else None
+        return cls(grid, context, Sharding(spec.reshard, spec.offload, spec.meta_init, narrow))
 
     def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
         super().__init__(grid, context)
@@ -103,17 +119,17 @@ class Fsdp(Strategy):
         self._deferred = build_deferred(make)
         return self._deferred.model
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         deferred, self._deferred = self._deferred, None
-        model = super().spread(model, example) if deferred is None else self.replace_layers(model)
+        model = super().spread(model, hints) if deferred is None else self.replace_layers(model)
         self.connect(model, connected=True)  # every rank must run every backward pass
         _guard_outputs(model)
-        self.shard(model, deferred)
+        self.shard(model, hints, deferred)
         return model
 
-    def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
+    def shard(self, model: nn.Module, hints: ModelHints, deferred: Deferred | None = None) -> None:
         """Shard a model's parameters, in place; those of a deferred model as soon as a unit has its values."""
-        units = [block for _, block in own_blocks(model, self.blocks)]
+        units = [block for _, block in own_blocks(model, hints.blocks)]
         for number, unit in enumerate((*units, model)):
             unit.register_forward_pre_hook(partial(self._order.add, number))
         if deferred is None:
@@ -179,7 +195,7 @@ class Fsdp(Strategy):
             offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
         )
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return ShardedReducer(parameters, self.grid, self._order)
 
 

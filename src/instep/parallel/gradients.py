@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from instep.parallel.strategy import Reducer
 from instep.world.grid import Grid
 
 
@@ -71,31 +70,21 @@ def _num_copies(parameter: nn.Parameter, grid: Grid) -> float:
     return num_ranks
 
 
-def clip_to(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the gradients down if their norm exceeds `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    grid: Grid | None = None,
+    num_stages_with: Mapping[nn.Parameter, int] | None = None,
+) -> torch.Tensor:
+    """Clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; return the norm before.
+
+    With a grid the gradients are shards, or belong to a stage: the norm is that of all ranks' together, and all ranks
+    call this. `num_stages_with` as in `total_norm`.
+    """
+    if grid is None:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = total_norm(parameters, grid, num_stages_with)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    gradients = local_gradients(parameters)
-    if gradients:
+    if gradients := local_gradients(parameters):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
-
-
-class DistributedReducer(Reducer):
-    """Scales and clips this rank's shards of the gradients, by the norm of all of them."""
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], grid: Grid, num_stages_with: Mapping[nn.Parameter, int] | None = None
-    ) -> None:
-        super().__init__(parameters)
-        self._grid = grid
-        self._num_stages_with = num_stages_with
-        """Stages that hold a shared parameter: it counts once in the norm."""
-
-    def scale(self, factor: float) -> None:
-        if gradients := local_gradients(self.parameters):
-            torch._foreach_mul_(gradients, factor)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the norm over all ranks, and return it; it is the same on each. Called on all ranks."""
-        norm = total_norm(self.parameters, self._grid, self._num_stages_with)
-        clip_to(self.parameters, norm, max_norm)
-        return norm
+    return norm

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
-from instep.parallel.strategy import Reducer, Strategy
+from instep.parallel.strategy import Reducer, StepSums, Strategy
 
 
 class LocalReducer(Reducer):
     """Leaves gradients as they are: there is one rank."""
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        return [float(value) for value in sums]
+    def reduce(self, sums: StepSums) -> StepSums:
+        return StepSums(*map(float, sums))
 
 
 class Single(Strategy):
     """The whole model on the only rank."""
 
     name = "single"
+    compiles_by_default = True
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:  # noqa: ARG002
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return LocalReducer(parameters)

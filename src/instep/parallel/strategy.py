@@ -1,33 +1,78 @@
-"""What every way to spread a model over ranks must be able to do.
+"""What a strategy, one way to distribute a model over ranks, has to provide.
 
-A strategy is chosen once, before the model exists. It spreads the model, and makes for each optimizer the
-reducer that agrees with the other ranks on gradients. The loop knows these two and nothing else.
+A strategy is chosen once, before the model exists (`registry.py`). It distributes the model, and makes for each
+optimizer the reducer that agrees with the other ranks on gradients. Code that serves all strategies asks the strategy,
+and tests neither its class nor the mesh.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from instep.core.mesh import Axis, Mesh
+from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks
 from instep.parallel.capture import Call
 from instep.parallel.dropout import replace_dropout
+from instep.parallel.gradients import clip_gradients, local_gradients
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.zero_weight import zero_gradient_of_outputs
 from instep.world.grid import Grid
 
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype that a precision computes in, where that is not the tensors' own."""
+
 Example = Callable[[], Call]
-"""Gives the arguments of a model's call for a few rows, on CPU."""
+"""Returns the arguments of a model's call for a few rows, on CPU."""
 Layers = Callable[[nn.Module], Sequence[Callable[..., Any]]]
-"""Gives a model's layers: applied one after the other, they make up the model."""
+"""Returns a model's layers; applied one after the other, they make up the model."""
 TensorPlanOf = Callable[[nn.Module], Mapping[str, Any]]
-"""Says how a model's layers are split, by their paths: in words, or as PyTorch's ParallelStyles."""
+"""Returns how a model's layers are split, by their paths: in words, or as PyTorch's ParallelStyles."""
+LossOf = Callable[[nn.Module, Any], Any]
+"""Returns the loss of a batch as a Task does: a mean, or a mean and its weight."""
+
+
+@dataclass(frozen=True)
+class ModelHints:
+    """What the user knows of a model; the same on all ranks."""
+
+    example: Example | None = None
+    layers: Layers | None = None
+    """Where a pipeline may cut it."""
+    tensor_plan: TensorPlanOf | None = None
+    blocks: Blocks | None = None
+    """What is gathered, or computed again, at a time."""
+
+
+NO_HINTS = ModelHints()
+
+
+class StepSums(NamedTuple):
+    """The numbers that are added up over the ranks together with the gradients of a step."""
+
+    loss: float | torch.Tensor = 0.0
+    """Of each part, its loss times its weight."""
+    weight: float = 0.0
+    """The weights that the user gave."""
+    num_weighted: float = 0.0
+    """Ranks (in exact mode: shards) whose loss came with a weight."""
+    num_counted: float = 0.0
+    """Ranks (in exact mode: shards) that counted a loss."""
+    num_stop_requests: float = 0.0
+    num_save_requests: float = 0.0
+    num_changed_buffers: float = 0.0
+    """In exact mode: buffers that the shards changed."""
+
+
+NUM_SUMS = len(StepSums._fields)
 
 
 class Reducer(ABC):
@@ -37,19 +82,19 @@ class Reducer(ABC):
         self.parameters = list(parameters)
 
     @abstractmethod
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        """Add gradients, in place, and `sums` up over all ranks; give the sums. Called on all ranks."""
+    def reduce(self, sums: StepSums) -> StepSums:
+        """Add gradients, in place, and `sums` up over all ranks; return the sums. Called on all ranks."""
 
     def be_ready(self) -> None:  # noqa: B027 - most have nothing to do
-        """Make passes possible that not every rank makes; before the parts of a step, in exact mode. On all ranks."""
+        """Allow passes that not every rank makes; before the parts of a step, in exact mode. Called on all ranks."""
 
     def end_step(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of what `be_ready` got; in exact mode."""
+        """Release what `be_ready` acquired; in exact mode."""
 
     def forget(self) -> None:  # noqa: B027 - most keep nothing
-        """Let go of what was gathered in this step so far."""
+        """Drop what was gathered in this step so far."""
 
-    def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
+    def end_shard(self, sums: StepSums) -> None:
         """Take the gradient of a shard, in exact mode, with what it adds to the step's sums."""
         raise NotImplementedError
 
@@ -58,85 +103,159 @@ class Reducer(ABC):
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradient's global norm; give the norm before."""
-        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        """Clip the gradients by their global norm; return the norm before. Called on all ranks."""
+        return clip_gradients(self.parameters, max_norm)
+
+
+class DistributedReducer(Reducer):
+    """Scales and clips this rank's shards of the gradients, by the norm of all of them."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], grid: Grid, num_stages_with: Mapping[nn.Parameter, int] | None = None
+    ) -> None:
+        super().__init__(parameters)
+        self._grid = grid
+        self._num_stages_with = num_stages_with
+        """Stages that hold a shared parameter: it counts once in the norm."""
+
+    def scale(self, factor: float) -> None:
+        if gradients := local_gradients(self.parameters):
+            torch._foreach_mul_(gradients, factor)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return clip_gradients(self.parameters, max_norm, self._grid, self._num_stages_with)
+
+
+class StepPart(Protocol):
+    """The part of a step that is computed now, as a strategy sees it."""
+
+    @property
+    def rows(self) -> PartRows:
+        """Which rows of the global batch it has."""
+
+    def run_whole(self, model: nn.Module, loss_of: LossOf) -> None:
+        """Run the whole part: forward, loss, backward."""
+
+    def cut(self, num_pieces: int) -> list[tuple[int, int, Any]]:
+        """Cut the part's batch by rows; return each piece's first row, its number of rows, and the piece."""
+
+    def seed_noise(self, first_row: int) -> None:
+        """Seed the noise that layers do not own, for the rows from `first_row` of the global batch on."""
+
+    def begin_gradient(self) -> None:
+        """Clear the last update's gradients, unless this step has added to them."""
+
+    def scaled_loss(self, loss: Any, num_rows: int) -> torch.Tensor | None:
+        """Count what `loss_of` returned for some of the rows; return what to call backward on, None for nothing."""
+
+
+class PartRows(Protocol):
+    """Where the rows of a part are in the global batch."""
+
+    @property
+    def first_row(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def micro_rows(self) -> int: ...
+    @property
+    def replicated(self) -> bool: ...
 
 
 class Strategy(ABC):
-    """One way to spread a model."""
+    """One way to distribute a model. To add one: a subclass, its line in `registry.py`, docs/strategies.md."""
 
     name: ClassVar[str]
-    in_step = False
-    """Whether the ranks that share a batch speak in every forward pass, so that all must make as many."""
+    axes: ClassVar[tuple[Axis, ...]] = ()
+    """The axes of the mesh along which it needs several ranks."""
+    is_exact: ClassVar[bool] = False
+    """Whether it is for exact mode."""
+    is_partial: bool = False
+    """Whether a rank holds only a part of the model, so that all ranks save together."""
+    has_all_names: bool = True
+    """Whether a rank holds every parameter, or a piece of it; if not, some are known to other ranks only."""
+    gathers_weights: ClassVar[bool] = False
+    """Whether ranks that share a batch gather weights in each forward pass: all must make as many passes, and a weight
+    that was cast is not kept for its next use."""
+    calls_model: ClassVar[bool] = True
+    """Whether a rank can call the model and go backward from its output."""
+    compiles_by_default: ClassVar[bool] = False
+    """Whether a step is compiled on GPUs unless the user decides."""
+
+    @classmethod
+    def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
+        """Return whether it is a strategy for a mesh; of several, the first in the registry is chosen."""
+        return spec.exact == cls.is_exact and all(mesh.along(axis) > 1 for axis in cls.axes)
+
+    @classmethod
+    def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:
+        """Make the strategy as the spec asks for it. Called on all ranks."""
+        del spec  # for strategies that have options
+        return cls(grid, context)
 
     def __init__(self, grid: Grid, context: BatchContext) -> None:
         self.grid = grid
         self.context = context
-        self._loud: list[nn.Module] = []
-        """Models that have no need for silence ([Note: Parts of weight 0]), as long as no model has."""
+        self._without_hooks: list[nn.Module] = []
+        """Models whose outputs need no hook ([Note: Parts of weight 0]), as long as no model needs one."""
         self.said: list[str] = []
-        """What a person should know of how the model was spread."""
-        self.layers: Layers | None = None
-        """How the next model may be cut, where its Task says so."""
-        self.blocks: Blocks | None = None
-        """What of the next model is gathered, or computed again, at a time, where its Task says so."""
-        self.tensor_plan: TensorPlanOf | None = None
-        """How the next model's layers are split, where its Task says so."""
+        """What a person should know of how the model was distributed."""
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Build a model that is to be spread."""
+        """Build a model that is to be distributed."""
         return make()
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        """Bring a model to this rank: same layers, same weights, same answer as on one. Called on all ranks.
-
-        `example` gives what the model is called with for a few rows, where that is known; the same on all ranks.
-        """
-        del example  # for strategies that have to look into the model
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+        """Move a model to this rank, with the same layers, weights and answer as on one rank. Called on all ranks."""
+        del hints  # for strategies that have to look into the model
         model = self.replace_layers(model)
         model = model.to(self.grid.world.device)
-        # The seed gives every rank the same weights; what a model drew from elsewhere is settled here.
+        # The seed gives every rank the same weights; a model may have drawn some from elsewhere.
         self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
     def replace_layers(self, model: nn.Module) -> nn.Module:
-        """Let the layers that depend on the whole batch know of it."""
+        """Replace the layers that depend on the whole batch."""
         model = replace_dropout(model, self.context)
         self.connect(model, bool(sync_batch_norm(model, self.grid.data, self.context)))
         return model
 
     def connect(self, model: nn.Module, connected: bool) -> None:
-        """Note whether ranks exchange something in a model's backward pass; if so in one, all are to be silenced."""
-        self._loud.append(model)
+        """Note whether ranks communicate in a model's backward pass; if in one, all models' outputs get a hook."""
+        self._without_hooks.append(model)
         self.context.connected |= connected
-        while self._loud and self.context.connected:
-            zero_gradient_of_outputs(self._loud.pop(), self.context)
+        while self._without_hooks and self.context.connected:
+            zero_gradient_of_outputs(self._without_hooks.pop(), self.context)
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer fit the way its parameters are spread."""
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer fit the way its parameters are distributed."""
         for group in optimizer.param_groups:
-            # Each operation on a piece has a price of its own, on CPU many times that of the numbers: as few as can be.
+            # Each operation on a DTensor has a price of its own, on CPU many times that of the numbers.
             is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
             if is_open and any(isinstance(p, DTensor) for p in group["params"]):
                 group["foreach"] = True
 
+    def run_part(self, part: StepPart, model: nn.Module, loss_of: LossOf) -> None:
+        """Run a part of a step: forward, loss, backward. Called on all ranks that share the part's micro-batch."""
+        part.run_whole(model, loss_of)
+
     def smallest_part(self, rows: int) -> int:
-        """Tell how many rows, over all ranks, the smallest piece has into which `rows` rows are cut."""
+        """Return the rows, over all ranks, of the smallest piece into which `rows` rows are cut."""
         return rows
 
     def num_parameters(self, model: nn.Module) -> int:
-        """Count the numbers that a model learns, on whichever ranks they are."""
+        """Return the number of trained values, on all ranks together."""
         return sum(p.numel() for p in model.parameters())
 
     def notices(self, rows: int) -> list[str]:
-        """Say what a person should know before the training, in which a part has `rows` rows for each copy."""
+        """Return what a person should know before the training, in which a part has `rows` rows for each replica."""
         del rows
         return self.said
 
     def report(self) -> list[str]:
-        """Say what a person should know after the training. Called on all ranks."""
+        """Return what a person should know after the training. Called on all ranks."""
         return []
 
     @abstractmethod
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        """Make the reducer of one optimizer's parameters; `num_sums` numbers travel with the gradients."""
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        """Make the reducer of one optimizer's parameters."""

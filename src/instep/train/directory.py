@@ -1,31 +1,35 @@
-"""Which directory a training lives in: decided by one process, known to all.
+"""The run directory of a training and the checkpoint to continue from: one process decides, all ranks follow.
 
-Ranks: `settle_directory` one (the launcher, or rank 0); `agree_on_directory` all.
+Ranks: `prepare_directory` one (the launcher, or rank 0); `agree_on_…` all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import CheckpointError
 from instep.core.spec import TrainSpec
+from instep.events.schema import NoticeRecord
+from instep.events.write import EventLog
 from instep.train.task import Task, depends_on_num_steps, field_names
 from instep.world.world import World
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Give a Task's name and its fields as plain values."""
+    """Return a Task's name and its fields as plain values."""
     values = {name: getattr(task, name) for name in field_names(type(task))}
     return {"name": type(task).__name__, "fields": {name: _plain(value) for name, value in values.items()}}
 
 
 def _plain(value: Any) -> Any:
-    """Write a field's value so that the same one reads the same in another process."""
+    """Return a field's value in a form that is the same in every process."""
     if isinstance(value, bool | int | float | str | None):
         return value
     if hasattr(value, "__qualname__"):
@@ -34,7 +38,7 @@ def _plain(value: Any) -> Any:
 
 
 def describe_run(task: dict[str, Any], spec: TrainSpec) -> dict[str, Any]:
-    """Give all that spec.json holds."""
+    """Return what spec.json holds."""
     return {
         "task": task,
         "recipe": spec.recipe(),
@@ -44,19 +48,19 @@ def describe_run(task: dict[str, Any], spec: TrainSpec) -> dict[str, Any]:
 
 
 def open_directory(name: str, spec: TrainSpec) -> RunDirectory:
-    """Open the directory that was asked for, or make one."""
+    """Open the run directory that the spec names, or make a new one."""
     if spec.run_dir is None:
         return RunDirectory.create(name)
     return RunDirectory.open(Path(spec.run_dir), spec.fresh, job_of(spec))
 
 
 def job_of(spec: TrainSpec) -> str:
-    """Name the job whose launching processes, one on each machine, share a run directory; empty: there is only one."""
+    """Return the name of the job whose launchers, one on each node, share a run directory; empty: there is only one."""
     return f"the job {spec.rdzv_id or 'instep'} at {spec.rdzv_endpoint}" if spec.max_nodes > 1 else ""
 
 
-def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
-    """Open or make the run's directory, keep others out, and write down, or check, what the run is."""
+def prepare_directory(task: Task, spec: TrainSpec) -> RunDirectory:
+    """Open or make the run directory, lock it, and write spec.json, or check that it describes the same run."""
     directory = open_directory(type(task).__name__.lower(), spec)
     directory.lock(job_of(spec))
     try:
@@ -68,21 +72,61 @@ def settle_directory(task: Task, spec: TrainSpec) -> RunDirectory:
 
 
 def check_directory(path: Path, task: Task, spec: TrainSpec) -> None:
-    """Refuse a directory whose run this one cannot continue; touch nothing."""
+    """Raise if a directory holds a run that this one cannot continue; write nothing."""
     RunDirectory(path).check_recipe(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
 
 
 def agree_on_directory(world: World, decide: Callable[[], RunDirectory]) -> RunDirectory:
-    """Decide on rank 0 and tell the others, also when it cannot be. Called on all ranks."""
-    told: dict[str, str] = {}
-    decided: RunDirectory | None = None
+    """Return the directory that rank 0 decides on, or raise its error on every rank. Called on all ranks."""
+    answer: dict[str, str] = {}
+    directory: RunDirectory | None = None
     if world.is_main:
         try:
-            decided = decide()
-            told["path"] = str(decided.path)
+            directory = decide()
+            answer["path"] = str(directory.path)
         except CheckpointError as error:
-            told["error"] = str(error)
-    told = world.broadcast_object(told)
-    if "error" in told:
-        raise CheckpointError(told["error"])
-    return decided if decided is not None else RunDirectory(Path(told["path"]))
+            answer["error"] = str(error)
+    answer = world.broadcast_object(answer)
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return directory if directory is not None else RunDirectory(Path(answer["path"]))
+
+
+def describe_own_loop(world: World, directory: RunDirectory, name: str, spec: TrainSpec, may_extend: bool) -> None:
+    """Write spec.json for a loop of one's own, or check that it describes the same run. Called on all ranks."""
+
+    def decide() -> RunDirectory:
+        directory.write_spec(describe_run({"name": name, "fields": {}}, spec), may_extend=may_extend)
+        return directory
+
+    agree_on_directory(world, decide)
+
+
+def agree_on_checkpoint(world: World, directory: RunDirectory, log: EventLog) -> Checkpoint | None:
+    """Return the newest good checkpoint that rank 0 finds, opened on every rank. Called on all ranks."""
+    newest: Checkpoint | None = None
+    if world.is_main:
+        newest, complaints = directory.recover()
+        for complaint in complaints:
+            log.write(NoticeRecord(text=complaint + " An older checkpoint is used."))
+    name, host = world.broadcast_object([newest.path.name if newest is not None else None, socket.gethostname()])
+    if name is None:
+        return None
+    problem = ""
+    if newest is None:
+        try:
+            newest = _open_here(directory, world, name, is_verified=host == socket.gethostname())
+        except CheckpointError as error:
+            problem = str(error)
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(world.all_gather_object(problem)) if text]
+    if problems:
+        raise CheckpointError(f"{problems[0]} Rank 0 can read it: is the run directory on a disk that all nodes share?")
+    return newest
+
+
+def _open_here(directory: RunDirectory, world: World, name: str, is_verified: bool) -> Checkpoint:
+    """Open a checkpoint that rank 0 has verified; on another node its ranks verify it again, in shares."""
+    checkpoint = Checkpoint(directory.checkpoints / name, is_verified=True)
+    if not is_verified:
+        checkpoint.verify(checkpoint.files[world.place.local_rank :: world.place.local_world_size])
+    return checkpoint

@@ -1,9 +1,8 @@
-"""What a step works with: the models in training, the layers' context, the numbers that scale a loss."""
+"""What a step works with: the models in training, the layers' context, the strategy, the precision."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 
 import numpy
 import torch
@@ -12,21 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.core.splitmix import mix64
-from instep.core.stop import StopRequest
-from instep.data.order import PartPlan
+from instep.data.order import BatchPlan, PartPlan
 from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.ddp import Ddp
-from instep.parallel.dp import Dp
-from instep.parallel.exact import Exact
-from instep.parallel.exact_fsdp import ExactFsdp
-from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.pipeline.strategy import Pipeline
+from instep.parallel.preserve import SavedBuffers
+from instep.parallel.registry import choose_strategy
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.shard_norm import update_running_statistics
-from instep.parallel.single import Single
-from instep.parallel.strategy import Strategy
-from instep.parallel.tensor.strategy import ShardedTensor, Tensor
+from instep.parallel.strategy import StepSums
 from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState
 from instep.train.witness import Witness
@@ -37,43 +29,40 @@ from instep.world.world import World
 
 
 class Engine:
-    """The machinery of one rank between a batch and an update."""
+    """Everything on one rank between a batch and an update."""
 
-    def __init__(self, world: World, spec: TrainSpec) -> None:
+    def __init__(self, world: World, spec: TrainSpec, witness: Witness | None = None) -> None:
         self.world = world
         self.spec = spec
+        """As the run began: a loop of one's own may change the length and the batch size later."""
+        self.witness = witness
         self.on_cpu = world.device.type == "cpu"
         self.trained: list[TrainState] = []
         self.context = BatchContext(world.device, derive(spec.seed, "noise"))
         self.grid = Grid.open(world, spec.mesh_of(world.world_size))
-        self.precision = Precision(spec, world.device, remembers=self.grid.mesh.fsdp == 1)
-        narrow = self.precision.dtype if spec.narrow_gather else None
-        self.strategy = _choose_strategy(spec, self.grid, self.context, narrow)
-        self.on_nan: Callable[[int, float], None] = _ignore
-        """Told of a step whose loss is not finite, before anything is updated; may raise."""
-        self.wants_save: Callable[[], bool] = _never
-        """Tells whether this rank would have all of them save after this step."""
-        self.say: Callable[[str], None] = _say_nothing
-        """Tells a person something, once for all ranks."""
+        self.strategy = choose_strategy(spec, self.grid, self.context)
+        self.precision = Precision(spec, world.device, keeps_casts=not self.strategy.gathers_weights)
         self.loss_scale = LossScale() if spec.precision == "fp16" else None
-        self.full_batch = 0
-        """Samples of a step's global batch, unless it is an epoch's last."""
         self.is_full = False
-        """Whether the step under way has that many."""
+        """Whether the step under way has a full batch: not the last one of an epoch."""
         self.reads_early = has_streams(world.device) and world.world_size == 1 and not spec.exact
         """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
-        self.witness: Witness | None = None
-        self.stop_request = StopRequest()
         self.pace = StepTimer()
-        """What this rank's own part of the steps takes."""
-        self._buffers: list[list[torch.Tensor]] = []
+        """How long this rank's own work takes."""
+        self._buffers: SavedBuffers | None = None
+        """With on_nan=skip, as the step found them."""
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._generators = [torch.default_generator]
         if (accelerator := accelerator_of(world.device)) is not None:
             self._generators.append(accelerator.default_generator(world.device))
 
-    def begin_step(self, step: int, num_shards: int) -> None:
+    def begin(self, plan: BatchPlan) -> None:
+        """Prepare for steps with batches of this plan."""
+        self.context.smallest_part = self.strategy.smallest_part(plan.smallest_part)
+
+    def begin_step(self, step: int, num_shards: int, is_full: bool) -> None:
         """Set the step's noise, and remember what a step that is skipped must not change."""
+        self.is_full = is_full
         self.context.begin_step(step)
         self.context.num_shards = num_shards
         for trained in self.trained if num_shards else ():
@@ -83,25 +72,22 @@ class Engine:
                 trained.shard_buffers = ShardBuffers(trained.model)
             trained.shard_buffers.begin_step()
         if self.spec.on_nan == "skip":
-            self._buffers = [[b.clone() for b in trained.model.buffers()] for trained in self.trained]
+            self._buffers = SavedBuffers(trained.model for trained in self.trained)
 
-    def refuse_update(self, step: int, loss: float) -> None:
-        """Undo what the forward passes left in buffers (running statistics), and tell; may raise."""
-        if self.spec.on_nan == "skip":
-            for trained, kept in zip(self.trained, self._buffers, strict=True):
-                for buffer, value in zip(trained.model.buffers(), kept, strict=True):
-                    buffer.copy_(value)
-        self.on_nan(step, loss)
+    def restore_buffers(self) -> None:
+        """With on_nan=skip, undo what a step's forward passes left in buffers (running statistics)."""
+        if self._buffers is not None:
+            self._buffers.restore()
 
-    def end_scaled_step(self, step: int, good: bool, overflowed: bool, weight: float | None) -> None:
-        """In fp16, let the scale of the loss follow what became of a step ([Note: Loss scale])."""
-        if self.loss_scale is not None:
-            self.loss_scale.end_step(good, overflowed, weight)
-            if overflowed and (text := self.loss_scale.complaint(step)):
-                self.say(text)
+    def end_scaled_step(self, step: int, good: bool, overflowed: bool, weight: float | None) -> str:
+        """In fp16, adapt the loss scale ([Note: Loss scale]); return what a person should know, empty: nothing."""
+        if self.loss_scale is None:
+            return ""
+        self.loss_scale.end_step(good, overflowed, weight)
+        return self.loss_scale.complaint(step) if overflowed else ""
 
     def begin_part(self, plan: PartPlan, passes: int) -> None:
-        """Tell the layers which rows come, and seed the noise that they do not own (never by the rank).
+        """Announce a part's rows to the layers, and seed the noise that layers do not own (never by the rank).
 
         `passes` counts how often this step went through its parts before.
         """
@@ -109,7 +95,7 @@ class Engine:
         self.seed_noise(plan.first_row, passes)
 
     def seed_noise(self, first_row: int, passes: int) -> None:
-        """Seed the noise that the layers do not own, for the rows that begin there."""
+        """Seed the noise that layers do not own, for the rows that begin there."""
         self._seed(mix64(self.context.step_key + first_row + (passes << 40)) >> 1)
 
     def begin_update(self) -> None:
@@ -123,14 +109,14 @@ class Engine:
             random.seed(seed)
             numpy.random.seed(seed & 0xFFFFFFFF)
 
-    def end_shard(self, sums: Sequence[float | torch.Tensor]) -> None:
+    def end_shard(self, sums: StepSums) -> None:
         """Take what a shard of exact mode has left in the models: buffers, gradients, and what it counted."""
         num_changed = sum(t.shard_buffers.end_shard() for t in self.trained if t.shard_buffers is not None)
         for trained in self.trained:
-            trained.reducer.end_shard((*sums[:-1], float(num_changed)))
+            trained.reducer.end_shard(sums._replace(num_changed_buffers=float(num_changed)))
 
     def end_exact_step(self, apply: bool, buffers_changed: bool) -> None:
-        """In exact mode, let what the shards left in the models be what the next step finds. Called on all ranks."""
+        """In exact mode, keep what the shards left in the models for the next step. Called on all ranks."""
         for trained in self.trained:
             trained.reducer.end_step()
             update_running_statistics(trained.model, self.world, self.context, apply)
@@ -138,7 +124,7 @@ class Engine:
                 trained.shard_buffers.end_step(self.world, apply)
 
     def scalar(self, value: float, like: torch.Tensor) -> torch.Tensor:
-        """Give a number as a tensor that fits a loss; the same few are needed in every step."""
+        """Return a number as a tensor that fits a loss; every step needs the same few."""
         key = (value, like.dtype)
         if key not in self._scalars:
             if len(self._scalars) > 64:
@@ -157,59 +143,41 @@ class Engine:
             self.context.set_zero_weight(False)
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> TrainState:
-        """Find what an optimizer trains."""
+        """Return what an optimizer trains."""
         for trained in self.trained:
             if trained.optimizer is optimizer:
                 return trained
         raise TaskError("step.update(optimizer): this optimizer did not come from run.prepare().")
 
-    def has_batch_norm(self) -> bool:
-        """Tell whether a model's answer depends on how a batch is cut into parts."""
-        return any(isinstance(m, _BatchNorm) for trained in self.trained for m in trained.model.modules())
-
-    def set_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Replace the gradients of all parameters of all models; none given: leave them."""
-        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
-            p.grad = grad
-
-    def add_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add to the gradients of all parameters of all models, if any are given."""
-        for p, grad in zip(self._parameters() if grads else (), grads, strict=True):
-            if grad is not None:
-                p.grad = grad if p.grad is None else p.grad + grad
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for trained in self.trained for p in trained.model.parameters()]
-
     def clear_gradients(self) -> None:
-        """Forget the gradients of all models."""
+        """Drop the gradients of all models."""
         for trained in self.trained:
             trained.clear_gradients()
 
+    def notices(self, spec: TrainSpec, compiled: bool) -> list[str]:
+        """Return what a person should know before the training; `spec` as the steps follow it."""
+        rows = spec.batch_size // spec.accumulate // self.grid.mesh.data_size
+        sentences = list(self.strategy.notices(max(1, rows)))
+        if choices := self._describe_choices(compiled):
+            sentences.append(choices)
+        if spec.recompute and not any(trained.recomputed for trained in self.trained):
+            sentences.append("recompute: the model has no repeated blocks, so nothing is computed twice.")
+        if spec.accumulate > 1 and not spec.exact and self._has_batch_norm():
+            sentences.append(
+                f"BatchNorm's statistics cover one part of a batch, so accumulate={spec.accumulate} is another "
+                "recipe than accumulate=1 (at any number of processes)."
+            )
+        return sentences
 
-def _ignore(step: int, loss: float) -> None:
-    del step, loss
+    def _describe_choices(self, compiled: bool) -> str:
+        """Return `bf16, fused AdamW, compiled, recomputing 12 Block`; nothing for a plain training on CPU."""
+        fused = sorted({type(trained.optimizer).__name__ for trained in self.trained if trained.fused})
+        recomputed = ", ".join(trained.recomputed for trained in self.trained if trained.recomputed)
+        if self.on_cpu and self.precision.name == "fp32" and not compiled and not recomputed:
+            return ""
+        choices = [self.precision.name, *(f"fused {name}" for name in fused), *["compiled"] * compiled]
+        return ", ".join(choices + [f"recomputing {recomputed}"] * bool(recomputed))
 
-
-def _never() -> bool:
-    return False
-
-
-def _say_nothing(text: str) -> None:
-    del text
-
-
-def _choose_strategy(spec: TrainSpec, grid: Grid, context: BatchContext, narrow: torch.dtype | None) -> Strategy:
-    if grid.mesh.pp > 1:
-        spec.check_pipeline(grid.mesh)
-        return Pipeline(grid, context, spec.schedule, spec.microbatches)
-    if spec.exact:
-        return ExactFsdp(grid, context) if grid.mesh.fsdp > 1 else Exact(grid, context)
-    if grid.mesh.fsdp > 1:
-        sharding = Sharding(spec.reshard, spec.offload, spec.meta_init, narrow)
-        return ShardedTensor(grid, context, sharding) if grid.mesh.tp > 1 else Fsdp(grid, context, sharding)
-    if grid.mesh.tp > 1:
-        return Tensor(grid, context)
-    if grid.world.world_size > 1:
-        return Ddp(grid, context)
-    return Dp(grid, context) if spec.strategy == "dp" else Single(grid, context)
+    def _has_batch_norm(self) -> bool:
+        """Return whether a model's answer depends on how a batch is cut into parts."""
+        return any(isinstance(m, _BatchNorm) for trained in self.trained for m in trained.model.modules())

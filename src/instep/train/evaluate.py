@@ -1,6 +1,6 @@
 """Metrics over a whole evaluation set, exact to the last digit at any world size (C7).
 
-Every sample is computed once, on one rank; values are added up without rounding, and divided once.
+Each sample is computed once, on one rank. Values are added up without rounding, and divided once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instep.core.exact_sum import ExactSum
 from instep.world.world import World
 
 MetricsOf = Callable[[Any], dict[str, Any]]
-"""Gives the metrics of one batch: values by sample, (values, weights), or a summable object."""
+"""Returns the metrics of one batch: values by sample, (values, weights), or an object that can be added up."""
 
 
 class _Mean:
@@ -27,11 +27,11 @@ class _Mean:
     def __init__(self) -> None:
         self._values, self._weights = ExactSum(), ExactSum()
 
-    def add(self, name: str, found: Any, num_rows: int, exact: bool) -> None:
+    def add(self, name: str, metric: Any, num_rows: int, exact: bool) -> None:
         del exact  # it always is
-        values, weights = found if isinstance(found, tuple) else (found, None)
+        values, weights = metric if isinstance(metric, tuple) else (metric, None)
         array = _array(name, values)
-        if isinstance(found, tuple) and weights is None:  # a mean over all rows
+        if isinstance(metric, tuple) and weights is None:  # a mean over all rows
             weights = float(num_rows)
         if weights is None:
             if array.size != num_rows:
@@ -61,13 +61,13 @@ class _Mean:
 class _Summed:
     """A metric object: its tensors are added up over batches and ranks, then it computes, on rank 0.
 
-    Floats are added up in the order of the chunks, whoever had them. An object that the Task keeps, and that counts on
-    by itself, has added up its rank's chunks in its own way: exact mode refuses that.
+    Floats are added up in the order of the chunks, whichever ranks computed them. An object that the Task keeps over
+    batches has added up its rank's chunks in its own way: exact mode refuses that.
     """
 
     def __init__(self) -> None:
         self._states: list[dict[str, torch.Tensor]] = []
-        """One a chunk; of an object that counts on by itself, the last one only."""
+        """One for each chunk; of an object that the Task keeps over batches, only the last one."""
         self._metric: Any = None
 
     def add(self, name: str, metric: Any, num_rows: int, exact: bool) -> None:
@@ -78,8 +78,8 @@ class _Summed:
         if metric is self._metric:
             if exact and any(value.is_floating_point() for value in state.values()):
                 raise TaskError(
-                    f"metric {name!r} is one {type(metric).__name__} that counts on over all batches, in floats: their "
-                    "sum depends on the number of processes. In exact mode, give a new one for each batch."
+                    f"metric {name!r} is one {type(metric).__name__} that adds up all batches by itself, in floats: "
+                    "their sum depends on the number of processes. In exact mode, return a new one for each batch."
                 )
             self._states.clear()
         self._states.append(state)
@@ -87,20 +87,20 @@ class _Summed:
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Undo what is counted meanwhile, by an object that counts on by itself."""
+        """Undo what an object that the Task keeps over batches counts meanwhile."""
         before = copy.deepcopy(vars(self._metric))
         yield
         vars(self._metric).update(before)
 
     def agree(self, world: World) -> float:
-        # A rank without a sample has made no object; rank 0 has one if anybody has.
+        # A rank without a sample has made no object; rank 0 has one if any rank has.
         shapes = world.broadcast_object(
             {key: [list(t.shape), t.is_floating_point()] for key, t in self._first().items()}
         )
         totals = {key: self._total(world, key, shape, is_float) for key, (shape, is_float) in shapes.items()}
         if not world.is_main:
             return float(world.broadcast_object(None))
-        whole = copy.copy(self._metric)  # the Task may keep its own, and count on
+        whole = copy.copy(self._metric)  # the Task may keep its own
         vars(whole).update(totals)
         return float(world.broadcast_object(float(whole.compute())))
 
@@ -108,7 +108,7 @@ class _Summed:
         return self._states[0] if self._states else {}
 
     def _total(self, world: World, key: str, shape: list[int], is_float: bool) -> torch.Tensor:
-        """Add one tensor up over all chunks of all ranks. Called on all ranks."""
+        """Return one tensor, added up over all chunks of all ranks. Called on all ranks."""
         dtype = torch.float64 if is_float else torch.int64
         counts = [int(count) for count in world.all_gather_object(len(self._states))]
         padded = torch.zeros(max(counts), *shape, dtype=dtype)
@@ -129,26 +129,26 @@ def evaluate(
     world: World,
     exact: bool = False,
 ) -> dict[str, float]:
-    """Go through this rank's chunks, then agree with the others. Called on all ranks.
+    """Compute this rank's chunks, and return the metrics over all ranks' chunks. Called on all ranks.
 
-    A chunk of 0 rows is another rank's: this one computes along, and counts nothing of it.
+    A chunk of 0 rows is another rank's: this one computes it too, and counts nothing of it.
     """
-    found: dict[str, _Mean | _Summed] = {}
+    entries: dict[str, _Mean | _Summed] = {}
     for batch, num_rows in chunks:
         if not num_rows:
             with contextlib.ExitStack() as stack:
-                for entry in found.values():
+                for entry in entries.values():
                     stack.enter_context(entry.as_it_was())
                 metrics_of(batch)
             continue
         for name, value in metrics_of(batch).items():
             kind = _Summed if hasattr(value, "update") and hasattr(value, "compute") else _Mean
-            found.setdefault(name, kind()).add(name, value, num_rows, exact)
+            entries.setdefault(name, kind()).add(name, value, num_rows, exact)
     # A rank may have had no chunk, or none in which a metric came up; all need all names, in one order.
     kinds: dict[str, bool] = {}
-    for told in world.all_gather_object({name: type(entry) is _Mean for name, entry in found.items()}):
-        kinds |= {name: is_mean for name, is_mean in told.items() if name not in kinds}
-    return {name: found.get(name, _Mean() if mean else _Summed()).agree(world) for name, mean in kinds.items()}
+    for names in world.all_gather_object({name: type(entry) is _Mean for name, entry in entries.items()}):
+        kinds |= {name: is_mean for name, is_mean in names.items() if name not in kinds}
+    return {name: entries.get(name, _Mean() if mean else _Summed()).agree(world) for name, mean in kinds.items()}
 
 
 def _array(name: str, value: Any) -> numpy.ndarray:
@@ -161,5 +161,5 @@ def _array(name: str, value: Any) -> numpy.ndarray:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    # A copy in any case: the object may count on in the same memory.
+    # Always a copy: the object may continue to count in the same memory.
     return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else torch.int64, copy=True)

@@ -15,9 +15,7 @@ from instep.data.loader import first_rows
 from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
-from instep.parallel.pipeline.stages import Staged
-from instep.train.compile import CompiledLoss, LossOf, is_compiled, wants_compiling
-from instep.train.origin import find_origin
+from instep.train.compile import is_compiled
 from instep.train.run import Run
 from instep.train.step import Step, with_weight
 from instep.train.task import Task, overrides
@@ -26,7 +24,7 @@ _EXAMPLE_ROWS = 2
 
 
 class Loop:
-    """Goes through the steps of a Task. Runs alike on all ranks."""
+    """Makes the steps of a Task. Runs alike on all ranks."""
 
     def __init__(self, run: Run, task: Task) -> None:
         self._run = run
@@ -34,7 +32,7 @@ class Loop:
         self._model, _ = run.prepare(
             lambda: _model_of(task),
             task.optimizer,
-            _scheduler_of(task),
+            task.scheduler if overrides(task, "scheduler") else None,
             self._example,
             _method(task, "layers"),
             _method(task, "tensor_plan"),
@@ -46,39 +44,33 @@ class Loop:
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")
         self._evaluated_at = -1
-        run.find_origin = self._find_origin
 
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
-        task, model = self._task, self._model
-        if self._run.engine.witness is not None and self._run.step == 0:
+        run, task, model = self._run, self._task, self._model
+        if run.engine.witness is not None and run.step == 0:
             self._evaluate()
-        loss_of: LossOf = task.loss
-        if wants_compiling(self._run.engine):
-            self._run.compiled = True
-            loss_of = CompiledLoss(self._run.engine, task.loss, self._run.notice)
+        loss_of = run.compile_loss(task.loss)
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
-        compiled = self._run.compiled or is_compiled(model)
-        watch = None if compiled or self._run.spec.exact else NoiseWatch()
-        for step in () if self._run.stopped else self._run.steps(self._train_data, collate=task.collate):
+        watch = None if run.compiled or is_compiled(model) or run.spec.exact else NoiseWatch()
+        for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
             with watch or contextlib.nullcontext():
                 step.compute(model, loss_of)
             record = step.finish()
             if watch is not None:
-                self._report(watch)
+                for text in watch.notices():
+                    run.notice(text)
                 watch = None
             if self._follow(step, record):
-                self._run.stopped = True
-                self._run.notice(f"stopped early at step {record.step}, as the Task's stop() asked")
-                self._run.compare()
+                run.stop_early()
                 break
-        self._run.close_data()
+        run.close_data()
         self._evaluate()
-        if not self._run.is_saved():
-            self._run.save()
+        if not run.is_saved():
+            run.save()
 
     def _follow(self, step: Step, record: StepRecord) -> bool:
-        """Do what comes after a step; tell whether to stop."""
+        """Evaluate if due, and call the Task's hooks; return whether to stop."""
         if self._is_eval_due(step):
             record = replace(record, metrics=self._evaluate())
         if self._run.is_main:
@@ -95,25 +87,16 @@ class Loop:
         return self._cadence.epochs is not None and step.ends_epoch and (step.epoch + 1) % self._cadence.epochs == 0
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate, unless this step's evaluation was made already."""
+        """Evaluate, unless this step was evaluated already."""
         if self._eval_data is not None and self._evaluated_at != self._run.step:
             self._evaluated_at = self._run.step
             self._run.evaluate(_metrics_of(self._task), self._eval_data, self._task.collate)
         return self._run.metrics
 
     def _example(self) -> Call:
-        """Find out what the model is called with, from the first rows of the data."""
+        """Return the arguments that the model is called with, for the first rows of the data."""
         batch = first_rows(self._task.train_data(), _EXAMPLE_ROWS, self._task.collate, self._run.spec.seed)
         return call_of(self._task.loss, batch)
-
-    def _find_origin(self, step: Step) -> str:
-        if isinstance(self._model, Staged):
-            return "In a pipeline it is not looked for where they begin; the same step on strategy=ddp tells."
-        return find_origin(step, self._model, lambda *given: with_weight(self._task.loss(*given)), self._run.world)
-
-    def _report(self, watch: NoiseWatch) -> None:
-        for text in watch.notices():
-            self._run.notice(text)
 
 
 def _model_of(task: Task) -> nn.Module:
@@ -123,13 +106,9 @@ def _model_of(task: Task) -> nn.Module:
     return model
 
 
-def _scheduler_of(task: Task) -> Callable[..., Any] | None:
-    return task.scheduler if overrides(task, "scheduler") else None
-
-
 def _method(task: Task, name: str) -> Callable[..., Any] | None:
-    found = getattr(task, name, None)
-    return found if callable(found) else None  # who has a hyper-parameter of that name means a number by it
+    method = getattr(task, name, None)
+    return method if callable(method) else None  # a hyper-parameter of that name is a number
 
 
 class _Once:
@@ -152,7 +131,7 @@ class _Once:
 
 
 def _metrics_of(task: Task) -> Callable[[nn.Module, Any], dict[str, Any]]:
-    """The Task's metrics, and its loss as one of them."""
+    """Return the Task's metrics, with its loss as one of them."""
 
     def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
         once = _Once(model)

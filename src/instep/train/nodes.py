@@ -1,7 +1,7 @@
-"""What the machines of a training are, and whether they are alike: noted in the events, compared among ranks.
+"""The nodes of a training: their description for the events, and their differences.
 
-Where instep launches the ranks, its launching processes have compared before anything was started; under another
-launcher the ranks do it, once, after they have met.
+Where instep launches the ranks, its launchers have compared their nodes before they started anything; under another
+launcher the ranks compare them, once, after the rendezvous.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def wishes_of(task: Task, spec: TrainSpec) -> Wishes:
 
 
 def code_of(task: Task) -> list[Path]:
-    """Give the file that defines a Task; none for one that lives in a notebook."""
+    """Return the file that defines a Task; none for a Task in a notebook."""
     try:
         file = inspect.getsourcefile(type(task))
     except (OSError, TypeError):
@@ -42,23 +42,20 @@ def code_of(task: Task) -> list[Path]:
 
 
 def look_around(world: World, code: list[Path], exact: bool, compare: bool) -> tuple[NodeRecord | None, list[str]]:
-    """Describe this rank's machine if it is the first there, and say what differs between machines.
-
-    Called on all ranks.
-    """
+    """Return this rank's node if it is the first rank there, and what differs between nodes. Called on all ranks."""
     host = socket.gethostname()
-    told = [
+    places = [
         (str(host), int(local_rank)) for host, local_rank in world.all_gather_object((host, world.place.local_rank))
     ]
-    first_on = {host: rank for rank, (host, _) in reversed(list(enumerate(told)))}
-    firsts = sorted({*first_on.values(), *(rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0)})
+    first_on = {host: rank for rank, (host, _) in reversed(list(enumerate(places)))}
+    firsts = sorted({*first_on.values(), *(rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0)})
     own = look_at_node(code) if world.rank in firsts else None
     if not compare or len(firsts) == 1:
         return own, []
-    found = world.all_gather_object(dataclasses.asdict(own) if own is not None else None)
-    hosts = [told[rank][0] for rank in firsts]
-    names = {rank: told[rank][0] + (f" (rank {rank})" if hosts.count(told[rank][0]) > 1 else "") for rank in firsts}
-    nodes = {names[rank]: NodeRecord(**found[rank]) for rank in firsts}
+    records = world.all_gather_object(dataclasses.asdict(own) if own is not None else None)
+    hosts = [places[rank][0] for rank in firsts]
+    names = {rank: places[rank][0] + (f" (rank {rank})" if hosts.count(places[rank][0]) > 1 else "") for rank in firsts}
+    nodes = {names[rank]: NodeRecord(**records[rank]) for rank in firsts}
     packages = {}
     if len({node.packages_sha256 for node in nodes.values()}) > 1:
         listed = world.all_gather_object(installed_packages() if own is not None else None)

@@ -1,50 +1,76 @@
-"""Where a loss or a gradient ceased to be finite: the same parts once more, with an eye on every module.
+"""Where a loss or a gradient stopped being finite: the same parts once more, with hooks on every module.
 
-Ranks: all of them alike, for layers exchange something in both passes. What is found is exchanged: it may begin on
-one rank, and a synchronised BatchNorm then spreads it to all of them.
+Ranks: all, alike, for layers communicate in both passes. The findings are exchanged: a number may be lost on one rank,
+and a synchronised BatchNorm then spreads it to all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from instep.guard.numerics import Trace, lost_parameter, what_is_wrong
-from instep.train.step import Step
+from instep.parallel.gradients import to_local
+from instep.parallel.strategy import LossOf, Strategy
+from instep.train.step import Step, with_weight
+from instep.train.train_state import TrainState
 from instep.world.world import World
 
-LossOf = Callable[[nn.Module, Any], tuple[Any, Any]]
-"""Gives the loss of a batch, and its weight or None."""
-_Found = tuple[int, int, str]
-"""The part, how far it was gone through, and where it begins, in words."""
+_Finding = tuple[int, int, str]
+"""The part, how many modules were left in it, and where it begins, in words."""
 
 
-def find_origin(step: Step, model: nn.Module, loss_of: LossOf, world: World) -> str:
-    """Say in a sentence where a step's numbers ceased to be finite. Called on all ranks."""
-    if lost := next(
-        filter(None, world.all_gather_object(lost_parameter(model))), ""
-    ):  # a rank may hold a piece of it only
+def describe_refusal(step: int, loss: float, indices: Sequence[int]) -> str:
+    """Return what of a step is not finite, and the samples of its global batch."""
+    what = f"the loss of step {step} is {loss}" if loss - loss else f"the gradient of step {step} is not finite"
+    shown = ", ".join(map(str, indices[:16])) + (f", … ({len(indices)} in all)" if len(indices) > 16 else "")
+    return f"{what}. Its samples: {shown}."
+
+
+def lost_weights(trained: Sequence[TrainState], world: World) -> str:
+    """Return half a sentence if the weights themselves are not finite; empty: they are. Called on all ranks."""
+    weights = [p for state in trained for p in state.model.parameters()]
+    own = not all(bool(torch.isfinite(to_local(p)).all()) for p in weights)
+    lost = any(world.all_gather_object(own))  # each may hold only a piece
+    return ", but the weights are not finite either: an earlier gradient was not" if lost else ""
+
+
+def find_origin(step: Step, strategy: Strategy, world: World) -> str:
+    """Return a sentence about where a step's numbers stopped being finite; empty: it is not known how to compute it.
+
+    Called on all ranks.
+    """
+    if step.computed is None:
+        return ""
+    if not strategy.calls_model:
+        return (
+            f"With strategy={strategy.name} instep does not search for their origin; the same step with strategy=ddp "
+            "names it."
+        )
+    model, loss_of = step.computed
+    # A rank may hold only a piece of the parameter.
+    if lost := next(filter(None, world.all_gather_object(lost_parameter(model))), ""):
         return f"It begins {lost}."
     with torch.compiler.set_stance("force_eager"), torch.enable_grad(), Trace(model) as trace:
         for backward in (False, True):  # the second only if the loss is finite on all ranks
-            told = world.all_gather_object(_look(step, model, loss_of, trace, backward))
-            found = [(*each[:2], rank, each[2]) for rank, each in enumerate(told) if each is not None]
-            if found:
-                *_, rank, where = min(found)
+            by_rank = world.all_gather_object(_trace_parts(step, model, loss_of, trace, backward))
+            findings = [(*finding[:2], rank, finding[2]) for rank, finding in enumerate(by_rank) if finding is not None]
+            if findings:
+                *_, rank, where = min(findings)
                 on = f"On rank {rank} it begins" if world.world_size > 1 else "It begins"
                 return f"{on} {where}."
-    return "Gone through once more, the same samples give finite numbers."
+    return "Computed once more, the same samples give finite numbers."
 
 
-def _look(step: Step, model: nn.Module, loss_of: LossOf, trace: Trace, backward: bool) -> _Found | None:
-    """Go through this rank's parts; no part is left out, since other ranks may wait for it."""
-    first: _Found | None = None
+def _trace_parts(step: Step, model: nn.Module, loss_of: LossOf, trace: Trace, backward: bool) -> _Finding | None:
+    """Run this rank's parts; no part is left out, since other ranks may wait for it."""
+    first: _Finding | None = None
     for number, (batch, counted) in enumerate(step.again()):
         trace.begin_part()
-        loss, weight = loss_of(model, batch)
+        loss, weight = with_weight(loss_of(model, batch))
         if backward:
             step.backward(loss, weight)
         counted = counted and (weight is None or float(weight) != 0.0)
@@ -55,7 +81,7 @@ def _look(step: Step, model: nn.Module, loss_of: LossOf, trace: Trace, backward:
 
 
 def _of_forward(trace: Trace, batch: Any, loss: torch.Tensor) -> tuple[int, str]:
-    """Say where it begins, and after how many modules: before any of them, where they were given it."""
+    """Return after how many modules it begins, and where; 0 where their inputs have it already."""
     if not what_is_wrong(loss):
         return 0, ""
     if trace.forward:

@@ -1,17 +1,17 @@
-"""In which numbers a model computes: autocast, and the scale of a loss whose gradients float16 could not hold.
+"""The precision in which a model computes: autocast, and the loss scale for gradients that float16 cannot hold.
 
 Parameters, gradients and the optimizer stay in float32; layers that gain by it compute in bf16 or fp16. Each part of a
-batch has an autocast of its own, so that no part finds weights which another one cast.
+batch has an autocast of its own, so that no part sees weights that another part cast.
 
 [Note: Loss scale]
 Gradients below 6e-8 are zero in float16, so the loss is multiplied before its backward pass and the gradients are
 divided afterwards by the same power of two. A scale that is too large makes them infinite: then the step is skipped and
-the scale halved; after 2000 good steps it is doubled. Whether a step is good is read off the gradients that all ranks
-share, so the scale has the same history on every rank, and at any number of them. Where the user gives weights, losses
-count as mean times weight, and the scale is divided by the last step's total, rounded up to a power of two: what goes
-through the layers is about as large as without weights.
+the scale halved; after 2000 good steps it is doubled. Whether a step is good is read off the reduced gradients,
+so the scale has the same history on every rank, and at any number of ranks. Where the user gives weights, losses
+count as mean times weight, and the scale is divided by the last step's total, rounded up to a power of two: what the
+layers see is about as large as without weights.
 
-Ranks: all of them alike.
+Ranks: all, alike.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import torch._functorch.config
 
 from instep.core.errors import SpecError
 from instep.core.spec import TrainSpec
+from instep.parallel.strategy import HALF_DTYPES
 from instep.world.device import accelerator_of
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-16
 _GROWS_AFTER = 2000
 _OUTSIDE = "off"
 _WINDOW, _OFTEN, _QUIET = 100, 10, 1000
-"""Steps that are looked back on, how many of them skipped are many, and for how long that is not said again."""
+"""The last steps that count, how many skipped ones among them are many, and for how long that is not repeated."""
 
 
 def resolve_precision(spec: TrainSpec, device: str | torch.device) -> TrainSpec:
-    """Decide what `auto` is on a device; refuse what the device does not have."""
+    """Return the spec with the precision that `auto` is on a device; raise for one that the device does not have."""
     if spec.precision == "tf32" and torch.device(device).type == "cpu":
         raise SpecError(
             "precision=tf32 is a number format of GPUs' matrix units, and this process trains on CPU. Use fp32 or bf16."
@@ -52,14 +52,14 @@ def resolve_precision(spec: TrainSpec, device: str | torch.device) -> TrainSpec:
 
 @contextlib.contextmanager
 def precision_settings(spec: TrainSpec) -> Iterator[None]:
-    """Set what is per process; what was set before is set again in the end."""
+    """Set what precision needs per process, and restore the earlier settings at the end."""
     before = torch.get_float32_matmul_precision()
     config: Any = torch._functorch.config
     backward = getattr(config, "backward_pass_autocast", None)
     if spec.precision in ("fp32", "tf32"):
         torch.set_float32_matmul_precision("high" if spec.precision == "tf32" else "highest")
     elif backward is not None:
-        config.backward_pass_autocast = _OUTSIDE  # else compiled code would go backward under autocast, too
+        config.backward_pass_autocast = _OUTSIDE  # else compiled backward passes would run under autocast, too
     try:
         yield
     finally:
@@ -69,30 +69,30 @@ def precision_settings(spec: TrainSpec) -> Iterator[None]:
 
 
 class Precision:
-    """The numbers in which the layers of a run compute."""
+    """The precision in which the layers of a run compute."""
 
-    def __init__(self, spec: TrainSpec, device: torch.device, remembers: bool = True) -> None:
+    def __init__(self, spec: TrainSpec, device: torch.device, keeps_casts: bool = True) -> None:
         self.name = spec.precision
-        self.dtype = _DTYPES.get(spec.precision)
-        """What layers compute in that gain by it; None: in their tensors' own."""
+        self.dtype = HALF_DTYPES.get(spec.precision)
+        """What layers compute in that gain by it; None: the tensors' own dtype."""
         self._device = device.type
-        self._remembers = remembers
+        self._keeps_casts = keeps_casts
         """Whether a weight is cast once for all its uses in a part; one that is gathered for each use is not kept."""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute in it; with weights that are cast anew."""
+        """Return a context that computes in this precision, with weights that are cast anew."""
         if self.dtype is None:
             return contextlib.nullcontext()
         torch.clear_autocast_cache()  # a user's own autocast around it would keep those from before the update
-        return torch.autocast(self._device, self.dtype, cache_enabled=self._remembers)
+        return torch.autocast(self._device, self.dtype, cache_enabled=self._keeps_casts)
 
     def as_stored(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute in the tensors' own precision, inside of `autocast`: the backward pass follows the forward one."""
+        """Return a context for backward passes inside of `autocast`, which follow what forward did."""
         return contextlib.nullcontext() if self.dtype is None else torch.autocast(self._device, enabled=False)
 
 
 class LossScale:
-    """By how much a loss is multiplied before its backward pass ([Note: Loss scale])."""
+    """The factor by which a loss is multiplied before its backward pass ([Note: Loss scale])."""
 
     def __init__(self) -> None:
         self.value = _FIRST_SCALE
@@ -114,7 +114,7 @@ class LossScale:
         return self.value > _LEAST_SCALE
 
     def end_step(self, good: bool, overflowed: bool, weight: float | None) -> None:
-        """Learn from a step; `weight` is its total where the user gives weights."""
+        """Adapt to what became of a step; `weight` is its total where the user gives weights."""
         is_first_weight = weight is not None and self._unit is None
         if weight:
             mantissa, exponent = math.frexp(weight)
@@ -130,7 +130,7 @@ class LossScale:
                 self.value, self._num_good = self.value * 2.0, 0
 
     def complaint(self, step: int) -> str:
-        """Word what a person should know of a step that was skipped; empty: nothing new."""
+        """Return what a person should know of a step that was skipped; empty: nothing new."""
         self._recent.append(step)
         if self.num_skipped == 1:
             return (
@@ -148,7 +148,7 @@ class LossScale:
         )
 
     def state(self) -> dict[str, Any]:
-        """Give what a checkpoint must hold of it."""
+        """Return what a checkpoint holds of it."""
         return {
             "value": self.value,
             "num_good": self._num_good,
@@ -157,6 +157,6 @@ class LossScale:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be as a checkpoint left it."""
+        """Continue from what a checkpoint holds."""
         self.value, self.num_skipped = float(state["value"]), int(state["num_skipped"])
         self._num_good, self._unit = int(state["num_good"]), state["unit"]

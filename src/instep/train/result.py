@@ -1,4 +1,4 @@
-"""What a training returns."""
+"""The result of a training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Result:
     loss: float
     """The training loss of the last optimizer step, the mean over its global batch."""
     metrics: dict[str, float]
-    """The evaluation's at the end, with `eval_loss`."""
+    """Those of the last evaluation, with `eval_loss`."""
     world_size: int
     restarts: int
     wall_s: float
@@ -33,18 +33,18 @@ class Result:
     status: Literal["complete", "preempted"]
 
     def to_json(self) -> dict[str, Any]:
-        """Give the fields as plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], task: Task | None = None) -> Result:
-        """Read what `to_json` gave; with the Task, the model can be loaded."""
+        """Read what `to_json` returned; with the Task, the model can be loaded."""
         result = cls(**{field.name: data[field.name] for field in fields(cls)})
         object.__setattr__(result, "_task", task)
         return result
 
     def load_model(self) -> nn.Module:
-        """Build the model anew and give it the trained weights, on CPU, ready for evaluation."""
+        """Build the model anew and load the trained weights, on CPU, in evaluation mode."""
         task: Task | None = getattr(self, "_task", None)
         if task is None:
             raise CheckpointError(
@@ -55,13 +55,13 @@ class Result:
         if weights_sha256(model.state_dict()) != self.weights_sha256:
             raise CheckpointError(
                 f"{self.run_dir}: its newest good checkpoint does not hold the weights that this Result names: "
-                "the last one is damaged or gone, or the run went on since."
+                "the last one is damaged or gone, or the run was continued."
             )
         return model
 
 
 def load_model(task: Task, run_dir: str | Path) -> nn.Module:
-    """Build a Task's model and give it the newest weights of a run."""
+    """Build a Task's model and load the newest weights of a run, on CPU, in evaluation mode."""
     model = task.model()
     path = Path(run_dir)
     if RunDirectory(path).names() == []:

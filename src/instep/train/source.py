@@ -1,7 +1,7 @@
-"""Find the Task that a person means, and carry it to the workers.
+"""Load the Task that a user names, and pass it to the workers.
 
-A Task in a file travels as the file's path and the values of its fields, and each worker loads the file. One
-that lives in a notebook or was made in a program travels by value, in memory, to our own child processes.
+A Task in a file is passed as the file's path and the values of its fields, and each worker loads the file. A Task
+that was defined in a notebook, or made in a program, is pickled and passed to our own child processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instep.train.task import Task, field_names, fields_of
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where a worker gets its Task from."""
+    """What a worker loads its Task from."""
 
     path: str = ""
     class_name: str = ""
@@ -34,17 +34,17 @@ class TaskSource:
 
     @classmethod
     def of_file(cls, path: Path, task: Task) -> TaskSource:
-        """Describe a Task whose class a file defines."""
+        """Return the source of a Task whose class a file defines."""
         values = {name: getattr(task, name) for name in field_names(type(task))}
         return cls(path=str(path.resolve()), class_name=type(task).__name__, values=values)
 
     @classmethod
     def of_value(cls, task: Task) -> TaskSource:
-        """Carry a Task by value."""
+        """Return the source of a Task that is passed by value."""
         return cls(class_name=type(task).__name__, payload=cloudpickle.dumps(task))
 
     def load(self) -> Task:
-        """Make the Task."""
+        """Load the Task."""
         if self.payload:
             task = cloudpickle.loads(self.payload)
             assert isinstance(task, Task)
@@ -53,7 +53,7 @@ class TaskSource:
 
 
 def load_file(path: Path) -> types.ModuleType:
-    """Execute a Python file as a module, its own directory first on the path, as python would."""
+    """Execute a Python file as a module, with its directory first on the path, as python would."""
     if not path.is_file():
         raise SpecError(f"{path} does not exist." if not path.exists() else f"{path} is not a file.")
     if path.suffix != ".py":
@@ -75,18 +75,18 @@ def load_file(path: Path) -> types.ModuleType:
 
 
 def task_class(module: types.ModuleType, path: Path, name: str = "") -> type[Task]:
-    """Choose the Task of a file: the one that is named, or the only one."""
-    found = {
+    """Return the Task class of a file: the one that is named, or the only one."""
+    tasks = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, Task) and value is not Task
     }
-    own = {key: value for key, value in found.items() if value.__module__ == module.__name__}
+    own = {key: value for key, value in tasks.items() if value.__module__ == module.__name__}
     if name:
-        if name not in found:
-            known = ", ".join(found) or "none"
+        if name not in tasks:
+            known = ", ".join(tasks) or "none"
             raise SpecError(f"{path} has no Task called {name!r}. Its Tasks: {known}.")
-        return _checked(found[name], path)
+        return _checked(tasks[name], path)
     if not own:
         raise SpecError(f"{path} defines no Task. Derive a class from instep.Task, as in examples/digits.py.")
     leaves = [cls for cls in own.values() if not any(cls in other.__mro__[1:] for other in own.values())]
@@ -110,7 +110,7 @@ def _checked(cls: type[Task], where: Path | str) -> type[Task]:
 
 
 def make_task(cls: type[Task], assignments: Sequence[str]) -> Task:
-    """Make a Task with fields set from `name=value` texts."""
+    """Return a Task with fields set from `name=value` texts."""
     cls = _checked(cls, cls.__module__)
     names = field_names(cls)
     hints = typing.get_type_hints(cls)

@@ -15,16 +15,16 @@ from instep.core.spec import TrainSpec
 from instep.train.directory import agree_on_directory, open_directory
 from instep.train.precision import resolve_precision
 from instep.train.run import Run
-from instep.train.worker import make_result, note_machines, open_run, process_settings
+from instep.train.worker import log_nodes, make_result, open_run, process_settings
 from instep.world.world import World, judge_place, place_here
 
 
 @contextlib.contextmanager
 def start(**options: Any) -> Iterator[Run]:
-    """Join the world that this process was launched in, or be a world of one, and open a run.
+    """Join the world that this process was launched in, or a world of one, and open a run.
 
     The options are those of `instep train`: seed, run_dir, accumulate, clip_norm, save_every, … Leaving
-    the block saves, writes the result and leaves the process group; after an error it only leaves.
+    the block saves, writes the result and leaves the process group; after an error it only leaves the group.
     """
     try:
         spec = TrainSpec(**options)
@@ -41,12 +41,11 @@ def start(**options: Any) -> Iterator[Run]:
         name = Path(sys.argv[0]).stem or "loop"
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))
         try:
-            with open_run(world, spec, directory, name) as run:
-                run.settled = False
+            with open_run(world, spec, directory, name, own_loop=True) as run:
                 for text in notices:
                     run.notice(text)
                 script = Path(sys.argv[0])
-                note_machines(run, [script] if script.is_file() else [], compared=False)
+                log_nodes(run, [script] if script.is_file() else [], compared=False)
                 yield run
                 if run.engine.trained:
                     run.save()

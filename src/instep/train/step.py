@@ -1,11 +1,16 @@
 """One optimizer step over one global batch.
 
 [Note: Weights]
-The gradient of a step is the mean over the global batch, whatever the split (C4). A part's loss is a mean
-over its rows, so it counts with its share of the rows; that share is known on every rank without asking, and
-scales the loss before backward. When the user gives weights (tokens), their total is known only after the
-reduction: losses count as mean times weight, and gradients are divided by the total afterwards. A part of
-weight 0 contributes nothing, even if its mean is 0/0 ([Note: Parts of weight 0]).
+The gradient of a step is the mean over the global batch, whatever the split (C4). A part's loss is a mean over its
+rows, so it counts with its share of the rows; every rank knows that share, and scales the loss before backward. When
+the user gives weights (tokens), their total is known only after the reduction: losses count as mean times weight, and
+gradients are divided by the total afterwards. A part of weight 0 contributes nothing, even if its mean is 0/0
+([Note: Parts of weight 0]).
+
+[Note: Reading the loss]
+A step's loss is known after its forward pass, and the host needs it before the update. If it were read there, the host
+would wait for the whole backward pass, and the GPU, with nothing queued, for the host. So the loss is copied to the
+host before the backward pass is queued: it arrives while the GPU still works, and the host stays ahead.
 """
 
 from __future__ import annotations
@@ -13,55 +18,91 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from instep.core.errors import InstepError, TaskError
+from instep.core.errors import TaskError
+from instep.core.stop import StopRequest
 from instep.data.loader import GlobalBatch, Part
+from instep.data.order import PartPlan
 from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
-from instep.parallel.capture import call_of
-from instep.parallel.pipeline.schedule import Microbatch
-from instep.parallel.pipeline.stages import Staged
-from instep.parallel.pipeline.strategy import Pipeline
-from instep.train.arriving import Arriving
-from instep.train.compile import Before, CompiledLoss, LossOf, is_compiled
+from instep.parallel.strategy import HALF_DTYPES, LossOf, StepSums
+from instep.train.compile import CompiledLoss, TrialState, is_compiled
 from instep.train.engine import Engine
-from instep.train.microbatches import cut_batch
+from instep.train.reading import cut_batch
 from instep.train.train_state import TrainState
 
-_HALVES = (torch.bfloat16, torch.float16)
+_HALVES = tuple(HALF_DTYPES.values())
+
+
+class StepOutcome(NamedTuple):
+    """What happened in a step; the same on all ranks."""
+
+    record: StepRecord
+    stop_asked: bool
+    """Whether a rank was asked to stop."""
+    save_asked: bool
+    """Whether a checkpoint is due that all ranks write together."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """How a step asks its run, and reports to it."""
+
+    finished: Callable[[StepRecord], None]
+    refused: Callable[[Step, float], None]
+    """Called on all ranks with a loss, when it or the gradient is not finite, before anything is updated; may raise."""
+    notice: Callable[[str], None]
+    """Reports something to a person, once for all ranks."""
+    wants_save: Callable[[], bool]
+    """Returns whether this rank would have all ranks save after this step."""
+    stop_request: StopRequest
+
+
+class _ArrivingNumber:
+    """A number on its way to the host ([Note: Reading the loss])."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
+        self._host.copy_(number.reshape(()), non_blocking=True)
+        self._event = torch.get_device_module(number.device).Event()
+        self._event.record()
+
+    def __float__(self) -> float:
+        self._event.synchronize()
+        return float(self._host)
 
 
 class Step:
-    """A global batch on its way to an update. Called alike on all ranks."""
+    """A global batch on its way to an update. Called alike on all ranks.
 
-    def __init__(
-        self, engine: Engine, batch: GlobalBatch, ends_epoch: bool, on_finish: Callable[[StepRecord], None]
-    ) -> None:
+    The methods under "for strategies" are those of `parallel.strategy.StepPart`.
+    """
+
+    def __init__(self, engine: Engine, batch: GlobalBatch, ends_epoch: bool, is_full: bool, hooks: StepHooks) -> None:
         self.number = batch.step + 1
         """Counted from 1."""
         self.epoch = batch.epoch
         self.ends_epoch = ends_epoch
-        self.record: StepRecord | None = None
+        self.outcome: StepOutcome | None = None
         """What happened; there once the step is finished."""
-        self.stop_asked = False
-        """Whether a rank was asked to stop; once the step is finished, all ranks know alike."""
-        self.save_asked = False
-        """Whether a checkpoint is due that all ranks write together; known as `stop_asked` is."""
+        self.computed: tuple[nn.Module, LossOf] | None = None
+        """What `compute` was called with."""
         self._engine = engine
         self._batch = batch
-        self._on_finish = on_finish
+        self._hooks = hooks
         self._part: Part | None = None
         self._weighted: bool | None = None
         """Whether parts come with a weight; None until one has been counted here."""
         self._has_gradient = False
         """Whether there was a backward pass since the last update."""
         self._loss_sum: Any = 0.0
-        self._arriving: Arriving | None = None
-        """The same, on its way to the host ([Note: Reading the loss])."""
+        self._arriving: _ArrivingNumber | None = None
+        """The same, on its way to the host."""
         self._weight_sum = 0.0
         self._total_weight: float | None = None
         """Known once the ranks have agreed on the parts so far."""
@@ -73,14 +114,19 @@ class Step:
         self._overflowed = False
         """Whether an update was left out because float16 could not hold its gradients."""
         self._buffers_changed = False
+        self._stop_asked = self._save_asked = False
         self._passes = 0
         self._pulse = here()
         self._begun, self._waited = time.perf_counter(), engine.world.waited_s
-        engine.is_full = batch.size == engine.full_batch
-        engine.begin_step(batch.step, batch.num_shards)
+        engine.begin_step(batch.step, batch.num_shards, is_full)
+
+    @property
+    def record(self) -> StepRecord | None:
+        """The record of the step, once it is finished."""
+        return None if self.outcome is None else self.outcome.record
 
     def shards(self) -> Iterator[Any]:
-        """Give this rank's parts of the global batch, one after the other."""
+        """Yield this rank's parts of the global batch, one after the other."""
         for part in self._batch.parts:
             self._pulse.beat(Phase.COMPUTE)
             self._engine.begin_part(part.plan, self._passes)
@@ -91,70 +137,14 @@ class Step:
         self._passes += 1
 
     def compute(self, model: nn.Module, loss_of: LossOf) -> None:
-        """Go through this rank's parts: `loss_of(model, batch)` and its backward pass, as in a Task."""
-        for batch in self.shards():
-            if isinstance(model, Staged):
-                self._through_stages(model, loss_of)
-            elif isinstance(loss_of, CompiledLoss) and loss_of.trials.is_due():
-                self._compute_compiled(model, loss_of, batch)
-            else:
-                self.backward(*with_weight(loss_of(model, batch)))
-
-    def _through_stages(self, model: Staged, loss_of: LossOf) -> None:
-        """Take a part through a pipeline, in microbatches: forward, loss on its last stage, and back."""
-        part, engine = self._part, self._engine
-        assert part is not None
-        assert isinstance(engine.strategy, Pipeline)
-        plan = part.plan
-        rows = plan.num_rows if plan.replicated else plan.micro_rows // engine.grid.mesh.data_size
-        microbatches = []
-        for first, num_rows, batch in cut_batch(part.batch, plan.num_rows, engine.strategy.num_microbatches(rows)):
-            # A loss may draw noise before it calls the model, and does so again where it is computed: the same.
-            engine.seed_noise(plan.first_row + first, self._passes)
-            call = call_of(loss_of, batch)
-            microbatches.append(Microbatch(plan.first_row + first, num_rows, batch, call))
-
-        def work(replay: Callable[..., Any], microbatch: Microbatch) -> torch.Tensor | None:
-            engine.seed_noise(microbatch.first_row, self._passes)
-            loss, weight = with_weight(loss_of(replay, microbatch.batch))  # type: ignore[arg-type]
-            scale = self._count(loss, weight, microbatch.num_rows)
-            return _wide(loss) * (scale * self._loss_factor) if scale else None
-
-        self._begin_gradient()
-        model.local_stages.train(microbatches, plan.replicated, work)
-
-    def _compute_compiled(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> None:
-        """Go through a part in compiled code; where that fails, without ([Note: Compiling])."""
-        engine, part, trials = self._engine, self._part, loss_of.trials
-        if trials.knows(batch):
-            return self.backward(*with_weight(loss_of.compiled(model, batch)))
-        assert part is not None
-        before = Before(engine)
-        sums = (self._loss_sum, self._weight_sum, self._weighted, self._has_gradient)
-        grads = [p.grad for t in engine.trained for p in t.model.parameters()] if self._has_gradient else []
-        if trials.is_first and not engine.spec.exact and not is_compiled(model):
-            loss_of.look_for_noise(model, batch)
-            before.put_back()
-            engine.begin_part(part.plan, self._passes)
-        engine.set_gradients([None] * len(grads))
-        try:
-            self.backward(*with_weight(loss_of.compiled(model, batch)))
-        except InstepError:
-            raise
-        except Exception as error:
-            if trials.cannot_repeat:
-                raise trials.refusal(error) from error
-            before.put_back()
-            engine.set_gradients(grads)
-            self._loss_sum, self._weight_sum, self._weighted, self._has_gradient = sums
-            engine.begin_part(part.plan, self._passes)
-            self.backward(*with_weight(loss_of(model, batch)))  # what is wrong with the loss itself is raised here
-            return trials.give_up(error)
-        engine.add_gradients(grads)
-        return trials.passed(batch)
+        """Run this rank's parts: `loss_of(model, batch)` and its backward pass, as in a Task."""
+        self.computed = model, loss_of
+        run_part = self._engine.strategy.run_part
+        for _ in self.shards():
+            run_part(self, model, loss_of)
 
     def again(self) -> Iterator[tuple[Any, bool]]:
-        """Give the same parts with the same noise once more, and whether they count: to see what went wrong."""
+        """Yield the same parts with the same noise once more, and whether they count: to see what went wrong."""
         for part in self._batch.parts:
             self._engine.begin_part(part.plan, 0)
             self._part = part
@@ -163,11 +153,8 @@ class Step:
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows."""
-        part = self._part
-        if part is None:
-            raise TaskError("step.backward() outside of `for batch in step.shards()`: its rows are unknown.")
-        scale = self._count(loss, weight, part.plan.num_rows)
-        self._begin_gradient()
+        scale = self._count(loss, weight, self.rows.num_rows)
+        self.begin_gradient()
         with self._engine.precision.as_stored():
             if scale:
                 loss, scale = _wide(loss), scale * self._loss_factor
@@ -175,8 +162,111 @@ class Step:
             else:
                 self._engine.backward_without_weight(loss)
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
+        trained = self._engine.trained_by(optimizer)
+        self._update(trained)
+        if self._batch.num_shards:
+            trained.reducer.be_ready()
+        self._total_weight, self._weighted, self._has_gradient = None, None, False
+        self._loss_sum = self._weight_sum = 0.0
+        self._arriving = None
+
+    def finish(self) -> StepRecord:
+        """Agree on gradients, update what this step has not updated yet, step the schedules; return the record."""
+        engine = self._engine
+        lr = engine.trained[0].lr
+        for trained in engine.trained:
+            if not trained.updated:
+                self._update(trained)
+            trained.updated = False
+        if text := engine.end_scaled_step(self.number, self._apply, self._overflowed, self._scaled_weight):
+            self._hooks.notice(text)
+        if self._batch.num_shards:
+            engine.end_exact_step(self._apply, self._buffers_changed)
+        record = StepRecord(
+            step=self.number,
+            epoch=self.epoch,
+            loss=self._loss,
+            lr=lr,
+            num_samples=self._batch.size,
+            grad_norm=self._grad_norm,
+            skipped=not self._apply or self._overflowed,
+        )
+        self.outcome = StepOutcome(record, self._stop_asked, self._save_asked)
+        self._hooks.finished(record)
+        return record
+
+    # For strategies.
+
+    @property
+    def rows(self) -> PartPlan:
+        """The rows of the part under way."""
+        if self._part is None:
+            raise TaskError("step.backward() outside of `for batch in step.shards()`: its rows are unknown.")
+        return self._part.plan
+
+    def run_whole(self, model: nn.Module, loss_of: LossOf) -> None:
+        """Run the whole part under way: forward, loss, backward."""
+        assert self._part is not None
+        batch = self._part.batch
+        if isinstance(loss_of, CompiledLoss) and loss_of.trials.is_due():
+            self._run_compiled(model, loss_of, batch)
+        else:
+            self.backward(*with_weight(loss_of(model, batch)))
+
+    def cut(self, num_pieces: int) -> list[tuple[int, int, Any]]:
+        """Cut the part under way by rows; return each piece's first row, its number of rows, and the piece."""
+        assert self._part is not None
+        return cut_batch(self._part.batch, self._part.plan.num_rows, num_pieces)
+
+    def seed_noise(self, first_row: int) -> None:
+        """Seed the noise that layers do not own, for the rows from `first_row` of the global batch on."""
+        self._engine.seed_noise(first_row, self._passes)
+
+    def begin_gradient(self) -> None:
+        """Clear the last update's gradients, unless this step has added to them."""
+        if not self._has_gradient:
+            # Here and not after the last update: memory that was just freed is the fastest to take.
+            self._engine.clear_gradients()
+        self._has_gradient = True
+
+    def scaled_loss(self, loss: Any, num_rows: int) -> torch.Tensor | None:
+        """Count what `loss_of` returned for some rows of the part; return what to call backward on, or None."""
+        mean, weight = with_weight(loss)
+        scale = self._count(mean, weight, num_rows)
+        return _wide(mean) * (scale * self._loss_factor) if scale else None
+
+    def _run_compiled(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> None:
+        """Run a part in compiled code; where that fails, without ([Note: Compiling])."""
+        engine, trials, plan = self._engine, loss_of.trials, self.rows
+        if trials.knows(batch):
+            return self.backward(*with_weight(loss_of.compiled(model, batch)))
+        before = TrialState(engine)
+        counted = (self._loss_sum, self._weight_sum, self._weighted, self._has_gradient)
+        parameters = [p for trained in engine.trained for p in trained.model.parameters()] if self._has_gradient else []
+        grads = [None if p.grad is None else p.grad.clone() for p in parameters]  # backward adds to them in place
+        if trials.is_first and not engine.spec.exact and not is_compiled(model):
+            loss_of.look_for_noise(model, batch)
+            before.restore()
+            engine.begin_part(plan, self._passes)
+
+        def compiled() -> None:
+            self.backward(*with_weight(loss_of.compiled(model, batch)))
+
+        def plain() -> None:
+            before.restore()
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = grad
+            self._loss_sum, self._weight_sum, self._weighted, self._has_gradient = counted
+            engine.begin_part(plan, self._passes)
+            self.backward(*with_weight(loss_of(model, batch)))
+
+        trials.run(batch, compiled, plain)
+        return None
+
     def _count(self, loss: torch.Tensor, weight: float | torch.Tensor | None, num_rows: int) -> float:
-        """Add the loss of some rows of the current part to the step's; give what its gradient counts."""
+        """Add the loss of some rows of the current part to the step's; return what its gradient counts."""
         assert self._part is not None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TaskError(_not_a_scalar(loss))
@@ -194,17 +284,11 @@ class Step:
             self._weight_sum += scale
         if scale:
             wide = _wide(loss)
-            self._loss_sum += (wide.item() if self._engine.on_cpu else wide.detach()) * scale
+            # Not in place: a trial of compiled code may have to restore the sum before.
+            self._loss_sum = self._loss_sum + (wide.item() if self._engine.on_cpu else wide.detach()) * scale
             if self._engine.reads_early:
-                self._arriving = Arriving(self._loss_sum)
+                self._arriving = _ArrivingNumber(self._loss_sum)
         return scale
-
-    def _begin_gradient(self) -> None:
-        """Forget the last update's gradients, before the first ones of this step are added."""
-        if not self._has_gradient:
-            # Here and not after the last update: memory that was just let go is the fastest to take.
-            self._engine.clear_gradients()
-        self._has_gradient = True
 
     @property
     def _loss_factor(self) -> float:
@@ -217,46 +301,13 @@ class Step:
         self._engine.end_shard(self._sums())
         self._part, self._loss_sum, self._weight_sum = None, 0.0, 0.0
 
-    def _sums(self) -> tuple[float | torch.Tensor, ...]:
-        asked = (float(self._engine.stop_request.asked), float(self._engine.wants_save()))
+    def _sums(self) -> StepSums:
+        stop, save = float(self._hooks.stop_request.asked), float(self._hooks.wants_save())
         if not self._engine.grid.is_counted:  # another rank has the same rows, and counts them
-            return 0.0, 0.0, 0.0, 0.0, *asked, 0.0
-        weighted = (float(self._weighted is True), float(self._weighted is not None))
-        loss_sum = self._loss_sum if self._arriving is None else float(self._arriving)
-        return loss_sum, self._weight_sum, *weighted, *asked, 0.0
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
-        trained = self._engine.trained_by(optimizer)
-        self._update(trained)
-        if self._batch.num_shards:
-            trained.reducer.be_ready()
-        self._total_weight, self._weighted, self._has_gradient = None, None, False
-        self._loss_sum = self._weight_sum = 0.0
-        self._arriving = None
-
-    def finish(self) -> StepRecord:
-        """Agree on gradients, update what this step has not updated yet, step the schedules."""
-        engine = self._engine
-        lr = engine.trained[0].lr
-        for trained in engine.trained:
-            if not trained.updated:
-                self._update(trained)
-            trained.updated = False
-        engine.end_scaled_step(self.number, self._apply, self._overflowed, self._scaled_weight)
-        if self._batch.num_shards:
-            engine.end_exact_step(self._apply, self._buffers_changed)
-        self.record = StepRecord(
-            step=self.number,
-            epoch=self.epoch,
-            loss=self._loss,
-            lr=lr,
-            num_samples=self._batch.size,
-            grad_norm=self._grad_norm,
-            skipped=not self._apply or self._overflowed,
-        )
-        self._on_finish(self.record)
-        return self.record
+            return StepSums(num_stop_requests=stop, num_save_requests=save)
+        loss = self._loss_sum if self._arriving is None else float(self._arriving)
+        is_weighted, is_counted = float(self._weighted is True), float(self._weighted is not None)
+        return StepSums(loss, self._weight_sum, is_weighted, is_counted, stop, save)
 
     def _update(self, trained: TrainState) -> None:
         apply = self._agree(trained)
@@ -266,20 +317,21 @@ class Step:
         trained.end_update(apply)
 
     def _agree(self, trained: TrainState) -> bool:
-        """Bring gradients and loss together over all ranks; tell whether to apply them."""
+        """Add gradients and loss up over all ranks; return whether to apply them."""
         self._count_time()
         if not self._has_gradient:  # no backward pass since the last update: there is no gradient
             self._engine.clear_gradients()
         self._end_part()
         self._pulse.beat(Phase.REDUCE)
-        loss, weight, num_weighted, num_parts, num_asked, num_saving, num_changed = trained.reduce(self._sums())
+        sums = trained.reduce(self._sums())
         self._pulse.beat(Phase.UPDATE)
-        self._buffers_changed |= num_changed > 0
-        self.stop_asked |= num_asked > 0
-        self.save_asked |= num_saving > 0
-        if 0 < num_weighted < num_parts:
+        self._buffers_changed |= sums.num_changed_buffers > 0
+        self._stop_asked |= sums.num_stop_requests > 0
+        self._save_asked |= sums.num_save_requests > 0
+        if 0 < sums.num_weighted < sums.num_counted:
             raise TaskError("loss gave a weight on some ranks and none on others. Give one always, or never.")
-        weighted = num_weighted > 0  # in exact mode a rank may have had no part to know it from
+        loss, weight = float(sums.loss), sums.weight
+        weighted = sums.num_weighted > 0  # in exact mode a rank may have had no part to know it from
         if self._total_weight is None:  # a second model brings the sums of the same parts again
             self._total_weight = weight
             self._loss = (loss / weight if weight else 0.0) if weighted else loss
@@ -290,39 +342,45 @@ class Step:
             trained.reducer.scale(factor)
         if self._engine.witness is not None:
             self._engine.witness.gradients(self.number, trained.model)
-        spec, scale = self._engine.spec, self._engine.loss_scale
-        overflowed = False
-        # Looking at every gradient costs; who asks for it pays.
-        if self._apply and (spec.clip_norm is not None or spec.on_nan == "skip" or scale is not None):
-            norm = float(trained.reducer.clip(math.inf if spec.clip_norm is None else spec.clip_norm))
-            self._grad_norm = norm if spec.clip_norm is not None and math.isfinite(norm) else None
-            overflowed = not math.isfinite(norm) and scale is not None and scale.may_shrink
-            self._apply = math.isfinite(norm) or overflowed
+        overflowed = self._apply and self._clip(trained)
         self._overflowed |= overflowed
         if not self._apply:
-            self._engine.refuse_update(self.number, self._loss)
+            self._engine.restore_buffers()
+            self._hooks.refused(self, self._loss)
         self._begun, self._waited = time.perf_counter(), self._engine.world.waited_s
         return self._apply and not overflowed
 
+    def _clip(self, trained: TrainState) -> bool:
+        """Clip gradients and check that they are finite, where that is asked for; return whether float16 overflowed."""
+        spec, scale = self._engine.spec, self._engine.loss_scale
+        if spec.clip_norm is None and spec.on_nan != "skip" and scale is None:
+            return False  # looking at every gradient costs
+        norm = float(trained.reducer.clip(math.inf if spec.clip_norm is None else spec.clip_norm))
+        is_finite = math.isfinite(norm)
+        self._grad_norm = norm if spec.clip_norm is not None and is_finite else None
+        overflowed = not is_finite and scale is not None and scale.may_shrink
+        self._apply = is_finite or overflowed
+        return overflowed
+
     def _count_time(self) -> None:
-        """Add what this rank's parts took; layers that exchange something wait for others meanwhile."""
+        """Add what this rank's parts took, without the time that its layers waited for other ranks."""
         waited_s = self._engine.world.waited_s - self._waited
         self._engine.pace.compute_s += time.perf_counter() - self._begun - waited_s
 
 
 def with_weight(loss: Any) -> tuple[Any, Any]:
-    """Give what a Task's loss returned as a mean and a weight, which is None where it gave none."""
+    """Return what a Task's loss returned as a mean and a weight, which is None where there is none."""
     return loss if isinstance(loss, tuple) else (loss, None)
 
 
 def _wide(loss: torch.Tensor) -> torch.Tensor:
-    """Give a loss in a dtype that is fine enough, and long enough, for what it is multiplied by."""
+    """Return a loss in a dtype with enough precision and range for what it is multiplied by."""
     return loss.float() if loss.dtype in _HALVES else loss
 
 
 def _not_a_scalar(loss: Any) -> str:
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     return (
-        f"loss gave {found}; the mean over the batch, a single number, is needed. "
+        f"loss returned {kind}; the mean over the batch, a single number, is needed. "
         "Use .mean(), or reduction='mean' in the loss function."
     )

@@ -1,12 +1,13 @@
-"""A model with its optimizer and its schedule: what one training changes."""
+"""One model with its optimizer and scheduler: live and checkpointed."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +17,22 @@ from torch.nn.parameter import is_lazy
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
+from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.strategy import Example, Strategy
-from instep.train.fused import can_fuse, has_sparse_gradients, may_choose, set_fused
-from instep.train.named_state import FORMS, Names, by_name, by_number
-
-NUM_SUMS = 7
-"""Numbers that travel with the gradients: the loss times its weight, the weight, how many parts came with one, how many
-there were, how many ranks were asked to stop, how many want to save, and in exact mode how many buffers the parts
-changed."""
+from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
+from instep.train.checkpoint_part import CheckpointPart
+from instep.train.optimizer import (
+    FORMS,
+    Names,
+    by_name,
+    by_number,
+    can_fuse,
+    has_sparse_gradients,
+    may_choose,
+    set_fused,
+)
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -41,7 +47,7 @@ class Parameters(list[nn.Parameter]):
 
 
 class TrainState:
-    """One prepared model. Its state is the parts `model`, `optimizer` and `scheduler` of a checkpoint."""
+    """One prepared model: the parts `model`, `optimizer` and `scheduler` of a checkpoint."""
 
     def __init__(
         self,
@@ -50,7 +56,7 @@ class TrainState:
         make_scheduler: MakeScheduler | None,
         strategy: Strategy,
         suffix: str,
-        example: Example | None = None,
+        hints: ModelHints = NO_HINTS,
         recompute: bool = False,
         exact: bool = False,
     ) -> None:
@@ -58,9 +64,9 @@ class TrainState:
             raise TaskError(
                 "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
             )
-        self.recomputed = recompute_blocks(model, strategy.context, strategy.blocks) if recompute else ""
+        self.recomputed = recompute_blocks(model, strategy.context, hints.blocks) if recompute else ""
         """The blocks that are computed twice, in words."""
-        self.model = strategy.spread(model, example)
+        self.model = strategy.spread(model, hints)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
             raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")
@@ -72,13 +78,11 @@ class TrainState:
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
         self._has_reduced = False
         self._choose_form()
-        strategy.settle(self.optimizer)
-        self._strategy = strategy
+        strategy.adapt_optimizer(self.optimizer)
+        self.strategy = strategy
         self._names = Names(self.model)
-        self._is_partial = strategy.grid.mesh.pp > 1
-        """Whether this rank has some of the names only."""
         self._restored_groups: list[dict[str, Any]] = []
-        self.reducer = strategy.reducer(self._in_groups(), NUM_SUMS)
+        self.reducer = strategy.reducer(self._in_groups())
         self.shard_buffers: ShardBuffers | None = None
         """In exact mode, once the first step begins."""
         self.scheduler: Any = None
@@ -89,32 +93,58 @@ class TrainState:
         self._make_scheduler = make_scheduler
         self._suffix = suffix
 
-    def begin(self, num_steps: int, checkpoint: Checkpoint | None) -> None:
-        """Make the schedule, now that its length is known, and bring it where the checkpoint left it."""
+    def begin(self, num_steps: int) -> CheckpointPart | None:
+        """Make the scheduler, now that its length is known; return its checkpoint part, if there is one."""
         self.scheduler = self._make_scheduler(self.optimizer, num_steps) if self._make_scheduler else None
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TaskError(
                 "ReduceLROnPlateau wants a metric; schedules here count global steps. Use another scheduler."
             )
-        if self.scheduler is not None and checkpoint is not None:
-            self._load(checkpoint, "scheduler", lambda name: self.scheduler.load_state_dict(checkpoint.part(name)))
-            # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to go on with.
-            for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
-                group.update(restored)
-            self._choose_form()
+        if self.scheduler is None:
+            return None
+        return self._part("scheduler", self.scheduler.state_dict, self._load_scheduler, on_all_ranks=False)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Take over the weights and the optimizer's state, or what this rank has of them."""
+    def parts(self) -> list[CheckpointPart]:
+        """Return the checkpoint parts of the model and the optimizer, in the order in which they are saved."""
+        # The model first: its state_dict brings a sharded model to rest.
+        return [
+            self._part("model", lambda: self.model.state_dict(), self._load_model),
+            self._part("optimizer", self._optimizer_state, self._load_optimizer),
+        ]
 
-        def load_model(name: str) -> None:
-            self.model.load_state_dict(reshard(checkpoint.stored(name), self.model.state_dict(), self._is_partial))
+    def _part(
+        self,
+        kind: str,
+        save: Callable[[], Any],
+        load: Callable[[Checkpoint, str], None],
+        on_all_ranks: bool = True,
+    ) -> CheckpointPart:
+        name = kind + self._suffix
 
-        self._load(checkpoint, "model", load_model)
-        self._load(checkpoint, "optimizer", lambda name: self._load_optimizer(checkpoint, name))
+        def restore(checkpoint: Checkpoint) -> None:
+            try:
+                load(checkpoint, name)
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{checkpoint.path}: its {kind} does not fit the one that was built now: {error}\n"
+                    "Was the code changed since? Use another --run-dir, or --fresh to start over."
+                ) from error
+
+        return CheckpointPart(name, save, restore, on_all_ranks)
+
+    def _load_scheduler(self, checkpoint: Checkpoint, part: str) -> None:
+        self.scheduler.load_state_dict(checkpoint.part(part))
+        # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to continue with.
+        for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
+            group.update(restored)
         self._choose_form()
 
+    def _load_model(self, checkpoint: Checkpoint, part: str) -> None:
+        has_all = self.strategy.has_all_names
+        self.model.load_state_dict(reshard(checkpoint.stored(part), self.model.state_dict(), not has_all))
+
     def _choose_form(self) -> None:
-        """Let the optimizer work in the form that was chosen; a checkpoint may hold another one."""
+        """Set the form of the optimizer that was chosen; a checkpoint may hold another one."""
         if self.fused is not None:
             set_fused(self.optimizer, self.fused)
 
@@ -125,36 +155,33 @@ class TrainState:
         def tied_to(name: str) -> list[str]:
             return [other for other in model if other != name and model[other] is model.get(name)]
 
-        found = by_number(checkpoint.stored(part), names, self._is_partial, self._names.first, tied_to)
+        is_partial = not self.strategy.has_all_names
+        saved = by_number(checkpoint.stored(part), names, is_partial, self._names.first, tied_to)
         parameters = dict(enumerate(self._in_groups()))
-        groups = map_stored(found["param_groups"], StoredTensor.read)
+        groups = map_stored(saved["param_groups"], StoredTensor.read)
         state = {
             key: map_stored(value, partial(read_for_parameter, parameter=parameters.get(key)))
-            for key, value in found["state"].items()
+            for key, value in saved["state"].items()
         }
         for group, own in zip(groups, self.optimizer.param_groups, strict=True):
             group.update({key: own[key] for key in FORMS if key in own})
-        self.optimizer.load_state_dict({**found, "state": state, "param_groups": groups})
+        self.optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
         self._restored_groups = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
+        self._choose_form()
 
-    def state(self) -> dict[str, Any]:
-        """Give the parts of a checkpoint that are ours."""
-        weights = self.model.state_dict()  # first: it brings a sharded model to rest
-        parts = {"model": weights, "optimizer": by_name(self.optimizer, self._names.of_groups(self.optimizer))}
-        if self.scheduler is not None:
-            parts["scheduler"] = self.scheduler.state_dict()
-        return {part + self._suffix: state for part, state in parts.items()}
+    def _optimizer_state(self) -> dict[str, Any]:
+        return by_name(self.optimizer, self._names.of_groups(self.optimizer))
 
     def begin_step(self) -> None:
-        """Be ready for a step, with a group of parameters that was added since the last one, too."""
+        """Make a new reducer if a group of parameters was added since the last step."""
         if self._has_other_groups():
-            self.reducer = self._strategy.reducer(self._in_groups(), NUM_SUMS)
+            self.reducer = self.strategy.reducer(self._in_groups())
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
-        """Agree with the other ranks on gradients; also on those of a group that was added in this step."""
+    def reduce(self, sums: StepSums) -> StepSums:
+        """Agree with the other ranks on gradients, also of a group that was added in this step; return the sums."""
         if self._has_other_groups():
             if self.shard_buffers is not None:
                 raise TaskError(
@@ -162,12 +189,12 @@ class TrainState:
                     "after step.finish() or before the first step: the shards that are done know nothing of it."
                 )
             self.begin_step()
-        found = self.reducer.reduce(sums)
+        totals = self.reducer.reduce(sums)
         if self.fused and not self._has_reduced and has_sparse_gradients(self.optimizer):
             self.fused = False
             self._choose_form()
         self._has_reduced = True
-        return found
+        return totals
 
     def _has_other_groups(self) -> bool:
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
@@ -176,17 +203,17 @@ class TrainState:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def end_update(self, applied: bool) -> None:
-        """Note that this step has updated it, or chose not to, and move the schedule on."""
+        """Note that this step has updated the model, or chose not to, and step the scheduler."""
         self.updated = True
         if self.scheduler is None:
             return
         with warnings.catch_warnings() if not applied else contextlib.nullcontext():
-            if not applied:  # torch wonders where the update is; the schedule counts steps, made or skipped
+            if not applied:  # torch misses the update; the schedule counts steps, made or skipped
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def clear_gradients(self) -> None:
-        """Forget all gradients, also those of parameters that no optimizer has."""
+        """Drop all gradients, also those of parameters that no optimizer has."""
         for p in self._all:
             p.grad = None
         self.reducer.forget()
@@ -196,11 +223,10 @@ class TrainState:
         """The learning rate of the first group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _load(self, checkpoint: Checkpoint, part: str, load: Callable[[str], object]) -> None:
-        try:
-            load(part + self._suffix)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{checkpoint.path}: its {part} does not fit the one that was built now: {error}\n"
-                "Was the code changed since? Use another --run-dir, or --fresh to start over."
-            ) from error
+
+def load_first_weights(model: nn.Module, source: Path) -> None:
+    """Load the weights that `init_from` names into a new model."""
+    try:
+        model.load_state_dict(load_weights(source))
+    except RuntimeError as error:
+        raise CheckpointError(f"init_from={source}: these weights do not fit the model: {error}") from error

@@ -1,4 +1,4 @@
-"""Who may look on while a rank trains: `instep verify`, to compare trainings and to disturb them on purpose."""
+"""An observer of a rank's training: `instep verify` compares trainings with it, and disturbs them on purpose."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from instep.data.order import PartPlan
 
 
 class Witness(Protocol):
-    """Sees one rank's training go by."""
+    """Observes one rank's training."""
 
     def begin(self, model: nn.Module) -> None:
-        """The steps are about to begin."""
+        """Called before the first step."""
 
     def part(self, step: int, plan: PartPlan, indices: Sequence[int], batch: Any) -> None:
-        """These samples, read as this batch, are what the rank works on in a step, counted from 1."""
+        """Called with the samples and the batch of each part of a step, counted from 1."""
 
     def gradients(self, step: int, model: nn.Module) -> None:
-        """The ranks have agreed on the gradients, and nothing has used them yet."""
+        """Called when the ranks have agreed on the gradients, and nothing has used them yet."""
 
     def finished(self, step: int) -> None:
-        """A step is made, and its checkpoint written if it was due."""
+        """Called after a step, and after its checkpoint if one was due."""
 
     def ended(self, hashes: Sequence[str]) -> None:
-        """The training is over; the ranks' weights have these hashes."""
+        """Called at the end with the hashes of the ranks' weights."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -21,15 +24,14 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import sharded_weights_sha256, weights_sha256
 from instep.core.errors import Preempted, SpecError
 from instep.core.spec import TrainSpec
-from instep.core.stop import StopRequest
+from instep.core.stop import SIGNALS, StopRequest, taking_over
 from instep.core.topology import Place
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
 from instep.train.loop import Loop
 from instep.train.nodes import code_of, look_around
-from instep.train.precision import precision_settings
-from instep.train.preempt import stop_requests
+from instep.train.precision import precision_settings, resolve_precision
 from instep.train.result import Result
 from instep.train.run import Run
 from instep.train.source import TaskSource
@@ -40,7 +42,7 @@ from instep.world.world import World, place_here
 
 
 def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str) -> dict[str, Any]:
-    """Be a rank that instep launched; the result travels back to the launcher."""
+    """Run a rank that instep launched; return its result to the launcher."""
     place = place_here()
     task = source.load()
     with (
@@ -53,9 +55,9 @@ def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: st
 def placed_main(
     place: Place, attempt: int, stop: StopRequest, sees_run: bool, source: TaskSource, spec: TrainSpec, run_dir: str
 ) -> dict[str, Any]:
-    """Be a rank that a foreign launcher has placed somewhere; the result travels back by way of the run directory.
+    """Run a rank that another launcher has placed; its result travels through the run directory.
 
-    `stop` is how the launcher asks to save and leave, `sees_run` whether the run directory is there on this machine.
+    The launcher asks to save and leave through `stop`; `sees_run`: whether the run directory is there on this node.
     """
     with process_settings(spec, place.local_world_size), World.join(place, comm=spec.comm) as world:
         _refuse_unshared(world, sees_run, run_dir)
@@ -64,13 +66,12 @@ def placed_main(
 
 
 def _refuse_unshared(world: World, sees_run: bool, run_dir: str) -> None:
-    """Raise on every rank if one is on a machine that the run directory is not on. Called on all ranks."""
-    told = world.all_gather_object({"host": socket.gethostname(), "sees": sees_run})
-    blind = [(rank, each["host"]) for rank, each in enumerate(told) if not each["sees"]]
+    """Raise on every rank if the run directory is not there for one of them. Called on all ranks."""
+    by_rank = world.all_gather_object({"host": socket.gethostname(), "sees": sees_run})
+    blind = ", ".join(f"rank {rank} on {entry['host']}" for rank, entry in enumerate(by_rank) if not entry["sees"])
     if blind:
-        who = ", ".join(f"rank {rank} on {host}" for rank, host in blind)
         raise SpecError(
-            f"{run_dir} is not there for {who}: the run directory must be on a disk that all machines of the cluster "
+            f"{run_dir} is not there for {blind}: the run directory must be on a disk that all nodes of the cluster "
             "share. Give a --run-dir on such a disk."
         )
 
@@ -85,14 +86,10 @@ def worker_main(
     stop: StopRequest | None = None,
     compared: bool = False,
 ) -> Result:
-    """Train a Task as one rank of a world, whose machines the launching processes may have compared already.
-
-    Called on all ranks.
-    """
+    """Train a Task as one rank; `compared`: the launchers have compared their nodes. Called on all ranks."""
     begun = time.monotonic()
-    with open_run(world, spec, directory, type(task).__name__, attempt, stop) as run:
-        note_machines(run, code_of(task), compared)
-        run.engine.witness = witness
+    with open_run(world, spec, directory, type(task).__name__, attempt, stop, witness) as run:
+        log_nodes(run, code_of(task), compared)
         with contextlib.suppress(Preempted):
             Loop(run, task).run()
         result = make_result(run, begun, attempt)
@@ -102,8 +99,38 @@ def worker_main(
 
 
 @contextlib.contextmanager
+def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Listen for SIGTERM and SIGUSR1 (SLURM's warning before it takes a node away) while the block runs.
+
+    The handler only sets the request. It reaches the other ranks with the next step's sums, so that all know of it at
+    the same step; there they save and leave. A second signal ends the process at once. A launcher may set `request`
+    itself.
+    """
+    request = request or StopRequest()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if request.ask():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # only the main thread may listen
+        return
+    with taking_over(request.ask):
+        before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    # Our launcher blocks this one until a handler is there: by default it would end the process.
+    was_blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    try:
+        yield request
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, was_blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def process_settings(spec: TrainSpec, local_world_size: int) -> Iterator[None]:
-    """Set what is per process (threads, denormals, kernels); a notebook gets its own back."""
+    """Set what is per process (threads, denormals, kernels), and restore it at the end, for a notebook."""
     threads, flushes = torch.get_num_threads(), not bool(torch.tensor(1e-40) * 1)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(spec.num_threads or max(1, cores // local_world_size))
@@ -124,15 +151,17 @@ def open_run(
     name: str,
     attempt: int = 0,
     stop: StopRequest | None = None,
+    witness: Witness | None = None,
+    own_loop: bool = False,
 ) -> Iterator[Run]:
-    """Begin a run on this rank, and end it: orderly, or with what went wrong in its log. Called on all ranks."""
+    """Begin a run on this rank, and end it, with the error in its log if there was one. Called on all ranks."""
     log = EventLog(directory.path, world.rank)
     log.write(_start_record(world, attempt))
     run: Run | None = None
     try:
         with stop_requests(stop) as request:
-            run = Run(world, spec, directory, log, name)
-            run.engine.stop_request = request
+            spec = resolve_precision(spec, world.device)
+            run = Run(world, spec, directory, log, name, stop_request=request, witness=witness, own_loop=own_loop)
             if world.comm_notice:
                 run.notice(world.comm_notice)
             yield run
@@ -141,7 +170,7 @@ def open_run(
         assert run is not None
         log.write(EndRecord(status=run.status, step=run.step))
         raise
-    except BaseException as error:  # no collective from here on: the others may not be there to answer
+    except BaseException as error:  # no collectives from here on: other ranks may be gone
         summary = f"{type(error).__name__}: {error}"
         log.write(EndRecord(status="failed", step=run.step if run is not None else 0, error=summary))
         raise
@@ -151,8 +180,8 @@ def open_run(
         log.close()
 
 
-def note_machines(run: Run, code: list[Path], compared: bool) -> None:
-    """Note what the machines of a run are; say what differs, unless that was done. Called on all ranks."""
+def log_nodes(run: Run, code: list[Path], compared: bool) -> None:
+    """Log what the nodes of a run are, and report what differs, unless that was done. Called on all ranks."""
     own, differing = look_around(run.world, code, run.spec.exact, compare=not compared)
     if own is not None:
         run.log.write(own)
@@ -161,11 +190,11 @@ def note_machines(run: Run, code: list[Path], compared: bool) -> None:
 
 
 def make_result(run: Run, begun: float, attempt: int) -> Result:
-    """Sum a finished run up. Called on all ranks."""
+    """Return the result of a finished run. Called on all ranks."""
     run.finish_saving()
     state = run.engine.trained[0].model.state_dict()
-    is_whole = run.engine.grid.mesh.has_whole_models
-    own = weights_sha256(state) if is_whole else sharded_weights_sha256(state, run.world)
+    is_partial = run.engine.strategy.is_partial
+    own = sharded_weights_sha256(state, run.world) if is_partial else weights_sha256(state)
     hashes = run.world.all_gather_object(own)
     if run.engine.witness is not None:
         run.engine.witness.ended(hashes)

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from instep.core.errors import TaskError
-from instep.parallel.capture import Call, trial
+from instep.parallel.capture import Call
 from instep.parallel.pipeline.ownership import Uses
 from instep.parallel.pipeline.trace import REMEDY, TracedLayers
+from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import Layers
 
 StageFunction = Callable[[Call, Any], Any]
@@ -99,7 +100,7 @@ class _NamedLayers:
     def _record_uses(self, model: nn.Module, call: Call) -> None:
         """Call the layers once, and record what they use: a function does not show it otherwise."""
         value: Any = None
-        with trial(model), torch.no_grad():
+        with evaluating(model), torch.no_grad():
             for number, uses in enumerate(self._uses):
                 with _UseRecorder(model, uses):
                     value = self.stage(number, number + 1)(call, value)

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_flatten
 from instep.core.balance import balance
 from instep.core.errors import TaskError
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.capture import Call, trial
+from instep.parallel.capture import Call
 from instep.parallel.pipeline.activations import is_sendable
 from instep.parallel.pipeline.layers import LayerSequence
+from instep.parallel.preserve import evaluating
 from instep.world.device import synchronize
 
 _REPEATS, _MOST_REPEATS = 3, 20
@@ -48,7 +49,7 @@ def profile_layers(model: nn.Module, layers: LayerSequence, call: Call, context:
     """
     placed = [_PlacedLayer(model, layers, number, context.noise.device) for number in range(len(layers.names))]
     context.end_part()
-    with trial(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         expected = model(*call.positional, **call.named)
         device_call = call.to(context.noise.device)
         costs, values = [], [None]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, scheduled
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.capture import Call, trial
+from instep.parallel.capture import Call
 from instep.parallel.class_change import add_base
 from instep.parallel.pipeline.activations import ActivationMeta, describe_output, rebuild_output, tensors_of
 from instep.parallel.pipeline.layers import StageFunction
@@ -32,6 +32,7 @@ from instep.parallel.pipeline.schedule import (
     ScheduleInputs,
     ScheduleRunner,
 )
+from instep.parallel.preserve import evaluating
 from instep.world.world import World
 
 _MOST_KEPT = 32
@@ -144,7 +145,7 @@ class LocalStages:
         key = self._signature(call)
         if key not in self._metas:
             self._context.end_part()
-            with trial(self._model), torch.no_grad():
+            with evaluating(self._model), torch.no_grad():
                 self._run_stages(call, self._num_stages - 1)
         return self._metas[key]
 

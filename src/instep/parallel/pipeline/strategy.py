@@ -7,26 +7,37 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
+from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.capture import Call
+from instep.parallel.capture import Call, call_of
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.dropout import replace_dropout
-from instep.parallel.gradients import DistributedReducer
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.pipeline.layers import LayerSequence, StageFunction, find_layers
 from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership
 from instep.parallel.pipeline.profile import LayerProfile, StagePlan, estimate_profile, plan_stages, profile_layers
+from instep.parallel.pipeline.schedule import Microbatch
 from instep.parallel.pipeline.stages import LocalStages, stage_model
 from instep.parallel.single import LocalReducer
-from instep.parallel.strategy import Example, Reducer, Strategy
+from instep.parallel.strategy import (
+    NO_HINTS,
+    DistributedReducer,
+    LossOf,
+    ModelHints,
+    Reducer,
+    StepPart,
+    StepSums,
+    Strategy,
+)
 from instep.world.grid import Grid
 from instep.world.world import World
 
@@ -35,6 +46,15 @@ class Pipeline(Strategy):
     """Stages of the model on different ranks, through which microbatches pass."""
 
     name = "pipeline"
+    is_partial = True
+    has_all_names = False
+    calls_model = False
+    axes = ("pp",)
+
+    @classmethod
+    def of(cls, spec: TrainSpec, grid: Grid, context: BatchContext) -> Strategy:
+        spec.check_pipeline(grid.mesh)
+        return cls(grid, context, spec.schedule, spec.microbatches)
 
     def __init__(self, grid: Grid, context: BatchContext, schedule: Schedule, microbatches: int | None) -> None:
         super().__init__(grid, context)
@@ -43,7 +63,7 @@ class Pipeline(Strategy):
         self._asked = microbatches
         self._group = grid.devices["pp"].get_group()
         self._pp_world = grid.world.within(self._group)
-        self._local_stages: list[LocalStages] = []
+        self._local_stages: dict[nn.Module, LocalStages] = {}
         self._shared: list[SharedParameters] = []
         self._layouts: list[str] = []
         self._num_parameters: dict[nn.Module, int] = {}
@@ -56,12 +76,12 @@ class Pipeline(Strategy):
         """The number of stages of the whole pipeline."""
         return self.grid.mesh.pp * stages_a_rank(self._schedule)
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         model = replace_dropout(model, self.context)
         self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.context) > 0
-        call = example() if example is not None else None
+        call = hints.example() if hints.example is not None else None
         self._num_parameters[model] = sum(p.numel() for p in model.parameters())
-        layers = find_layers(model, self.layers, call, self.num_stages)
+        layers = find_layers(model, hints.layers, call, self.num_stages)
         profile = self._profile(model, layers, call)
         plan = plan_stages(layers, profile, model, self.num_stages)
         functions = self._keep_local(model, layers, plan)
@@ -74,12 +94,33 @@ class Pipeline(Strategy):
             model, functions, self.num_stages, self._schedule, self.grid.world, self._group, self.context, noise_uses
         )
         stage_model(model, local_stages)
-        self._local_stages.append(local_stages)
+        self._local_stages[model] = local_stages
         self._layouts.append(plan.describe(layers.names))
         return model
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return PipelineReducer(parameters, self.grid, self._pp_world, self._shared, num_sums)
+    def run_part(self, part: StepPart, model: nn.Module, loss_of: LossOf) -> None:
+        """Run a part through the stages, in microbatches; the loss is computed on the last stage."""
+        local_stages = self._local_stages.get(model)
+        if local_stages is None:  # not a model of run.prepare(); calling it says what is wrong
+            return part.run_whole(model, loss_of)
+        rows = part.rows
+        local_rows = rows.num_rows if rows.replicated else rows.micro_rows // self.grid.mesh.data_size
+        microbatches = []
+        for first, num_rows, batch in part.cut(self.num_microbatches(local_rows)):
+            # A loss may draw noise before it calls the model, and draws it again where it is computed: the same.
+            part.seed_noise(rows.first_row + first)
+            microbatches.append(Microbatch(rows.first_row + first, num_rows, batch, call_of(loss_of, batch)))
+
+        def compute_loss(replay: Callable[..., Any], microbatch: Microbatch) -> torch.Tensor | None:
+            part.seed_noise(microbatch.first_row)
+            stand_in: Any = replay
+            return part.scaled_loss(loss_of(stand_in, microbatch.batch), microbatch.num_rows)
+
+        part.begin_gradient()
+        return local_stages.train(microbatches, rows.replicated, compute_loss)
+
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return PipelineReducer(parameters, self.grid, self._pp_world, self._shared)
 
     def num_parameters(self, model: nn.Module) -> int:
         return self._num_parameters[model]
@@ -110,7 +151,7 @@ class Pipeline(Strategy):
         return notices
 
     def report(self) -> list[str]:
-        clock = self._local_stages[0].clock
+        clock = next(iter(self._local_stages.values())).clock
         if self.grid.world.device.type != "cpu" or not clock.total_s:
             return []
         shares = self.grid.world.all_gather_object(clock.idle_share)
@@ -192,22 +233,19 @@ class PipelineReducer(DistributedReducer):
         grid: Grid,
         pp_world: World,
         shared: Sequence[SharedParameters],
-        num_sums: int,
     ) -> None:
         super().__init__(parameters, grid, {p: group.world.world_size for group in shared for p in group.parameters})
         self._pp_world = pp_world
         self._shared = shared
-        self._replicas = (
-            DdpReducer(parameters, grid.data, num_sums) if grid.data.world_size > 1 else LocalReducer(parameters)
-        )
+        self._replicas = DdpReducer(parameters, grid.data) if grid.data.world_size > 1 else LocalReducer(parameters)
         self._ids = {id(p) for p in self.parameters}
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         totals = self._replicas.reduce(sums)
         for shared in self._shared:
             shared.all_reduce(self._ids)
         row = torch.tensor(totals, dtype=torch.float64, device=self._pp_world.device)
-        return self._pp_world.all_reduce(row).tolist()
+        return StepSums(*self._pp_world.all_reduce(row).tolist())
 
     def forget(self) -> None:
         self._replicas.forget()

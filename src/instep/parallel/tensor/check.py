@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from instep.parallel.capture import Call, trial
+from instep.parallel.capture import Call
+from instep.parallel.preserve import evaluating
 from instep.world.tensors import whole_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -34,7 +35,7 @@ def answer_of(model: nn.Module, call: Call, with_gradients: bool = True) -> Answ
     """Call a model in eval mode, and restore its state, the generators and the matmul precision."""
     # Gradients are enabled in any case: without them, some of torch's modules take a shortcut that training never
     # takes.
-    with trial(model), torch.enable_grad(), _reproducible():
+    with evaluating(model), torch.enable_grad(), _reproducible():
         outputs = [leaf for leaf in _leaves(model(*call.positional, **call.named)) if leaf.is_floating_point()]
         answer = Answer([leaf.detach() for leaf in outputs])
         differentiable = [leaf for leaf in outputs if leaf.requires_grad]

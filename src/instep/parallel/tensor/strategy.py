@@ -25,8 +25,7 @@ from instep.parallel.capture import Call
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.deferred import Deferred
 from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.gradients import DistributedReducer
-from instep.parallel.strategy import Example, Reducer, Strategy, TensorPlanOf
+from instep.parallel.strategy import NO_HINTS, DistributedReducer, ModelHints, Reducer, StepSums, Strategy
 from instep.parallel.tensor.apply import fit_plan, split_layers
 from instep.parallel.tensor.auto_plan import plan_by_trial, plan_without_example, without_slices
 from instep.parallel.tensor.check import Answer, answer_of, difference
@@ -44,17 +43,17 @@ def is_split(parameter: torch.Tensor) -> bool:
 class TensorReducer(DistributedReducer):
     """Reduces gradients of shards over the ranks with the same shards; others over all ranks, one of each group."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, num_sums: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid) -> None:
         super().__init__(parameters, grid)
         sharded = [p for p in self.parameters if is_split(p)]
         whole = [p for p in self.parameters if not is_split(p)]
-        self._of_whole = DdpReducer(whole, grid.world, num_sums, counted=grid.is_counted)
+        self._of_whole = DdpReducer(whole, grid.world, counted=grid.is_counted)
         has_replicas = sharded and grid.data.world_size > 1
-        self._of_sharded = DdpReducer(sharded, grid.data, 0) if has_replicas else None
+        self._of_sharded = DdpReducer(sharded, grid.data) if has_replicas else None
 
-    def reduce(self, sums: Sequence[float | torch.Tensor]) -> list[float]:
+    def reduce(self, sums: StepSums) -> StepSums:
         if self._of_sharded is not None:
-            self._of_sharded.reduce(())
+            self._of_sharded.reduce(StepSums())
         return self._of_whole.reduce(sums)
 
 
@@ -62,20 +61,23 @@ class Tensor(Strategy):
     """Layers sharded along the axis tp, replicas along dp."""
 
     name = "tensor"
+    is_partial = True
+    axes = ("tp",)
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
         model = super().spread(model)
-        self.said.append(split_model(model, self.grid, example, self.tensor_plan))
+        self.said.append(split_model(model, self.grid, hints))
         return model
 
-    def reducer(self, parameters: Sequence[nn.Parameter], num_sums: int) -> Reducer:
-        return TensorReducer(parameters, self.grid, num_sums)
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return TensorReducer(parameters, self.grid)
 
 
 class ShardedTensor(Fsdp):
     """Layers sharded along tp, their shards sharded again along fsdp, replicas along dp."""
 
     name: ClassVar[str] = "fsdp×tensor"
+    axes = ("fsdp", "tp")
 
     def __init__(self, grid: Grid, context: BatchContext, sharding: Sharding) -> None:
         super().__init__(grid, context, sharding)
@@ -84,15 +86,10 @@ class ShardedTensor(Fsdp):
                 f"meta_init: the split of layers along tp({grid.mesh.tp}) is found by trying, and a model without its "
                 "values cannot be tried. Leave meta_init out, or shard along fsdp alone."
             )
-        self._example: Example | None = None
 
-    def spread(self, model: nn.Module, example: Example | None = None) -> nn.Module:
-        self._example = example
-        return super().spread(model, example)
-
-    def shard(self, model: nn.Module, deferred: Deferred | None = None) -> None:
-        self.said.append(split_model(model, self.grid, self._example, self.tensor_plan))
-        super().shard(model, deferred)
+    def shard(self, model: nn.Module, hints: ModelHints, deferred: Deferred | None = None) -> None:
+        self.said.append(split_model(model, self.grid, hints))
+        super().shard(model, hints, deferred)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Before FSDP's own hook, which registers autograd hooks on inputs, and knows nothing of Slices.
@@ -103,12 +100,10 @@ def _gather_inputs(_module: nn.Module, args: Sequence[Any], kwargs: dict[str, An
     return tree_map_only(Slice, lambda x: x.full_tensor("a block of fsdp"), (args, kwargs))
 
 
-def split_model(
-    model: nn.Module, grid: Grid, example: Example | None = None, plan_of: TensorPlanOf | None = None
-) -> str:
+def split_model(model: nn.Module, grid: Grid, hints: ModelHints = NO_HINTS) -> str:
     """Find a plan, apply it, check that the model computes the same, and describe the plan. Called on all ranks."""
-    splitter = _Splitter(model, grid, example)
-    plan = splitter.split(plan_of)
+    splitter = _Splitter(model, grid, hints)
+    plan = splitter.split()
     num_split = sum(p.numel() for p in model.parameters() if is_split(p))
     return plan.describe(splitter.group.size, num_split / max(1, sum(p.numel() for p in model.parameters())))
 
@@ -116,18 +111,18 @@ def split_model(
 class _Splitter:
     """Splits one model, and compares it with itself before."""
 
-    def __init__(self, model: nn.Module, grid: Grid, example: Example | None) -> None:
+    def __init__(self, model: nn.Module, grid: Grid, hints: ModelHints) -> None:
         self.group = TensorParallelGroup.of(grid)
-        self._model, self._grid = model, grid
+        self._model, self._grid, self._plan_of = model, grid, hints.tensor_plan
         self._call: Call | None = None
         self._expected = Answer([])
-        if example is not None:
-            self._call = example().to(grid.world.device)
+        if hints.example is not None:
+            self._call = hints.example().to(grid.world.device)
             self._expected = answer_of(model, self._call)
 
-    def split(self, plan_of: TensorPlanOf | None) -> TensorPlan:
+    def split(self) -> TensorPlan:
         """Apply the Task's plan, else the model's own, else one that is found. Called on all ranks."""
-        given = plan_of(self._model) if plan_of is not None else None
+        given = self._plan_of(self._model) if self._plan_of is not None else None
         own = model_plan(self._model) if given is None else None
         if given is not None or own:
             strict = given is not None

@@ -1,0 +1,97 @@
+"""What a checkpoint holds: named parts, each with how it is saved and how it is restored.
+
+To checkpoint something new, make a CheckpointPart and `add` it to the Saver.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.shards import reshard
+from instep.core.errors import TaskError
+from instep.parallel.strategy import Strategy
+from instep.world.determinism import platform_of
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """Something that is saved, and restored, under a name."""
+
+    name: str
+    save: Callable[[], Any]
+    """Returns its state: tensors and plain values, nested."""
+    restore: Callable[[Checkpoint], object] | None = None
+    """Takes its state from a checkpoint; None: it is for people to read."""
+    on_all_ranks: bool = False
+    """Whether each rank saves what it holds; if not, rank 0 saves it for all."""
+    is_optional: bool = False
+    """Whether a checkpoint may lack it."""
+    is_uneven: bool = False
+    """Whether ranks may hold different tensors of it; the first rank that holds one saves it."""
+
+
+def rng_part() -> CheckpointPart:
+    """Return the part for the global generators of Python, NumPy and torch."""
+
+    def save() -> dict[str, Any]:
+        kind, keys, *rest = numpy.random.get_state(legacy=True)
+        numpy_state = (kind, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), *rest)
+        return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
+
+    def restore(checkpoint: Checkpoint) -> None:
+        rng = checkpoint.part("rng")
+        random.setstate(rng["python"])
+        kind, keys, *rest = rng["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+        torch.set_rng_state(rng["torch"])
+
+    return CheckpointPart("rng", save, restore)
+
+
+def platform_part(device: torch.device, on_change: Callable[[str], None]) -> CheckpointPart:
+    """Return the part for the platform (torch, processor, GPU); restored, it reports in words what has changed."""
+    platform = platform_of(device)
+
+    def compare(checkpoint: Checkpoint) -> None:
+        before = dict(checkpoint.part("platform"))
+        changed = [name for name, value in before.items() if platform.get(name) != value]
+        if changed:
+            on_change(", ".join(f"{name} {platform.get(name)} instead of {before[name]}" for name in changed))
+
+    return CheckpointPart("platform", lambda: platform, compare, is_optional=True)
+
+
+def kept_part(name: str, thing: Any, strategy: Strategy) -> CheckpointPart:
+    """Return the part for an object of the user's that has state_dict and load_state_dict."""
+    if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+        raise TaskError(f"keep({name}=…): a {type(thing).__name__} has no state_dict and load_state_dict.")
+    is_partial = not strategy.has_all_names
+    if is_partial and _has_nameless_tensors(thing.state_dict()):
+        raise TaskError(
+            f"keep({name}=…): its state has tensors in a list. The stages of a pipeline hold different ones, which "
+            "only their names could tell apart: keep them in a dict, by the parameters' names."
+        )
+    part = f"kept-{name}"
+
+    def restore(checkpoint: Checkpoint) -> None:
+        whole = not strategy.is_partial
+        state = checkpoint.part(part) if whole else reshard(checkpoint.stored(part), thing.state_dict(), is_partial)
+        thing.load_state_dict(state)
+
+    # Uneven: a Task's on_step, for example, runs on rank 0 only.
+    return CheckpointPart(part, thing.state_dict, restore, on_all_ranks=True, is_optional=True, is_uneven=True)
+
+
+def _has_nameless_tensors(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return any(map(_has_nameless_tensors, tree.values()))
+    if isinstance(tree, list | tuple):
+        return any(isinstance(item, torch.Tensor) or _has_nameless_tensors(item) for item in tree)
+    return False

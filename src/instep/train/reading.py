@@ -1,0 +1,126 @@
+"""How a run reads its data: the batches of its steps, their micro-batches in a pipeline, the chunks of an evaluation.
+
+Ranks: all, each its own share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from instep.core.errors import TaskError
+from instep.core.microbatches import cut
+from instep.core.spec import TrainSpec
+from instep.data.loader import GlobalBatch, LoadOptions, TrainLoader, evaluation_chunks
+from instep.data.nested import map_tensors
+from instep.data.order import BatchPlan, SampleOrder
+from instep.train.engine import Engine
+from instep.world.tensors import nested_tensors
+
+Collate = Callable[[list[Any]], Any]
+
+
+class BatchReader:
+    """Reads the global batches of a run's steps."""
+
+    def __init__(self, engine: Engine, spec: TrainSpec, dataset: Any, plan: BatchPlan, collate: Collate | None) -> None:
+        self._engine = engine
+        order = SampleOrder(spec.seed, plan.num_samples)
+        self._loader = TrainLoader(dataset, plan, order, _load_options(engine, spec, collate))
+        self._reported = set(engine.context.doubts)
+
+    def batches(self, first: int, last: int) -> Iterator[GlobalBatch]:
+        """Yield the batches of steps first..last-1; count how long this rank waits for them, and their rows."""
+        pace, witness = self._engine.pace, self._engine.witness
+        begun = time.perf_counter()
+        for batch in self._loader.steps(first, last):
+            pace.data_s += time.perf_counter() - begun
+            pace.num_steps += 1
+            pace.num_rows += sum([part.plan.num_rows for part in batch.parts])
+            if witness is not None:
+                indices = self.sample_indices(batch.step)
+                for plan, rows in batch.parts:
+                    own = indices[plan.first_row : plan.first_row + plan.num_rows]
+                    witness.part(batch.step + 1, plan, own, rows)
+            yield batch
+            begun = time.perf_counter()
+
+    def new_notices(self) -> list[str]:
+        """Return what a person should know of the data, and of how layers saw it, and was not told yet."""
+        notices, doubts = self._loader.notices, self._engine.context.doubts
+        if not notices and len(doubts) == len(self._reported):
+            return []
+        new = [*notices, *(doubts[name] for name in doubts if name not in self._reported)]
+        notices.clear()
+        self._reported.update(doubts)
+        return new
+
+    def sample_indices(self, step: int) -> list[int]:
+        """Return the samples of a step's global batch, row by row; steps are counted from 0."""
+        return list(self._loader.sample_indices(step).tolist())
+
+    def describe(self) -> str:
+        """Return in a few words how the dataset is read."""
+        return self._loader.describe()
+
+    def close(self) -> None:
+        """End the processes that load samples."""
+        self._loader.close()
+
+
+def read_chunks(engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:
+    """Yield this rank's chunks of an evaluation set, each with its number of rows."""
+    # From the spec alone, so that the chunks are the same at any world size. Not more than an eighth of a batch:
+    # without gradients that fits where a training step's share does.
+    rows = -(-spec.batch_size // (8 * spec.accumulate))
+    in_step = engine.strategy.gathers_weights
+    return evaluation_chunks(dataset, rows, _load_options(engine, spec, collate), in_step=in_step)
+
+
+def _load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> LoadOptions:
+    return LoadOptions(
+        rank=engine.grid.data.rank,
+        world_size=engine.grid.data.world_size,
+        local_world_size=engine.world.place.local_world_size,
+        device=engine.world.device,
+        collate=collate,
+        workers=spec.data_workers,
+        seed=spec.seed,
+    )
+
+
+def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any]]:
+    """Cut a nested batch by rows; return each piece's first row, its number of rows, and the piece.
+
+    Tensors with `num_rows` entries in their first dimension are cut. All else (a number, a mask that all rows share)
+    is the same in all pieces.
+    """
+    if not any(tensor.dim() and tensor.shape[0] == num_rows for tensor in nested_tensors(batch)):
+        raise TaskError(
+            f"a pipeline cuts a batch by its rows, and this one of {num_rows} samples has no tensor with {num_rows} "
+            "entries in its first dimension. Let collate put the samples there."
+        )
+    pairs = itertools.pairwise(cut(num_rows, count))
+    return [(first, last - first, _rows(batch, num_rows, first, last)) for first, last in pairs]
+
+
+def _rows(batch: Any, num_rows: int, first: int, last: int) -> Any:
+    def slice_(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[first:last] if tensor.dim() and tensor.shape[0] == num_rows else tensor
+
+    return map_tensors(slice_, _slice_lists(batch, num_rows, first, last))
+
+
+def _slice_lists(batch: Any, num_rows: int, first: int, last: int) -> Any:
+    """Cut lists of texts, which collating leaves as one entry for each row."""
+    if isinstance(batch, dict):
+        return type(batch)({key: _slice_lists(item, num_rows, first, last) for key, item in batch.items()})
+    if type(batch) in (tuple, list):
+        if len(batch) == num_rows and batch and all(isinstance(item, str | bytes) for item in batch):
+            return batch[first:last]
+        return type(batch)(_slice_lists(item, num_rows, first, last) for item in batch)
+    return batch
