@@ -310,7 +310,7 @@ def test_a_model_is_built_block_by_block() -> None:
         ({"reshard": False}, 2, "Use --strategy fsdp"),
         ({"strategy": "fsdp", "exact": True, "reshard": False}, 2, "would have no effect"),
         ({"strategy": "pipeline", "compile": True}, 2, "is not compiled"),
-        ({"exact": True, "mesh": "dp=2,tp=2"}, 4, "also cuts its layers"),
+        ({"exact": True, "mesh": "dp=2,tp=2"}, 4, "also splits its layers"),
     ],
 )
 def test_what_cannot_be(options: dict[str, Any], size: int, says: str) -> None:
