@@ -12,14 +12,15 @@ memory add gradients in place, without that buffer (World.all_reduce_coalesced).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from instep.parallel.gradients import copy_gradients, from_local, to_local
+from instep.parallel.gradients import clip_to, copy_gradients, from_local, local_gradients, to_local, total_norm
 from instep.parallel.strategy import Reducer, Strategy
+from instep.world.grid import Grid
 from instep.world.world import World
 
 _COUNTING = (torch.float32, torch.float64)
@@ -151,6 +152,28 @@ def _write_extras(extras: torch.Tensor, sums: Sequence[float | torch.Tensor], us
     for i, value in enumerate(sums):  # a value on the GPU stays there
         array[i] = value
     array[len(sums) :] = 1.0 if all(used) else torch.tensor(used, dtype=extras.dtype)
+
+
+class DistributedReducer(Reducer):
+    """Scales and clips this rank's shards of the gradients, by the norm of all of them."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], grid: Grid, num_stages_with: Mapping[nn.Parameter, int] | None = None
+    ) -> None:
+        super().__init__(parameters)
+        self._grid = grid
+        self._num_stages_with = num_stages_with
+        """Stages that hold a shared parameter: it counts once in the norm."""
+
+    def scale(self, factor: float) -> None:
+        if gradients := local_gradients(self.parameters):
+            torch._foreach_mul_(gradients, factor)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the norm over all ranks, and return it; it is the same on each. Called on all ranks."""
+        norm = total_norm(self.parameters, self._grid, self._num_stages_with)
+        clip_to(self.parameters, norm, max_norm)
+        return norm
 
 
 class Ddp(Strategy):

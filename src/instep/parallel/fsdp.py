@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map_only
 from instep.core.errors import SpecError, TaskError
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
+from instep.parallel.ddp import DistributedReducer
 from instep.parallel.deferred import Deferred, build_deferred
-from instep.parallel.gradients import DistributedReducer
 from instep.parallel.strategy import Example, Reducer, Strategy
 from instep.world.grid import Grid
 

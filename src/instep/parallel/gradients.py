@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from instep.parallel.strategy import Reducer
 from instep.world.grid import Grid
 
 
@@ -77,25 +76,3 @@ def clip_to(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: fl
     gradients = local_gradients(parameters)
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
-
-
-class DistributedReducer(Reducer):
-    """Scales and clips this rank's shards of the gradients, by the norm of all of them."""
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], grid: Grid, num_stages_with: Mapping[nn.Parameter, int] | None = None
-    ) -> None:
-        super().__init__(parameters)
-        self._grid = grid
-        self._num_stages_with = num_stages_with
-        """Stages that hold a shared parameter: it counts once in the norm."""
-
-    def scale(self, factor: float) -> None:
-        if gradients := local_gradients(self.parameters):
-            torch._foreach_mul_(gradients, factor)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the norm over all ranks, and return it; it is the same on each. Called on all ranks."""
-        norm = total_norm(self.parameters, self._grid, self._num_stages_with)
-        clip_to(self.parameters, norm, max_norm)
-        return norm

@@ -17,9 +17,8 @@ from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.ddp import DdpReducer
+from instep.parallel.ddp import DdpReducer, DistributedReducer
 from instep.parallel.dropout import replace_dropout
-from instep.parallel.gradients import DistributedReducer
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.pipeline.layers import LayerSequence, StageFunction, find_layers
 from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership

@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_map_only
 from instep.core.errors import SpecError, TaskError
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.ddp import DdpReducer
+from instep.parallel.ddp import DdpReducer, DistributedReducer
 from instep.parallel.deferred import Deferred
 from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.gradients import DistributedReducer
 from instep.parallel.strategy import Example, Reducer, Strategy, TensorPlanOf
 from instep.parallel.tensor.apply import fit_plan, split_layers
 from instep.parallel.tensor.auto_plan import plan_by_trial, plan_without_example, without_slices
