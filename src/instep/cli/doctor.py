@@ -22,9 +22,9 @@ from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, S
 from instep.core.spec import seconds_of
 from instep.core.version import __version__
 from instep.launch.machine import free_ports, look_at_folder, look_at_machine, scratch_folder
-from instep.launch.machines.checkup import Checkup, CheckupPlan, check_up
+from instep.launch.membership.checkup import Checkup, CheckupPlan, check_up
+from instep.launch.membership.rendezvous import split_endpoint
 from instep.launch.probe import Backend, probe
-from instep.launch.rendezvous import split_endpoint
 from instep.world.world import place_here
 
 _PATIENCE_S = 2.0
@@ -50,7 +50,7 @@ def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: 
     if not wait_s:
         raise SpecError(f"wait={wait!r} is not a time. Write for instance 30s or 5m.")
     return CheckupPlan(
-        num_machines=nnodes, host=host, port=port, node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
+        num_nodes=nnodes, host=host, port=port, node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
     )
 
 
@@ -93,7 +93,7 @@ class _Checkup:
         if not isinstance(found, Checkup):
             return {}
         links = [{"from": here, "to": there, **asdict(link)} for (here, there), link in found.links.items()]
-        return {"network": {"machines": found.machines, "unreached": found.unreached, "links": links}}
+        return {"network": {"machines": found.nodes, "unreached": found.unreached, "links": links}}
 
 
 def report(found: list[Finding]) -> dict[str, Any]:

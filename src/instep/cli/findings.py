@@ -13,9 +13,9 @@ from typing import Literal
 
 from instep.core.topology import Place
 from instep.launch.machine import SHARED_MEMORY, Folder, Machine
-from instep.launch.machines.checkup import Checkup
-from instep.launch.machines.links import Pair, distant_links, duration, rate, slow_links
-from instep.launch.machines.peers import Link
+from instep.launch.membership.checkup import Checkup
+from instep.launch.membership.links import Pair, distant_links, duration, rate, slow_links
+from instep.launch.membership.peers import Link
 from instep.launch.probe import PROCESSES, ProbeResult
 
 Level = Literal["green", "yellow", "red"]
@@ -145,7 +145,7 @@ def judge_network(found: Checkup | Exception) -> list[Finding]:
     """Judge the ways between machines."""
     if isinstance(found, Exception):
         return [Finding("machines", "red", str(found), "Run the same command on each machine at about the same time.")]
-    met = Finding("machines", "green", f"{len(found.machines)} met: {', '.join(found.machines)}")
+    met = Finding("machines", "green", f"{len(found.nodes)} met: {', '.join(found.nodes)}")
     if found.unreached:
         advice = "Open all ports between the machines (firewalls, security groups), or put them on one network."
         return [met, Finding("reach", "red", "; ".join(found.unreached), advice)]

@@ -11,8 +11,9 @@ import torch
 
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
-from instep.launch.local import LogPlan, launch
-from instep.launch.machines.company import Wishes
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
+from instep.launch.membership.node_info import JobRequest
 from instep.launch.processes import check_process_count
 from instep.launch.script import run_script
 
@@ -24,6 +25,6 @@ def run_scripts(script: str, arguments: list[str], as_module: bool, log_dir: Pat
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
     with tempfile.TemporaryDirectory(prefix="instep-run-") as scratch:
         logs = LogPlan(log_dir or Path(scratch), split=True)
-        wishes = Wishes(code=() if as_module else (script,))
+        request = JobRequest(code=() if as_module else (script,))
         args = (script, arguments, as_module)
-        launch(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, wishes=wishes)
+        launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))

@@ -5,7 +5,7 @@ When one rank fails, the others soon fail too, because it is gone. Which one is 
 a failure that merely notices a lost peer is a *consequence* and ranks below every other; among the rest the
 earliest comes first, by nanoseconds noted in the failing rank itself. A rank that was told to stop because
 another had failed has not failed. Machines' clocks differ, so their times are corrected first ([Note: One time for
-all machines] in clocks.py); what then lies so close that the doubt about the clocks covers it is put in order by the
+all nodes] in clock_offset.py); what then lies so close that the doubt about the clocks covers it is put in order by the
 kind of the error (what the user's code raised before what came from outside), then by the step that was reached.
 """
 

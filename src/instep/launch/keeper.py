@@ -23,12 +23,11 @@ import threading
 import time
 from dataclasses import dataclass
 
-from instep.core.clock import now_ns, shift_clock
 from instep.core.errors import EXIT_ENVIRONMENT
 from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.scratch import Scratch
-from instep.launch.worker import FAILURE_GRACE_S, name_process, work
+from instep.launch.worker import FAILURE_GRACE_S, name_process, wait_for_cause, work
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDLED = {*_STOPS, signal.SIGUSR1, signal.SIGCHLD}
@@ -53,14 +52,12 @@ class Job:
     """Whether a worker listens for SIGUSR1, and is to be spared of it until it does."""
     attempt: int
     max_restarts: int
-    clock_shift_s: float = 0.0
 
 
 def keep(job: Job) -> None:
     """Run one rank to its end; return only if that end was good."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the launcher, which passes it on
     _adopt_environment(job)
-    shift_clock(job.clock_shift_s)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     job.scratch.start_attempt(attempt)
     job.scratch.announce_logs(rank, redirect_output(job.logs, rank))
@@ -113,7 +110,7 @@ class _Keeper:
 
     def settle(self) -> None:
         """Note how the worker ended, and leave unless that was well."""
-        time_ns = now_ns()
+        time_ns = time.time_ns()
         end = os.waitid(os.P_PID, self.worker_pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
@@ -131,7 +128,9 @@ class _Keeper:
             record = failure_of_exit(self.rank, code, time_ns, log)
             self.job.scratch.save_failure(self.attempt, record)
         if record.consequence:
-            self._let_cause_be_noted()
+            wait_for_cause(
+                self.job.scratch, self.attempt, int(os.environ["LOCAL_WORLD_SIZE"]), self._is_stopped_meanwhile
+            )
         sys.exit(1)
 
     def _listen(self, timeout_s: float | None) -> None:
@@ -161,7 +160,7 @@ class _Keeper:
             and not self.job.scratch.is_marked("ending")
         ):
             return self.pass_on(signal.SIGUSR1)  # a scheduler asks every process of a job at once
-        self.stopped_ns = now_ns()
+        self.stopped_ns = time.time_ns()
         self.deadline = time.monotonic() + (FAILURE_GRACE_S if failed else self.job.grace_s)
         self.pass_on(number)
         return None
@@ -181,15 +180,9 @@ class _Keeper:
         else:
             self.job.scratch.save_failure(self.attempt, dataclasses.replace(record, consequence=True))
 
-    def _let_cause_be_noted(self) -> None:
-        """Stay a while: elastic ends the other ranks as soon as one goes, the one with the cause too."""
-        everyone = int(os.environ["LOCAL_WORLD_SIZE"])
-        until = time.monotonic() + FAILURE_GRACE_S
-        while time.monotonic() < until and self.stopped_ns is None:
-            failures = self.job.scratch.load_failures(self.attempt)
-            if len(failures) == everyone or not all(failure.consequence for failure in failures):
-                return
-            self._listen(0.02)
+    def _is_stopped_meanwhile(self) -> bool:
+        self._listen(0.02)
+        return self.stopped_ns is not None
 
 
 def _adopt_environment(job: Job) -> None:

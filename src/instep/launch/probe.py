@@ -17,7 +17,8 @@ import torch
 
 from instep.core.errors import EnvironmentFailed, InstepError
 from instep.core.spec import LaunchSpec
-from instep.launch.local import LogPlan, launch
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
 from instep.world.lane import engine
 from instep.world.world import World, place_here
 
@@ -51,7 +52,7 @@ def probe(backend: Backend) -> ProbeResult:
     try:
         with tempfile.TemporaryDirectory(prefix="instep-probe-") as folder:
             spec = LaunchSpec(processes=PROCESSES)
-            found = launch(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=silent, stderr=silent)
+            found = launch(LaunchJob(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=silent, stderr=silent))
     except (InstepError, OSError) as error:
         return ProbeResult(backend=backend, error=str(error))
     found_engine = engine.find()

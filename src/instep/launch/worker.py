@@ -13,10 +13,10 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from instep.core.clock import now_ns
 from instep.core.errors import EXIT_DONE, EXIT_USER
 from instep.guard.pulse import Phase, begin_pulse, here
 from instep.guard.stacks import register_stacks
@@ -46,6 +46,21 @@ def work(
         os._exit(code)
 
 
+def wait_for_cause(
+    scratch: Scratch, attempt: int, num_ranks: int, pause: Callable[[], bool] = lambda: time.sleep(0.05) is not None
+) -> None:
+    """Wait until a rank has noted a failure that is no consequence, all ranks have noted theirs, or a grace time ends.
+
+    A rank that merely noticed a lost peer does this before it ends: the launcher ends the other ranks as soon as one
+    has, and the one with the cause may be about to note it. `pause` waits a moment and returns whether to stop waiting.
+    """
+    until = time.monotonic() + FAILURE_GRACE_S
+    while time.monotonic() < until:
+        failures = scratch.load_failures(attempt)
+        if len(failures) == num_ranks or not all(failure.consequence for failure in failures) or pause():
+            return
+
+
 def name_process(title: str) -> None:
     """Give this process a name that ps and top show; 15 bytes at most."""
     _prctl(_PR_SET_NAME, title.encode()[:15])
@@ -59,7 +74,7 @@ def _run(payload: bytes, scratch: Scratch, rank: int, attempt: int, log: str) ->
     except BaseException as error:  # noqa: BLE001 - the launching process raises it
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return EXIT_DONE
-        scratch.save_failure(attempt, failure_of_exception(error, rank, now_ns(), log))
+        scratch.save_failure(attempt, failure_of_exception(error, rank, time.time_ns(), log))
         # Whatever is left to run here (threads, atexit) may wait for peers that will never answer.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(FAILURE_GRACE_S)

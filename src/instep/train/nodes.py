@@ -14,9 +14,8 @@ from typing import Any
 
 from instep.core.spec import TrainSpec
 from instep.events.schema import NodeRecord
-from instep.launch.machines.agreement import warnings
-from instep.launch.machines.company import Wishes
-from instep.launch.machines.facts import installed_packages, look_at_node
+from instep.launch.membership.agreement import warnings
+from instep.launch.membership.node_info import JobRequest, describe_node, installed_packages
 from instep.train.directory import describe_task
 from instep.train.task import Task
 from instep.world.world import World
@@ -39,15 +38,15 @@ _MACHINES_OWN = {
 """What a machine may be asked for alone, or what is compared on its own."""
 
 
-def wishes_of(task: Task, spec: TrainSpec) -> Wishes:
-    """Say what all machines of a training must have been asked for."""
+def job_request(task: Task, spec: TrainSpec) -> JobRequest:
+    """Return what all nodes of a training must have been asked for."""
     described = describe_task(task)
     values: dict[str, Any] = {"Task": described["name"]}
     values |= {f"Task field {name}": value for name, value in described["fields"].items()}
     values |= {
         field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.name not in _MACHINES_OWN
     }
-    return Wishes(values | {"epochs": spec.resolved_epochs()}, tuple(map(str, code_of(task))))
+    return JobRequest(values | {"epochs": spec.resolved_epochs()}, tuple(map(str, code_of(task))))
 
 
 def code_of(task: Task) -> list[Path]:
@@ -70,7 +69,7 @@ def look_around(world: World, code: list[Path], exact: bool, compare: bool) -> t
     ]
     first_on = {host: rank for rank, (host, _) in reversed(list(enumerate(told)))}
     firsts = sorted({*first_on.values(), *(rank for rank, (_, local_rank) in enumerate(told) if local_rank == 0)})
-    own = look_at_node(code) if world.rank in firsts else None
+    own = describe_node(code) if world.rank in firsts else None
     if not compare or len(firsts) == 1:
         return own, []
     found = world.all_gather_object(dataclasses.asdict(own) if own is not None else None)
