@@ -196,9 +196,9 @@ def test_a_node_may_take_the_place_of_one_that_is_lost() -> None:
     rules = replace(RULES, max_nodes=2)
     ranked = [node(key, {"node_rank": key}) for key in (0, 1)]
     state = replace(RUNNING, members=(0, 1), agreed=(0, 1))
-    twin = node(2, {"node_rank": 1})
+    twin = node(2, {"node_rank": 1}, age_s=1)
     assert list(decide(state, *ranked, twin, rules=rules).refused) == [2]
-    quiet = decide(state, ranked[0], replace(ranked[1], quiet_s=5), twin, rules=rules)
+    quiet = decide(state, ranked[0], replace(ranked[1], quiet_s=2), twin, rules=rules)
     assert (quiet.agreed, quiet.refused) == ((0, 1), {})  # undecided
     lost = decide(quiet, ranked[0], replace(ranked[1], quiet_s=10), twin, rules=rules)
     assert (lost.agreed, lost.running) == ((0, 2), False)

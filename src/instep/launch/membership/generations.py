@@ -145,14 +145,15 @@ def next_state(
 def _compare(state: LeaderState, nodes: Sequence[NodeStatus], rules: Rules) -> LeaderState:
     """Take in new nodes that agree with the others, and refuse those that do not.
 
-    Too few nodes to start, of which two disagree, end the job. Later on, only the new node is refused. A node that may
-    be lost does not count against one that takes its place, so that one is judged when this is known.
+    Too few nodes to start, of which two disagree, end the job. Later on, only the new node is refused. A node that has
+    sent no heartbeat since the new one joined may be lost, and the new one take its place: that is decided when the
+    heartbeat comes, or when the node is lost.
     """
     agreed = [n for n in nodes if n.key in state.agreed and not n.left and n.quiet_s < rules.lost_after_s]
     new = [n for n in nodes if n.key not in (*state.agreed, *state.refused) and n.is_here]
     refused = dict(state.refused)
     for node in new:
-        here = [n.info for n in agreed if n.is_here]
+        here = [n.info for n in agreed if n.quiet_s < node.age_s]
         if (error := disagreement([*here, node.info])) is not None:
             if state.generation < 0 and len(agreed) < rules.min_nodes:
                 error = disagreement([*here, *(n.info for n in new)]) or error
