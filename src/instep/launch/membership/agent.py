@@ -266,11 +266,11 @@ class NodeAgent:
 
     def _keep_time(self) -> None:
         """Measure how far this clock is ahead of the leader's: see [Note: One time for all nodes]."""
-        while not self._ending.is_set():
+        while not self._ending.is_set() and self._leader is None:
             wait_s, job = _CLOCK_RETRY_S, self._job
             if job is None or job.leader is None:
                 wait_s = _FENCE_TICK_S
-            elif self._leader is None:
+            else:
                 address = dataclasses.replace(job.leader, host=job.leader.host or self._store_addresses[0])
                 with contextlib.suppress(OSError):  # tried again
                     self._update(clock=measure_offset(address, self._clock))

@@ -62,7 +62,7 @@ class Checkup:
 
 
 def check_up(plan: CheckupPlan, say: Callable[[str], None]) -> Checkup:
-    """Meet the other nodes and measure the links between them; raise EnvironmentFailed if they do not join."""
+    """Measure the links between this node and the others; raise EnvironmentFailed if they do not join."""
     is_host = None if plan.node_rank is None else plan.node_rank == 0
     store = ControlStore.open(StorePlan(plan.host, plan.port, "doctor", is_host, plan.wait_s), say)
     spec = LaunchSpec(nnodes=str(plan.num_nodes), node_rank=plan.node_rank, local_addr=plan.local_addr)
