@@ -18,15 +18,19 @@ from instep.launch.membership.generations import (
     environment_failure,
     next_state,
 )
+from instep.launch.membership.heartbeat import Heartbeat
 from instep.launch.membership.rendezvous import plan_rules
 from launch_support import node_info
 
 RULES = Rules(min_nodes=1, max_nodes=3, max_restarts=3, last_call_s=5, endpoint="h1:29500")
 
 
-def node(key: int, info: dict[str, object] | None = None, **more: object) -> NodeStatus:
-    values = {"name": f"h{key + 1}", "age_s": 60.0, "clock": Offset(), "ranks": (2 * key, 2 * key + 1)}
-    return NodeStatus(info=node_info(key, **info or {}), **values | more)
+def node(
+    key: int, info: dict[str, object] | None = None, age_s: float = 60, quiet_s: float = 0, **beat: object
+) -> NodeStatus:
+    heartbeat = Heartbeat(**{"clock": Offset(), "ranks": (2 * key, 2 * key + 1)} | beat)
+    name = f"h{key + 1}"
+    return NodeStatus(info=node_info(key, **info or {}), name=name, age_s=age_s, quiet_s=quiet_s, heartbeat=heartbeat)
 
 
 def decide(
@@ -148,7 +152,7 @@ def test_a_newcomer_is_taken_in_when_there_is_room() -> None:
 
 
 def test_all_done_is_over_and_a_failure_beside_it_is_final() -> None:
-    done = decide(RUNNING, *(replace(each, done=True, left="its work is done") for each in ALL))
+    done = decide(RUNNING, *(node(key, done=True, left="its work is done") for key in range(3)))
     assert (done.over, done.failures) == (True, ())
     mixed = decide(RUNNING, node(0, done=True), node(1, done=True), node(2, failures=(ERROR,)))
     assert (mixed.over, mixed.failures) == (True, (ERROR,))
@@ -212,7 +216,7 @@ def test_a_generation_waits_for_clocks_and_warns_of_differences() -> None:
     fresh = node(1, clock=None, age_s=1)
     assert not decide(LeaderState(since_s=90), node(0), fresh, rules=rules).running
     assert decide(LeaderState(since_s=90), node(0), replace(fresh, age_s=10), rules=rules).running
-    state = decide(LeaderState(since_s=90), node(0), replace(fresh, clock=Offset(5 * 10**9, 1000)), rules=rules)
+    state = decide(LeaderState(since_s=90), node(0), node(1, age_s=1, clock=Offset(5 * 10**9, 1000)), rules=rules)
     assert state.running
     (warning,) = state.warnings
     assert warning.startswith("The clock of h2 is 5.0 s ahead of that of h1")

@@ -43,7 +43,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from instep.core.errors import EnvironmentFailed, RanksFailed
 from instep.core.spec import LaunchSpec
-from instep.core.stop import StopRequest
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.launcher import LaunchJob
@@ -51,7 +50,7 @@ from instep.launch.preload import start_preload
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
 from instep.launch.scratch import Scratch, open_scratch
-from instep.launch.signals import signals_restored
+from instep.launch.signals import handle_stops, signals_restored
 from instep.launch.watch import WatchPlan, watched
 
 _BACKEND = "instep"
@@ -217,24 +216,18 @@ def signal_behind(error: BaseException | None) -> SignalException | None:
 
 def _pass_on_stops(scratch: Scratch) -> None:
     """Make the first SIGTERM or SIGUSR1 ask all ranks of this node to save and leave, and the second end them."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    request = StopRequest()
 
-    def on_signal(number: int, _frame: types.FrameType | None) -> None:
-        was_asked = request.asked
-        if request.ask():
-            scratch.mark("ending")
-            raise SignalException(f"second signal {number}", sigval=signal.Signals(number))
-        if was_asked:
-            return
+    def ask() -> None:
         scratch.mark("asked")
         for pid in scratch.keepers(scratch.last_attempt()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, on_signal)
+    def end(number: signal.Signals) -> None:
+        scratch.mark("ending")
+        raise SignalException(f"second signal {number}", sigval=number)
+
+    handle_stops(ask, end)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import socket
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, TextIO
 
 from instep.core.errors import EXIT_ENVIRONMENT, EnvironmentFailed, FailureRecord, RanksFailed, SpecError
 from instep.core.spec import TrainSpec
-from instep.core.stop import StopRequest, taking_over
+from instep.core.stop import taking_over
 from instep.core.topology import Place
 from instep.launch.failures import failure_of_exception, order_failures
 from instep.launch.launcher import Launcher, LaunchJob, S
@@ -33,7 +32,7 @@ from instep.launch.logs import LogPlan
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
 from instep.launch.scratch import Scratch
-from instep.launch.signals import signals_restored
+from instep.launch.signals import handle_stops, signals_restored
 
 _SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -289,20 +288,13 @@ def _scratch_in(run_dir: Path) -> Iterator[Scratch]:
 @contextlib.contextmanager
 def _stops_passed_on(scratch: Scratch) -> Iterator[None]:
     """Make the first SIGTERM or SIGUSR1 ask all ranks to save and leave, and the second end them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    request = StopRequest()
     ended_by: list[str] = []
 
-    def on_signal(number: int, _frame: types.FrameType | None) -> None:
-        if request.ask():
-            ended_by.append(signal.Signals(number).name)
-            raise KeyboardInterrupt  # the only error that passes through Ray's waiting
-        scratch.mark("asked")
+    def end(number: signal.Signals) -> None:
+        ended_by.append(number.name)
+        raise KeyboardInterrupt  # the only error that passes through Ray's waiting
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, on_signal)
+    handle_stops(lambda: scratch.mark("asked"), end)
     try:
         yield
     except KeyboardInterrupt:

@@ -1,11 +1,14 @@
-"""Signal handlers that launches replace for their time, restored afterwards."""
+"""Signal handlers of a launch: set for its time, restored afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from instep.core.stop import SIGNALS, StopRequest
 
 _REPLACED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
@@ -23,3 +26,20 @@ def signals_restored() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:  # None: not set from Python, so not ours to set
                 signal.signal(number, handler)
+
+
+def handle_stops(ask: Callable[[], None], end: Callable[[signal.Signals], None]) -> None:
+    """Make the first SIGTERM or SIGUSR1 call `ask`, and the second `end`, which raises."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    request = StopRequest()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        was_asked = request.asked
+        if request.ask():
+            end(signal.Signals(number))
+        elif not was_asked:
+            ask()
+
+    for number in SIGNALS:
+        signal.signal(number, on_signal)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord, InstepError
 from instep.launch.failures import order_failures
 from instep.launch.membership.agreement import disagreement, warnings
 from instep.launch.membership.clock_offset import Offset, clock_warnings
-from instep.launch.membership.heartbeat import JobState
+from instep.launch.membership.heartbeat import Heartbeat, JobState
 from instep.launch.membership.node_info import NodeInfo, addresses_of, names_of
 from instep.launch.restart import plan_restart
 
@@ -57,15 +57,8 @@ class NodeStatus:
     """Since its first heartbeat."""
     quiet_s: float = 0.0
     """Since its last heartbeat."""
-    clock: Offset | None = None
-    left: str = ""
-    """Why it has left; empty: it has not."""
-    ranks: tuple[int, ...] = ()
-    """The ranks that it runs in this generation, as far as they have started."""
-    done: bool = False
-    """Whether all its ranks have completed this generation."""
-    failures: tuple[FailureRecord, ...] = ()
-    """How they failed, if they did."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """The last one; without ranks and results of an earlier generation."""
 
     @property
     def key(self) -> int:
@@ -75,19 +68,24 @@ class NodeStatus:
     @property
     def is_here(self) -> bool:
         """Whether it is alive."""
-        return not self.left and self.quiet_s <= FRESH_S
+        return not self.heartbeat.left and self.quiet_s <= FRESH_S
 
     @property
     def is_ready(self) -> bool:
         """Whether it can start ranks: failures of a node without a clock offset could not be put in order."""
-        return self.is_here and (self.clock is not None or self.age_s >= _CLOCK_S)
+        return self.is_here and (self.heartbeat.clock is not None or self.age_s >= _CLOCK_S)
 
     @property
     def title(self) -> str:
         """Its name with its ranks."""
-        if not self.ranks:
+        ranks = self.heartbeat.ranks
+        if not ranks:
             return self.name
-        return f"{self.name} ({'rank' if len(self.ranks) == 1 else 'ranks'} {', '.join(map(str, self.ranks))})"
+        return f"{self.name} ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))})"
+
+    def is_lost(self, rules: Rules) -> bool:
+        """Return whether it has left, or has sent no heartbeat for too long."""
+        return bool(self.heartbeat.left) or self.quiet_s >= rules.lost_after_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +125,15 @@ def next_state(
         return _gather(state, agreed, rules, now_s)
     state = dataclasses.replace(state, is_judged=False)
     members = [node for node in nodes if node.key in state.members]
-    lost = [m for m in members if not m.done and (m.left or m.quiet_s >= rules.lost_after_s)]
-    if all(member.done for member in members):
+    lost = [m for m in members if not m.heartbeat.done and m.is_lost(rules)]
+    if all(member.heartbeat.done for member in members):
         return dataclasses.replace(state, over=True, running=False)
-    failures = [failure for member in members for failure in member.failures]
+    failures = [failure for member in members for failure in member.heartbeat.failures]
     if lost or failures:
         return _fail(state, members, lost, failures, rules, progress, now_s, time_ns)
     new = [node for node in agreed if node.key not in state.members and node.is_ready and node.age_s >= _JOIN_S]
     can_join = now_s - state.since_s >= _JOIN_S and len(members) < rules.max_nodes
-    if new and can_join and not any(member.done for member in members):
+    if new and can_join and not any(member.heartbeat.done for member in members):
         names = ", ".join(node.name for node in new)
         why = f"{names} joined: all ranks continue from the newest checkpoint"
         return dataclasses.replace(state, running=False, why=why, since_s=now_s)
@@ -149,7 +147,7 @@ def _compare(state: LeaderState, nodes: Sequence[NodeStatus], rules: Rules) -> L
     sent no heartbeat since the new one joined may be lost, and the new one take its place: that is decided when the
     heartbeat comes, or when the node is lost.
     """
-    agreed = [n for n in nodes if n.key in state.agreed and not n.left and n.quiet_s < rules.lost_after_s]
+    agreed = [n for n in nodes if n.key in state.agreed and not n.is_lost(rules)]
     new = [n for n in nodes if n.key not in (*state.agreed, *state.refused) and n.is_here]
     refused = dict(state.refused)
     for node in new:
@@ -170,7 +168,7 @@ def _gather(state: LeaderState, agreed: Sequence[NodeStatus], rules: Rules, now_
         return state
     here = sorted((n for n in agreed if n.is_here), key=lambda n: (n.key not in state.members, n.key))
     ready = [node for node in here if node.is_ready]
-    is_certain = len(ready) == len([n for n in agreed if not n.left and n.quiet_s < rules.lost_after_s])
+    is_certain = len(ready) == len([node for node in agreed if not node.is_lost(rules)])
     is_called = state.generation >= 0 or min((node.age_s for node in here), default=0.0) >= rules.last_call_s
     if len(ready) >= rules.max_nodes or (len(ready) >= rules.min_nodes and is_certain and is_called):
         return _start(state, ready[: rules.max_nodes], now_s)
@@ -202,7 +200,7 @@ def _differences(members: Sequence[NodeStatus]) -> list[str]:
     """Return a warning for each difference between nodes that can work together."""
     names = names_of(node.info for node in members)
     records = {names[node.key]: node.info.record for node in members}
-    offsets = {names[node.key]: node.clock for node in members if node.clock is not None}
+    offsets = {names[n.key]: n.heartbeat.clock for n in members if n.heartbeat.clock is not None}
     packages = {}
     if len({record.packages_sha256 for record in records.values()}) > 1:
         packages = {names[node.key]: node.info.packages for node in members}
@@ -224,13 +222,14 @@ def _fail(
     """End a generation that failed, once it is known how, and decide whether another one follows."""
     if state.failing_s is None and not lost:
         state = dataclasses.replace(state, failing_s=now_s)
-    open_ = [m for m in members if m not in lost and not m.done and not m.failures]
+    any_done = any(member.heartbeat.done for member in members)
+    open_ = [m for m in members if m not in lost and not m.heartbeat.done and not m.heartbeat.failures]
     # A silent node may be the cause: the others only report that they lost a peer.
     if not lost and open_ and (now_s - (state.failing_s or 0.0) < GRACE_S or not all(m.is_here for m in open_)):
         return state
     if progress is None:
         return dataclasses.replace(state, is_judged=True)
-    records = [environment_failure(_how_lost(m, rules), time_ns, m.ranks[0] if m.ranks else 0) for m in lost]
+    records = [environment_failure(_how_lost(m, rules), time_ns, min(m.heartbeat.ranks, default=0)) for m in lost]
     ordered = order_failures([*records, *_one_a_rank(reported)])
     if lost:  # then a peer that could not be reached means nothing for the next generation
         ordered = [dataclasses.replace(failure, final=False) for failure in ordered]
@@ -240,15 +239,15 @@ def _fail(
         state,
         running=False,
         since_s=now_s,
-        not_before_s=now_s + (MARGIN_S if any(not m.left for m in lost) else 0.0),
+        not_before_s=now_s + (MARGIN_S if any(not m.heartbeat.left for m in lost) else 0.0),
     )
-    if ordered[0] in records and not any(member.done for member in members):
+    if ordered[0] in records and not any_done:
         lost_in_vain = len(lost) + (state.lost_in_vain if now_s - state.since_s < _LASTING_S else 0)
         if len(members) - len(lost) >= rules.min_nodes and lost_in_vain <= rules.max_nodes:
             why = f"{ordered[0].line}. The others continue without it"
             return dataclasses.replace(ended, why=why, lost_in_vain=lost_in_vain)
     plan = plan_restart(ordered, state.previous, state.in_vain, rules.max_restarts)
-    if not plan.restart or any(member.done for member in members):
+    if not plan.restart or any_done:
         return dataclasses.replace(state, over=True, running=False, failures=tuple(plan.failures))
     why = f"restart {state.in_vain + 1} of {rules.max_restarts} after {ordered[0].line}"
     return dataclasses.replace(ended, why=why, in_vain=state.in_vain + 1, previous=tuple(ordered))
@@ -256,8 +255,8 @@ def _fail(
 
 def _how_lost(node: NodeStatus, rules: Rules) -> str:
     """Return the sentence that says how a node was lost."""
-    if node.left:
-        return f"{node.title} has left: {node.left}"
+    if node.heartbeat.left:
+        return f"{node.title} has left: {node.heartbeat.left}"
     return f"{node.title} has sent no heartbeat for {rules.lost_after_s:.0f} s: the node or its network is down"
 
 

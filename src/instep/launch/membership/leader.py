@@ -136,18 +136,9 @@ class Leader:
             heartbeat = node.heartbeat
             if heartbeat.generation != self._state.generation:
                 heartbeat = dataclasses.replace(heartbeat, ranks=(), done=False, failures=())
+            age_s, quiet_s = now_s - node.joined_s, now_s - node.heard_s
             statuses.append(
-                NodeStatus(
-                    info=node.info,
-                    name=names[key],
-                    age_s=now_s - node.joined_s,
-                    quiet_s=now_s - node.heard_s,
-                    clock=heartbeat.clock,
-                    left=heartbeat.left,
-                    ranks=heartbeat.ranks,
-                    done=heartbeat.done,
-                    failures=heartbeat.failures,
-                )
+                NodeStatus(info=node.info, name=names[key], age_s=age_s, quiet_s=quiet_s, heartbeat=heartbeat)
             )
         return statuses
 
