@@ -46,9 +46,12 @@ def work(
         os._exit(code)
 
 
-def wait_for_cause(
-    scratch: Scratch, attempt: int, num_ranks: int, pause: Callable[[], bool] = lambda: time.sleep(0.05) is not None
-) -> None:
+def _pause() -> bool:
+    time.sleep(0.05)
+    return False
+
+
+def wait_for_cause(scratch: Scratch, attempt: int, num_ranks: int, pause: Callable[[], bool] = _pause) -> None:
     """Wait until a rank has noted a failure that is no consequence, all ranks have noted theirs, or a grace time ends.
 
     A rank that merely noticed a lost peer does this before it ends: the launcher ends the other ranks as soon as one
