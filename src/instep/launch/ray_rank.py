@@ -61,6 +61,7 @@ class Meeting:
     """What rank 0 decides for all ranks."""
 
     attempt: int
+    world_size: int
     reached: int
     """The newest step that earlier attempts have saved."""
     address: str
@@ -104,6 +105,7 @@ def _plan_meeting(job: RayJob, scratch: Scratch) -> Meeting:
         port = int(probe.getsockname()[1])
     return Meeting(
         attempt=scratch.count_attempts(),
+        world_size=context.get_world_size(),
         reached=RunDirectory(Path(job.run_dir)).newest_step(),
         address="127.0.0.1" if one_node else ray.util.get_node_ip_address(),
         port=port,
@@ -117,7 +119,7 @@ def _place(meeting: Meeting) -> Place:
         rank=context.get_world_rank(),
         local_rank=context.get_local_rank(),
         node_rank=context.get_node_rank(),
-        world_size=context.get_world_size(),
+        world_size=meeting.world_size,
         local_world_size=context.get_local_world_size(),
         launcher="ray",
         master_addr=meeting.address,
@@ -132,7 +134,7 @@ def _is_given_up(job: RayJob, scratch: Scratch, meeting: Meeting, record: Failur
     attempt = meeting.attempt
     scratch.save_failure(attempt, record)
     if record.consequence:
-        wait_for_cause(scratch, attempt, ray.train.get_context().get_world_size())
+        wait_for_cause(scratch, attempt, meeting.world_size)
     failures = order_failures(scratch.load_failures(attempt))
     further = RunDirectory(Path(job.run_dir)).newest_step() > meeting.reached
     previous = [] if further or not attempt else order_failures(scratch.load_failures(attempt - 1))
