@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -32,9 +33,8 @@ def launch(
     for host, shift_s, number in zip(hosts, shifts_s, numbers, strict=True):
         options = ["--nnodes", "2", "--rdzv-backend", "static", "--node-rank", str(number)]
         options += ["--rdzv-endpoint", f"{hosts[0].address}:{port}"]
-        env = {"INSTEP_CLOCK_SHIFT_S": str(shift_s)}
-        if path and host is hosts[1]:
-            env["PYTHONPATH"] = f"{path}:{TESTS.parent / 'src'}"
+        paths = [str(HERE / "shifted_clock"), *([path, str(TESTS.parent / "src")] if path and host is hosts[1] else [])]
+        env = {"CLOCK_SHIFT_S": str(shift_s), "PYTHONPATH": os.pathsep.join(paths)}
         started.append(host.start("instep", "run", *options, *words, env=env))
     ended = [process.communicate(timeout=100) for process in started]
     return [
@@ -96,6 +96,6 @@ def test_an_endpoint_that_another_program_holds() -> None:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         done = run("instep", "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, str(HERE / "two_errors.py"))
     assert done.returncode == 3
-    assert f"instep: The machines cannot meet at {endpoint}: another program listens there" in done.stderr
-    assert "Give all machines another --rdzv-endpoint" not in done.stdout
-    assert "give all machines another --rdzv-endpoint" in done.stderr
+    assert f"instep: The nodes cannot meet at {endpoint}: another program listens there" in done.stderr
+    assert "Give all nodes another --rdzv-endpoint" not in done.stdout
+    assert "give all nodes another --rdzv-endpoint" in done.stderr

@@ -89,7 +89,7 @@ def test_two_hosts_train_as_one_process(training: Training, alone: dict[str, Any
         result = result_of(each)
         assert result["weights_sha256"] == alone["weights_sha256"]
         assert (result["restarts"], result["world_size"]) == (0, 2)
-        assert f"the machines speak over veth0 (10.77.0.{number}), not over docker0" in each.stderr
+        assert f"the nodes communicate over veth0 (10.77.0.{number}), not over docker0" in each.stderr
     assert {event["host"] for event in training.starts()} == {"h1"}
 
 
@@ -120,12 +120,12 @@ def test_a_host_joins_is_cut_for_a_moment_and_then_for_good(training: Training, 
         result = result_of(each)
         assert result["weights_sha256"] == alone["weights_sha256"]
         assert result["world_size"] == 2
-        assert "h3 joined: all ranks go on from the newest checkpoint" in each.stderr
-        assert "h3 (rank 2) has not been heard of for 10 s: its machine or its network is down" in each.stderr
+        assert "h3 joined: all ranks continue from the newest checkpoint" in each.stderr
+        assert "h3 (rank 2) has sent no heartbeat for 10 s: the node or its network is down" in each.stderr
     assert went_on_s < 30
     assert lost.returncode == 3, lost.stderr
-    assert f"h1, which hosts the rendezvous at h1:{PORT}, has not been heard of on h3" in lost.stderr
-    assert "The same command, on all machines, goes on from the newest checkpoint." in lost.stderr
+    assert f"h1, which hosts the rendezvous at h1:{PORT}, has not answered h3" in lost.stderr
+    assert "The same command, on all nodes, continues from the newest checkpoint." in lost.stderr
 
 
 @pytest.mark.timeout(180)
@@ -144,7 +144,7 @@ def test_the_host_of_the_rendezvous_is_cut(training: Training, alone: dict[str, 
     assert ended.returncode == 3, ended.stderr
     assert "The ranks here are ended" in ended.stderr
     assert "instep: h1, which hosts the rendezvous at" in ended.stderr
-    assert "goes on from the newest checkpoint" in ended.stderr
+    assert "continues from the newest checkpoint" in ended.stderr
     assert took_s < 60
     result = result_of(done)  # it may go on alone, and does
     assert (result["weights_sha256"], result["world_size"]) == (alone["weights_sha256"], 1)
@@ -160,7 +160,7 @@ def test_a_blocked_way_is_named_before_training(training: Training) -> None:
     for each in done:
         assert each.returncode == 3, each.stderr
         assert "h1 (10.77.0.1) cannot reach h2 (10.77.0.2) on port " in each.stderr
-        assert ": timed out. Open all ports between the machines" in each.stderr
+        assert ": timed out. Open all ports between the nodes" in each.stderr
         assert "restart" not in each.stderr
     assert training.starts() == []
 

@@ -46,7 +46,7 @@ def test_a_slow_link_is_named() -> None:
         assert slow["level"] == "yellow"
         assert {text.split(":")[0] for text in slow["text"].split("; ")} == {"h2 -> h1", "h2 -> h3"}
         assert "Mbit/s, the others" in slow["text"]
-    assert "measuring the links between 3 machines" in done[0].stderr
+    assert "measuring the links between 3 nodes" in done[0].stderr
 
 
 @pytest.mark.timeout(150)
@@ -71,6 +71,6 @@ def test_a_machine_that_does_not_come() -> None:
     for each in done:
         assert each.returncode == 3, each.stderr
         text = finding(each, "machines")["text"]
-        assert text.startswith(f"Only 2 of 3 machines came to h1:{PORT} within 8 s: ")
+        assert text.startswith(f"Only 2 of 3 nodes joined h1:{PORT} within 8 s: ")
         assert "h1" in text.split(": ")[1]
         assert "h2" in text.split(": ")[1]

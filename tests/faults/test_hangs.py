@@ -17,7 +17,8 @@ from commands import TESTS, result_of, run, start, wait_for
 from instep.cli.conduct import conduct
 from instep.core.errors import RanksFailed
 from instep.core.spec import LaunchSpec, TrainSpec
-from instep.launch.local import LogPlan, launch
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
 from instep.launch.script import run_script
 from instep.train.source import load_file, make_task, task_class
 
@@ -73,7 +74,7 @@ def hang_script(folder: Path, how: str, backend: str) -> tuple[str, str]:
     spec = LaunchSpec(processes=2, hang_after=f"{HANG_AFTER_S}s")
     args = (str(SCRIPT), [how, backend], False)
     with pytest.raises(RanksFailed) as failed:
-        launch(run_script, args, spec, LogPlan(folder), stdout=io.StringIO(), stderr=io.StringIO())
+        launch(LaunchJob(run_script, args, spec, LogPlan(folder), stdout=io.StringIO(), stderr=io.StringIO()))
     assert failed.value.first.exit_code == 3
     return check(str(failed.value), folder, os.getsid(0))
 
@@ -151,7 +152,8 @@ def test_a_script_whose_ranks_all_wait(tmp_path: Path) -> None:
 def test_one_rank_at_work_is_no_hang(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     spec = LaunchSpec(processes=2, hang_after="1s")
-    launch(run_script, (str(SCRIPT), ["evaluate", "gloo"], False), spec, LogPlan(tmp_path), stdout=out, stderr=err)
+    args = (str(SCRIPT), ["evaluate", "gloo"], False)
+    launch(LaunchJob(run_script, args, spec, LogPlan(tmp_path), stdout=out, stderr=err))
     assert sorted(out.getvalue().splitlines()) == ["[rank0] done 0", "[rank1] done 1"]
 
 

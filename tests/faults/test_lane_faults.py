@@ -13,12 +13,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from crew import (
+from rank_processes import (
     LONG_TIMEOUT_S,
     NUM_ELEMENTS,
     TOLD_WITHIN_S,
-    Crew,
     End,
+    RankProcesses,
     Say,
     kill_self,
     nothing_left,
@@ -77,21 +77,21 @@ def hit_at_random(number: int, seed: int, timeout_s: float) -> list[float]:
     size = 2 + seed % 2
     victim = chance.randrange(size)
     others = [rank for rank in range(size) if rank != victim]
-    with nothing_left() as blocks, Crew(reduce_for_ever, size, timeout_s=timeout_s) as crew:
-        crew.all_say("going")
-        blocks |= shared_blocks(crew.pids[victim])
+    with nothing_left() as blocks, RankProcesses(reduce_for_ever, size, timeout_s=timeout_s) as processes:
+        processes.all_say("going")
+        blocks |= shared_blocks(processes.pids[victim])
         assert len(blocks) == 1
         time.sleep(chance.uniform(0, 0.1))
-        since = crew.send(victim, number)
-        ends = [crew.end(rank, timeout_s + 5) for rank in others]
+        since = processes.send(victim, number)
+        ends = [processes.end(rank, timeout_s + 5) for rank in others]
         for end in ends:
-            check_blames(end, victim, crew.pids[victim])
+            check_blames(end, victim, processes.pids[victim])
             assert ("it is stopped" if number == signal.SIGSTOP else "has ended") in end.text, end
             # A survivor may have begun to wait a little before the victim was stopped.
             waits_s = timeout_s if number == signal.SIGSTOP else 0
             assert waits_s - 0.5 < end.time - since < waits_s + TOLD_WITHIN_S, end
-        crew.kill(victim)
-        codes = crew.exit_codes()
+        processes.kill(victim)
+        codes = processes.exit_codes()
         assert [codes[rank] for rank in others] == [0] * len(others)
         return [end.time - since for end in ends]
 
@@ -130,18 +130,18 @@ def reduce_until(world: World, say: Say, seconds: float) -> tuple[int, float]:
 
 
 def test_stopped_for_a_while_and_continued() -> None:
-    with Crew(reduce_until, 3, 1.8, timeout_s=SHORT_TIMEOUT_S) as crew:
-        crew.all_say("going")
+    with RankProcesses(reduce_until, 3, 1.8, timeout_s=SHORT_TIMEOUT_S) as processes:
+        processes.all_say("going")
         for victim in range(3):
-            crew.send(victim, signal.SIGSTOP)
+            processes.send(victim, signal.SIGSTOP)
             time.sleep(0.4)
-            crew.send(victim, signal.SIGCONT)
+            processes.send(victim, signal.SIGCONT)
             time.sleep(0.05)
-        ends = [crew.end(rank) for rank in range(3)]
+        ends = [processes.end(rank) for rank in range(3)]
         assert [end.error for end in ends] == [""] * 3, ends
         assert len({end.value[0] for end in ends}) == 1
         assert max(end.value[1] for end in ends) > 0.3  # they did wait for the one that was stopped
-        assert crew.exit_codes() == [0, 0, 0]
+        assert processes.exit_codes() == [0, 0, 0]
 
 
 def come_back_late(world: World, say: Say) -> None:
@@ -163,12 +163,12 @@ def come_back_late(world: World, say: Say) -> None:
 
 
 def test_a_rank_that_comes_back_too_late_is_told_at_once() -> None:
-    with Crew(come_back_late, 3) as crew:
-        assert [crew.heard(rank) for rank in (0, 2)] == [(1,), (1,)]
-        wait_for(lambda: not any(is_alive(crew.pids[rank]) for rank in (0, 2)))
-        since = crew.send(1, signal.SIGCONT)
-        assert crew.heard(1) == "back"
-        end = crew.end(1)
+    with RankProcesses(come_back_late, 3) as processes:
+        assert [processes.heard(rank) for rank in (0, 2)] == [(1,), (1,)]
+        wait_for(lambda: not any(is_alive(processes.pids[rank]) for rank in (0, 2)))
+        since = processes.send(1, signal.SIGCONT)
+        assert processes.heard(1) == "back"
+        end = processes.end(1)
         assert end.error == "PeerLost", end
         assert set(end.ranks) <= {0, 2}
         assert end.time - since < TOLD_WITHIN_S, end.text
@@ -197,15 +197,15 @@ def leave_at_once(world: World, _say: Say, leaver: int) -> list[str]:
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 def test_a_rank_that_leaves_is_named_at_once(leaver: int) -> None:
-    with Crew(leave_at_once, 3, leaver, timeout_s=LONG_TIMEOUT_S) as crew:
-        ends = [crew.end(rank) for rank in range(3)]
+    with RankProcesses(leave_at_once, 3, leaver, timeout_s=LONG_TIMEOUT_S) as processes:
+        ends = [processes.end(rank) for rank in range(3)]
         assert ends[leaver].error == "KeyError"
         assert not ends[leaver].consequence
         for rank in {0, 1, 2} - {leaver}:
             assert ends[rank].error == "", ends[rank]
-            assert all(f"rank {leaver} (pid {crew.pids[leaver]}) has left" in text for text in ends[rank].value)
+            assert all(f"rank {leaver} (pid {processes.pids[leaver]}) has left" in text for text in ends[rank].value)
             assert ends[rank].time - ends[leaver].time < TOLD_WITHIN_S
-        assert crew.exit_codes() == [0, 0, 0]
+        assert processes.exit_codes() == [0, 0, 0]
 
 
 def notice_one_after_the_other(world: World, say: Say, victim: int, abruptly: bool) -> None:
@@ -230,10 +230,10 @@ def notice_one_after_the_other(world: World, say: Say, victim: int, abruptly: bo
 @pytest.mark.parametrize("abruptly", [False, True], ids=["leaving", "abruptly"])
 @pytest.mark.parametrize("victim", [1, 2])
 def test_the_dead_rank_is_blamed_and_not_who_noticed_first(victim: int, abruptly: bool) -> None:
-    with Crew(notice_one_after_the_other, 3, victim, abruptly, timeout_s=LONG_TIMEOUT_S) as crew:
-        end = crew.end(0)
-        assert crew.heard(3 - victim) == (victim,)
-        check_blames(end, victim, crew.pids[victim])
+    with RankProcesses(notice_one_after_the_other, 3, victim, abruptly, timeout_s=LONG_TIMEOUT_S) as processes:
+        end = processes.end(0)
+        assert processes.heard(3 - victim) == (victim,)
+        check_blames(end, victim, processes.pids[victim])
 
 
 def hit_between_posts(world: World, say: Say, victim: int, hit: Callable[[], None]) -> None:
@@ -265,7 +265,7 @@ def hit_between_posts(world: World, say: Say, victim: int, hit: Callable[[], Non
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("hit", [kill_self, stop_self])
 def test_hit_between_telling_one_rank_and_the_other(victim: int, hit: Callable[[], None]) -> None:
-    with Crew(hit_between_posts, 3, victim, hit) as crew:
-        crew.all_say("going")
-        for end in [crew.end(rank) for rank in range(3) if rank != victim]:
-            check_blames(end, victim, crew.pids[victim])
+    with RankProcesses(hit_between_posts, 3, victim, hit) as processes:
+        processes.all_say("going")
+        for end in [processes.end(rank) for rank in range(3) if rank != victim]:
+            check_blames(end, victim, processes.pids[victim])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import Crew, End, Say, nothing_left
 from namespaces import enter_pid_namespace, mount
+from rank_processes import End, RankProcesses, Say, nothing_left
 
 from commands import BIN, TESTS
 from instep.world.world import World
@@ -83,8 +83,8 @@ REASONS = [
 
 @pytest.mark.parametrize(("before", "reason"), REASONS)
 def test_all_ranks_use_gloo_and_say_why(before: Callable[[int], None], reason: str) -> None:
-    with nothing_left(), Crew(speak, 3, before=before) as crew:
-        ends = [crew.end(rank) for rank in range(3)]
+    with nothing_left(), RankProcesses(speak, 3, before=before) as processes:
+        ends = [processes.end(rank) for rank in range(3)]
         assert [end.error for end in ends] == [""] * 3, ends
         answers = [end.value for end in ends]
         assert answers[0] == answers[1] == answers[2]
@@ -93,17 +93,17 @@ def test_all_ranks_use_gloo_and_say_why(before: Callable[[int], None], reason: s
         assert reason in answers[0]["notice"]
         assert "gloo" in answers[0]["notice"]
         assert (answers[0]["sum"], answers[0]["gathered"], answers[0]["told"]) == ([6.0], [0, 1, 2], [0, 1, 2])
-        assert crew.exit_codes() == [0, 0, 0]
+        assert processes.exit_codes() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("before", "reason"), REASONS)
 def test_all_ranks_refuse_when_shared_memory_is_a_must(before: Callable[[int], None], reason: str) -> None:
-    with Crew(speak, 2, before=before, comm="shared-memory") as crew:
-        for end in [crew.end(rank) for rank in range(2)]:
+    with RankProcesses(speak, 2, before=before, comm="shared-memory") as processes:
+        for end in [processes.end(rank) for rank in range(2)]:
             assert end.error == "EnvironmentFailed", end
             assert reason in end.text
             assert not end.consequence
-        assert crew.exit_codes() == [0, 0]
+        assert processes.exit_codes() == [0, 0]
 
 
 def speak_often(world: World, _say: Say, rounds: int) -> int:
@@ -121,8 +121,8 @@ def speak_often(world: World, _say: Say, rounds: int) -> int:
 @pytest.mark.parametrize("size", [2, 3])
 def test_gloo_does_not_get_stuck(size: int, before: Callable[[int], None] | None) -> None:
     """gloo's threads take the GIL to free a tensor: whoever calls gloo with the GIL in hand waits for ever."""
-    with Crew(speak_often, size, 200, before=before) as crew:
-        assert [crew.end(rank, 12).value for rank in range(size)] == [200] * size
+    with RankProcesses(speak_often, size, 200, before=before) as processes:
+        assert [processes.end(rank, 12).value for rank in range(size)] == [200] * size
 
 
 # More processes than cores.
@@ -150,11 +150,11 @@ def reduce_on_two_cores(world: World, _say: Say, seconds: float) -> dict[str, An
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(120)])])
 def test_eight_processes_on_two_cores_do_not_stall(seconds: float) -> None:
-    with Crew(reduce_on_two_cores, 8, seconds) as crew:
-        ends: list[End] = [crew.end(rank, seconds + 20) for rank in range(8)]
+    with RankProcesses(reduce_on_two_cores, 8, seconds) as processes:
+        ends: list[End] = [processes.end(rank, seconds + 20) for rank in range(8)]
         assert [end.error for end in ends] == [""] * 8, ends
         figures = [end.value for end in ends]
         print(*figures, sep="\n")
         assert max(max(each["longest 4 KB, s"], each["longest 1 MB, s"]) for each in figures) < 1, figures
         assert figures[0]["rounds"] > 20 * seconds, figures
-        assert crew.exit_codes() == [0] * 8
+        assert processes.exit_codes() == [0] * 8

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from crew import LONG_TIMEOUT_S, NUM_ELEMENTS, TOLD_WITHIN_S, Crew, Say, nothing_left, shared_blocks
+from rank_processes import LONG_TIMEOUT_S, NUM_ELEMENTS, TOLD_WITHIN_S, RankProcesses, Say, nothing_left, shared_blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,19 +45,19 @@ def train_ddp(world: World, say: Say) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_killed_in_asynchronous_operations(loop: Callable[..., None], size: int) -> None:
     victim = size - 2
-    with nothing_left() as blocks, Crew(loop, size, timeout_s=LONG_TIMEOUT_S) as crew:
-        crew.all_say("going")
-        blocks |= shared_blocks(crew.pids[victim])
+    with nothing_left() as blocks, RankProcesses(loop, size, timeout_s=LONG_TIMEOUT_S) as processes:
+        processes.all_say("going")
+        blocks |= shared_blocks(processes.pids[victim])
         time.sleep(0.1)
-        since = crew.send(victim, signal.SIGKILL)
+        since = processes.send(victim, signal.SIGKILL)
         others = [rank for rank in range(size) if rank != victim]
         for rank in others:
-            end = crew.end(rank)
+            end = processes.end(rank)
             assert "PeerLost" in f"{end.error}: {end.text}", end
-            assert f"rank {victim} (pid {crew.pids[victim]})" in end.text
+            assert f"rank {victim} (pid {processes.pids[victim]})" in end.text
             assert end.consequence
             assert end.time - since < TOLD_WITHIN_S
-        assert [crew.exit_codes()[rank] for rank in others] == [0] * len(others)
+        assert [processes.exit_codes()[rank] for rank in others] == [0] * len(others)
 
 
 def test_a_plain_script_ends_with_its_traceback() -> None:
@@ -118,11 +118,11 @@ def wait_in_vain(world: World, say: Say, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["sum", "barrier", "all_reduce", "work", "after asynchronous work"])
 def test_interrupted_while_it_waits(way: str) -> None:
-    with Crew(wait_in_vain, 2, way, timeout_s=5) as crew:
-        crew.all_say("going")
+    with RankProcesses(wait_in_vain, 2, way, timeout_s=5) as processes:
+        processes.all_say("going")
         time.sleep(0.3)
-        since = crew.send(0, signal.SIGINT)
-        end = crew.end(0)
+        since = processes.send(0, signal.SIGINT)
+        end = processes.end(0)
         assert end.error == "KeyboardInterrupt"
         assert end.time - since < 1
 
@@ -144,11 +144,11 @@ def go_on_after_interruption(world: World, say: Say) -> None:
 
 
 def test_an_interrupted_operation_breaks_the_group() -> None:
-    with Crew(go_on_after_interruption, 2, timeout_s=5) as crew:
-        crew.all_say("going")
+    with RankProcesses(go_on_after_interruption, 2, timeout_s=5) as processes:
+        processes.all_say("going")
         time.sleep(0.3)
-        crew.send(0, signal.SIGINT)
-        assert crew.heard(0) == "interrupted"
-        end = crew.end(0)
+        processes.send(0, signal.SIGINT)
+        assert processes.heard(0) == "interrupted"
+        end = processes.end(0)
         assert end.error == "PeerLost", end
         assert "broken" in end.text

@@ -1,6 +1,6 @@
-"""A machine joins a run and leaves it: the run goes on with the world that is there, on the same trajectory.
+"""A node joins a run and leaves it: the run continues with the nodes that are there, on the same trajectory.
 
-The machines are two launchers on this one: they share nothing but the rendezvous and the run directory.
+The nodes are two launchers on this machine: they share nothing but the rendezvous and the run directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def world_sizes(run_dir: Path) -> list[int]:
 
 @pytest.mark.slow  # tests/clusters/test_network.py does it with real hosts
 @pytest.mark.timeout(180)
-def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
+def test_a_node_joins_and_leaves(tmp_path: Path) -> None:
     alone = result_of(run("python", TASK, *OPTIONS, "--json", "pause_s=0.03", "--run-dir", str(tmp_path / "alone")))
     run_dir = tmp_path / "run"
     words = [
@@ -50,7 +50,7 @@ def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
 
 
 def in_world(run_dir: Path, world_size: int) -> int:
-    """How many steps the newest attempt has made, if its world is that large."""
+    """Return how many steps the newest attempt has made, if its world has this size."""
     events = list(read_events(run_dir))
     starts = [number for number, event in enumerate(events) if event["event"] == "start"]
     if events[starts[-1]]["world_size"] != world_size:

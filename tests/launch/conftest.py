@@ -7,7 +7,8 @@ import pytest
 
 from instep.core.errors import RanksFailed
 from instep.core.spec import LaunchSpec
-from instep.launch.local import LogPlan, launch
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def run(tmp_path):
         outcome = SimpleNamespace(results={}, failed=None, logs=logs.directory)
         spec.setdefault("processes", 2)
         try:
-            outcome.results = launch(entry, args, LaunchSpec(**spec), logs, stdout=out, stderr=err)
+            outcome.results = launch(LaunchJob(entry, args, LaunchSpec(**spec), logs, stdout=out, stderr=err))
         except RanksFailed as failed:
             outcome.failed = failed
         outcome.out, outcome.err = out.getvalue(), err.getvalue()

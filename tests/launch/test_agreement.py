@@ -1,228 +1,211 @@
-"""Launching processes meet at a real board: who is refused, who is warned, who is not let wait.
+"""What nodes agree on, whose clock is off, and which rank failed first: no processes."""
 
-The machines are threads here: what they exchange goes through the store, as between processes.
-"""
-
-import contextlib
 import dataclasses
-import os
-import signal
-import socket
-import threading
-import time
-from pathlib import Path
+import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from instep.core.errors import EnvironmentFailed, FailureRecord, SpecError
-from instep.core.spec import LaunchSpec
-from instep.launch.machines.board import Board, BoardPlan
-from instep.launch.machines.company import Wishes, in_company
-from instep.launch.scratch import Scratch
-from instep.train.nodes import look_around
-from launch_support import hosting
-from ranks import free_port, run_ranks
+from instep.launch.failures import order_failures
+from instep.launch.membership.agreement import disagreement, warnings
+from instep.launch.membership.clock_offset import Offset, Ping, clock_warnings, estimate_offset
+from instep.launch.membership.heartbeat import Heartbeat, JobState
+from instep.launch.membership.node_info import (
+    addresses_of,
+    installed_packages,
+    names_of,
+    variables_of,
+)
+from instep.launch.membership.peers import Address
+from launch_support import node_info
+from launch_support import node_record as node
 
 
-class Machine(threading.Thread):
-    """One launching process, until it is told to leave."""
-
-    def __init__(self, port, scratch, *, asked=None, shift_s=0.0, job="a", **spec):
-        super().__init__(daemon=True)
-        self.spec = LaunchSpec(**{"nnodes": "2", "rdzv_endpoint": f"127.0.0.1:{port}"} | spec)
-        self.port, self.scratch, self.job = port, Scratch(scratch), job
-        self.asked, self.shift_ns = asked or {}, int(shift_s * 1e9)
-        self.said, self.error, self.company = [], None, None
-        self.ready, self.leaving = threading.Event(), threading.Event()
-        self.start()
-
-    def run(self):
-        try:
-            board = Board.open(BoardPlan("127.0.0.1", self.port, self.job, None, 20), self.said.append)
-            clock = lambda: time.time_ns() + self.shift_ns  # noqa: E731
-            with in_company(board, self.spec, 1, Wishes(self.asked), self.scratch, self.said.append, clock) as company:
-                self.company = company
-                self.ready.set()
-                self.leaving.wait(30)
-        except Exception as error:
-            self.error = error
-        finally:
-            self.ready.set()
-
-
-@pytest.fixture
-def meet(tmp_path):
-    """Return `meet(dict, dict, …)`: machines with these options at one endpoint, when all are through."""
-    begun = []
-
-    def start(*options, port=None):
-        port = port or free_port()
-        machines = []
-        for each in options:
-            machines.append(Machine(port, tmp_path, **each))
-            begun.append(machines[-1])
-            time.sleep(0.05)  # so that the first one hosts
-        for machine in machines:
-            assert machine.ready.wait(30)
-        return machines
-
-    yield start
-    for machine in reversed(begun):  # the host last
-        machine.leaving.set()
-        machine.join(10)
-        assert not machine.is_alive()
+def test_nodes_that_are_alike_agree():
+    assert disagreement([node_info(0), node_info(1)]) is None
+    assert disagreement([node_info(0, request={"x": float("nan")}), node_info(1, request={"x": float("nan")})]) is None
+    assert warnings({"h1": node(), "h2": node("h2")}, {}, exact=True) == []
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "text"),
+    ("second", "kind", "text"),
     [
-        ({"nnodes": "2"}, {"nnodes": "3"}, "was started with --nnodes 2, .* with --nnodes 3"),
-        ({"node_rank": 0}, {"node_rank": 0}, "--node-rank 0 was given on .* and on "),
-        ({"asked": {"seed": 0}}, {"asked": {"seed": 1}}, "seed: [01] on .*, [01] on "),
+        ({"nnodes": "3"}, SpecError, "h1 was started with --nnodes 2, h2 with --nnodes 3: they would never meet"),
+        ({"backend": "static"}, SpecError, "h1 was started with --rdzv-backend c10d, h2 with --rdzv-backend static"),
+        (
+            {"node_rank": 0},
+            SpecError,
+            "--node-rank 0 was given on h1 and on h2: every node needs a number of its own",
+        ),
+        ({"versions": {"instep": "0.2.0"}}, EnvironmentFailed, "h2 has instep 0.2.0, h1 0.1.0"),
+        ({"request": {"seed": 1, "lr": 0.1}}, SpecError, "  seed: 0 on h1, 1 on h2\n  lr: None on h1, 0.1 on h2\n"),
     ],
 )
-def test_both_say_why_they_cannot_work_together(meet, first, second, text):
-    begun = time.monotonic()
-    machines = meet(first, second)
-    for machine in machines:
-        assert isinstance(machine.error, SpecError)
-        with pytest.raises(SpecError, match=text):
-            raise machine.error
-    assert str(machines[0].error) == str(machines[1].error)
-    assert time.monotonic() - begun < 15
-
-
-def test_machines_that_agree_are_let_through_and_a_number_without_use_is_said(meet):
-    machines = meet({"node_rank": 0, "local_addr": "127.0.0.1"}, {"node_rank": 1, "local_addr": "127.0.0.2"})
-    host = socket.gethostname()
-    for number, machine in enumerate(machines):
-        assert machine.error is None
-        assert machine.company.name == f"{host} at 127.0.0.{number + 1}"
-        assert machine.said == [
-            f"--node-rank {number} is ignored: with --rdzv-backend c10d the machines are numbered as they meet. "
-            "--rdzv-backend static keeps the numbers."
-        ]
-
-
-@pytest.mark.parametrize("shift_s", [5.0, -5.0])
-def test_a_clock_that_is_off_is_said_and_put_right(meet, shift_s):
-    first, second = meet({}, {"shift_s": shift_s})
-    way = "ahead of" if shift_s > 0 else "behind"
-    for machine in (first, second):
-        assert machine.error is None
-        (said,) = [line for line in machine.said if "clock" in line]
-        assert f"is 5.0 s {way} that of" in said
-    now_ns = time.time_ns()
-    noted = FailureRecord(rank=1, time_ns=now_ns + second.shift_ns, summary="x")
-    (told,) = second.company.tell_of([noted], 0)
-    assert abs(told.time_ns - now_ns) <= told.doubt_ns
-    assert 0 < told.doubt_ns < 10**9
-    assert first.company.tell_of([dataclasses.replace(noted, time_ns=now_ns)], 0)[0].time_ns == now_ns
-
-
-def test_who_was_lost_without_a_word_contradicts_nobody(meet):
-    port = free_port()
-    (first,) = meet({"nnodes": "1:2", "node_rank": 0}, port=port)
-    board = Board.open(BoardPlan("127.0.0.1", port, "a", False), print)
-    card = board.read("roll/card/0")
-    number = board.add("roll/count") - 1
-    board.post(f"roll/card/{number}", {**card, "number": number, "node_rank": 1})  # and never a beat
-    board.post(f"roll/clock/{number}", {})
-    (third,) = meet({"nnodes": "1:2", "node_rank": 1}, port=port)
-    assert third.error is None
-    (fourth,) = meet({"nnodes": "1:2", "node_rank": 0}, port=port)
-    assert "--node-rank 0 was given" in str(fourth.error)
-    (again,) = meet({"nnodes": "1:2", "node_rank": 1}, port=port)  # its own number is third's, who lives
-    assert "--node-rank 1 was given" in str(again.error)
-    third.leaving.set()
-    third.join(10)
-    (last,) = meet({"nnodes": "1:2", "node_rank": 1}, port=port)
-    assert last.error is None
-    assert first.error is None
-
-
-def test_another_job_at_the_endpoint_is_refused(meet):
-    port = free_port()
-    meet({"nnodes": "1:2"}, port=port)
-    (other,) = meet({"nnodes": "1:2", "job": "b"}, port=port)
-    assert isinstance(other.error, EnvironmentFailed)
-    assert "is where the job 'a' meets, and this one is 'b'" in str(other.error)
-
-
-def test_machines_that_do_not_come_are_counted(tmp_path):
-    plan = BoardPlan("127.0.0.1", free_port(), "a", True, join_timeout_s=0.2)
-    company = in_company(Board.open(plan, print), LaunchSpec(nnodes="2"), 1, Wishes(), Scratch(tmp_path), print)
-    with pytest.raises(EnvironmentFailed, match=r"Only 1 of 2 machines came to 127\.0\.0\.1"), company:
-        pass
+def test_what_cannot_work_is_refused(second, kind, text):
+    nodes = [node_info(0, node_rank=0), node_info(1, **{"node_rank": 1} | second)]
+    for order in (nodes, nodes[::-1]):  # on each of them, whatever it sees first
+        error = disagreement(order)
+        assert isinstance(error, kind)
+        assert text in str(error)
 
 
 @pytest.mark.parametrize(
-    ("end", "words"), [(signal.SIGKILL, "has ended: 127.0.0.1:"), (signal.SIGSTOP, "no longer answers: ")]
+    ("other", "text"),
+    [
+        ({"versions": {"torch": "2.11.0"}}, "h2 has torch 2.11.0, h1 2.13.0"),
+        ({"versions": {"Python": "3.12.1"}}, "h2 has Python 3.12.1, h1 3.11.7"),
+        ({"platform": {"torch": "2.13.0", "cpu": "AVX2"}}, "h2 has a processor of kind AVX2, h1 AVX512"),
+        ({"code": {"task.py": "b"}}, "h2 has another task.py than h1"),
+        ({"variables": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO is not set on h1, Ring on h2"),
+    ],
 )
-def test_a_host_that_goes_during_the_roll_call_is_told(tmp_path, end, words):
-    port = free_port()
-    with hosting(port) as host:
-        machine = Machine(port, tmp_path, nnodes="2", lost_after="5s")
-        board = Board.open(BoardPlan("127.0.0.1", port, "a", False), print)
-        assert board.wait("roll/card/0")
-        time.sleep(0.3)
-        host.send_signal(end)
-        machine.join(20)
-        assert not machine.is_alive()
-    assert isinstance(machine.error, EnvironmentFailed)
-    where = f"The process that hosts 127.0.0.1:{port}, where the machines of this job meet, "
-    assert str(machine.error).startswith(where + words)
+def test_what_may_change_the_answer_is_named(other, text):
+    found = warnings(
+        {"h1": node(code={"task.py": "a"}), "h2": node("h2", **{"code": {"task.py": "a"}} | other)}, {}, False
+    )
+    assert len(found) == 1
+    assert found[0].startswith(text)
 
 
-@contextlib.contextmanager
-def stranger(answer):
-    """Listen as another program would: hang up, answer, or say nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        held = []
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(server.accept()[0])
-                    if answer is not None:
-                        held[-1].sendall(answer)
-                        held[-1].close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-        for connection in held:
-            connection.close()
+def test_exact_mode_says_which_differences_break_bits():
+    platform = {"torch": "2.11.0", "cpu": "AVX2"}
+    found = warnings({"h1": node(), "h2": node("h2", {"torch": "2.11.0"}, platform=platform)}, {}, exact=True)
+    assert [line.split(".")[0] for line in found] == [
+        "exact mode: h2 has torch 2",
+        "exact mode: h2 has a processor of kind AVX2, h1 AVX512",
+    ]
+    assert all("the weights may not be those of nodes that are alike" in line for line in found)
 
 
-@pytest.mark.parametrize("is_host", [True, False, None])
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_a_program_that_is_no_board_is_found_out(answer, is_host):
-    begun = time.monotonic()
-    with stranger(answer) as port, pytest.raises(EnvironmentFailed, match="another program listens there"):
-        Board.open(BoardPlan("127.0.0.1", port, "a", is_host), lambda _: None)
-    assert time.monotonic() - begun < 12
+def test_the_odd_one_of_many_comes_first_and_interfaces_may_differ():
+    nodes = {f"h{i}": node(variables={"NCCL_SOCKET_IFNAME": f"eth{i}"}) for i in range(1, 4)}
+    nodes["h2"] = node(versions={"numpy": "1.0"}, variables={"NCCL_DEBUG": "INFO"})
+    (found,) = warnings(nodes, {}, exact=False)
+    assert found.startswith("h2 has numpy 1.0, h1 and h3 2.4.")
 
 
-def test_a_program_that_says_nothing_is_not_waited_for():
-    begun = time.monotonic()
-    with stranger(None) as port, pytest.raises(EnvironmentFailed, match="another program listens there"):
-        Board.open(BoardPlan("127.0.0.1", port, "a", None), lambda _: None)
-    assert time.monotonic() - begun < 20
+def test_packages_are_named_up_to_a_few():
+    many = {f"p{i:02}": "1" for i in range(12)}
+    (found,) = warnings({}, {"h1": many | {"same": "3"}, "h2": {"same": "3", "p00": "2"}}, exact=False)
+    assert found.startswith("h2 has other packages than h1: p00 2 instead of 1, p01 (none) instead of 1, ")
+    assert found.endswith(" and 4 more.")
 
 
-def compare_as_machines(world, code):
-    """Be the first rank of a machine of its own."""
-    os.environ["OMP_NUM_THREADS"] = str(world.rank + 1)
-    world.place = dataclasses.replace(world.place, local_rank=0)
-    own, found = look_around(world, [Path(code)], exact=False, compare=True)
-    alone = look_around(world, [Path(code)], exact=False, compare=False)
-    return own is not None and own.code, found, alone[1]
+def test_nodes_of_one_name_are_told_apart():
+    same = {"address": "10.0.0.1"}
+    nodes = [node_info(0), node_info(1), node_info(2, "h2"), node_info(3, "h1", **same)]
+    nodes += [node_info(4, "h3", **same), node_info(5, "h3", pid=104, **same)]
+    assert names_of(nodes) == {
+        0: "h1 (process 100)", 1: "h2 at 10.0.0.2", 2: "h2 at 10.0.0.3", 3: "h1 (process 103)", 4: "h3 #4", 5: "h3 #5"
+    }  # fmt: skip
 
 
-def test_ranks_of_another_launcher_compare_their_machines():
-    host = socket.gethostname()
-    for code, found, unsaid in run_ranks(compare_as_machines, 2, __file__):
-        assert list(code) == [Path(__file__).name]
-        assert found == [f"OMP_NUM_THREADS is 1 on {host} (rank 0), 2 on {host} (rank 1)."]
-        assert unsaid == []
+def test_what_goes_through_the_store_stays_the_same():
+    record = FailureRecord(rank=1, time_ns=5, summary="KeyError")
+    job = JobState(
+        leader=Address("h1", "", 7), members=(0, 3), peers={0: Address("h1", "a", 7)}, failures=(record,),
+        refused={2: record}, warnings=("w",),
+    )  # fmt: skip
+    for value in (
+        node_info(1, node_rank=1),
+        Heartbeat(count=3, clock=Offset(1, 2), ranks=(1, 2), failures=(record,)),
+        Heartbeat(),
+        job,
+        JobState(),
+    ):
+        assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
+
+
+def test_the_host_of_the_store_is_where_the_others_reach_it():
+    host, other = node_info(0, address="127.0.0.1", store_address="127.0.0.1"), node_info(1, store_address="10.0.0.9")
+    assert [address.host for address in addresses_of([host, other]).values()] == ["10.0.0.9", "10.0.0.2"]
+    assert addresses_of([host])[0].host == "127.0.0.1"
+    chosen = dataclasses.replace(host, store_address="")
+    assert addresses_of([chosen, other])[0].host == "127.0.0.1"
+
+
+def test_what_is_installed_is_read_from_the_path(tmp_path):
+    for name in ("numpy-2.4.6.dist-info", "Ruamel_Yaml-0.18.dist-info", "old-1.0-py3.11.egg-info", "no-package"):
+        (tmp_path / name).mkdir()
+    assert installed_packages([str(tmp_path), "/nowhere"]) == {"numpy": "2.4.6", "ruamel-yaml": "0.18", "old": "1.0"}
+
+
+def test_variables_that_matter_are_picked():
+    environ = {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3,1"}
+    assert variables_of(environ) == {
+        "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES (how many)": "2"
+    }  # fmt: skip
+
+
+delays = st.integers(0, 10**7)
+
+
+@given(st.integers(-(10**11), 10**11), st.lists(st.tuples(delays, delays, delays), min_size=1, max_size=9))
+def test_the_offset_is_as_good_as_its_doubt_says(ahead, ways):
+    rounds, now = [], 10**15
+    for there, back, pause in ways:
+        rounds.append(Ping(now + ahead, now + there, now + there + back + ahead))
+        now += there + back + pause
+    offset = estimate_offset(rounds)
+    assert abs(offset.ahead_ns - ahead) <= offset.doubt_ns + 1
+
+
+def test_only_notable_offsets_are_said():
+    offsets = {"h1": Offset(), "h2": Offset(-5_000_000_000, 1000), "h3": Offset(900_000_000, 1000)}
+    found = clock_warnings(offsets, "h1")
+    assert len(found) == 1
+    assert found[0].startswith("The clock of h2 is 5.0 s behind that of h1")
+
+
+@st.composite
+def jobs(draw):
+    """Failures on several machines at known moments, each dated by its machine's clock; and the doubt about those."""
+    hosts = draw(st.lists(st.tuples(st.integers(-(10**11), 10**11), st.integers(0, 10**6)), min_size=1, max_size=4))
+    gaps = draw(st.lists(st.integers(3 * 10**6, 10**9), min_size=1, max_size=8))
+    records, now = [], 10**15
+    for rank, gap in enumerate(gaps):
+        now += gap
+        number = draw(st.integers(0, len(hosts) - 1))
+        ahead, doubt = hosts[number]
+        error = draw(st.integers(-doubt, doubt))  # of the estimate
+        records.append(
+            FailureRecord(
+                rank=rank,
+                time_ns=now + ahead - (ahead + error),
+                summary="ValueError",
+                consequence=draw(st.booleans()),
+                exit_code=draw(st.sampled_from([1, 3])),
+                step=draw(st.none() | st.integers(0, 9)),
+                host=f"h{number}",
+                doubt_ns=doubt,
+            )
+        )
+    return records, draw(st.permutations(records))
+
+
+@given(jobs())
+def test_any_offsets_give_the_order_in_which_it_happened(job):
+    happened, seen = job
+    causes = [record for record in happened if not record.consequence]
+    assert order_failures(seen)[: len(causes)] == causes
+
+
+def failure(rank, host, time_ns=0, **more):
+    return FailureRecord(rank=rank, host=host, time_ns=time_ns, summary="x", **{"doubt_ns": 50} | more)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        (failure(0, "h1", exit_code=3), failure(1, "h2", 90, exit_code=1)),  # the user's error before a kill
+        (failure(0, "h1", step=7), failure(1, "h2", 90, step=6)),  # who is behind held the others up
+        (failure(0, "h1"), failure(1, "h2", 90, step=6)),
+    ],
+)
+def test_what_the_clocks_leave_open_is_decided_by_kind_and_step(earlier, later):
+    assert order_failures([earlier, later])[0] is later
+    assert order_failures([earlier, dataclasses.replace(later, time_ns=101)])[0] is earlier  # beyond doubt
+    assert order_failures([earlier, dataclasses.replace(later, host="h1")])[0] is earlier  # one clock, no doubt
+    assert order_failures([earlier, dataclasses.replace(later, consequence=True)])[0] is earlier

@@ -9,10 +9,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from instep.core.errors import EnvironmentFailed, FailureRecord, NumericsError, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec
-from instep.launch import local
+from instep.launch import elastic
 from instep.launch.failures import complete_failures, describe, failure_of_exception, order_failures
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
+from instep.launch.membership.rendezvous import StorePlan, plan_store, split_endpoint
 from instep.launch.processes import check_process_count
-from instep.launch.rendezvous import MeetingPoint, meeting_point, split_endpoint
 from instep.launch.restart import plan_restart
 
 failures = st.builds(
@@ -130,12 +132,12 @@ def test_process_counts():
             check_process_count(wrong, 2, 0)
 
 
-def test_where_machines_meet():
-    assert meeting_point(LaunchSpec()) is None
+def test_where_nodes_meet():
+    assert plan_store(LaunchSpec()) is None
     two = LaunchSpec(nnodes="2", rdzv_endpoint="host:1", rdzv_backend="static", node_rank=1)
-    assert meeting_point(two) == MeetingPoint("host", 1, "instep", False)
-    elastic = LaunchSpec(nnodes="1:2", rdzv_endpoint="host", rdzv_id="mine")
-    assert meeting_point(elastic) == MeetingPoint("host", 29400, "mine", None)
+    assert plan_store(two) == StorePlan("host", 1, "instep", False)
+    several = LaunchSpec(nnodes="1:2", rdzv_endpoint="host", rdzv_id="mine")
+    assert plan_store(several) == StorePlan("host", 29400, "mine", None)
     for wrong in (
         LaunchSpec(nnodes="2"),
         LaunchSpec(nnodes="1:2", rdzv_endpoint="host:1", rdzv_backend="static"),
@@ -145,7 +147,7 @@ def test_where_machines_meet():
         LaunchSpec(nnodes="2", rdzv_endpoint="host:1", rdzv_conf="store_type=file"),
     ):
         with pytest.raises(SpecError):
-            meeting_point(wrong)
+            plan_store(wrong)
 
 
 def test_endpoints():
@@ -172,7 +174,7 @@ def test_a_signal_is_found_behind_what_elastic_makes_of_it(monkeypatch, tmp_path
                 if disguise is not None:
                     raise disguise("a variable is not set yet")
 
-    monkeypatch.setattr(local, "elastic_launch", Agent)
-    logs = local.LogPlan(tmp_path, split=False)
+    monkeypatch.setattr(elastic, "elastic_launch", Agent)
+    logs = LogPlan(tmp_path, split=False)
     with pytest.raises(expected, match=message):
-        local.launch(print, (), LaunchSpec(), logs, stdout=None, stderr=None)
+        launch(LaunchJob(print, (), LaunchSpec(), logs, stdout=None, stderr=None))

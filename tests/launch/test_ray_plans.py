@@ -17,9 +17,9 @@ from instep.launch.scratch import Scratch
 def test_workers_get_what_the_cluster_has() -> None:
     cores, gpus = {"CPU": 8.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 2.0}
     here = plan_workers(cores, TrainSpec(on="ray", processes=4))
-    assert (here.count, here.use_gpu, here.notice) == (4, False, "Ray places 4 workers, one CPU each")
-    assert plan_workers(cores, TrainSpec(on="ray", processes="auto")).count == 8
-    assert plan_workers(gpus, TrainSpec(on="ray", processes="auto")).count == 2
+    assert (here.num_workers, here.use_gpu, here.notice) == (4, False, "Ray places 4 workers, one CPU each")
+    assert plan_workers(cores, TrainSpec(on="ray", processes="auto")).num_workers == 8
+    assert plan_workers(gpus, TrainSpec(on="ray", processes="auto")).num_workers == 2
     more = plan_workers(gpus, TrainSpec(on="ray", processes=3))
     assert more.use_gpu
     assert "its cluster has 2 now" in more.notice
@@ -36,7 +36,7 @@ def job_in(folder: Path, max_restarts: int = 3) -> tuple[RayJob, Scratch]:
 
 
 def meeting(attempt: int, reached: int = 0) -> Meeting:
-    return Meeting(attempt=attempt, reached=reached, address="", port=0, given_up=False)
+    return Meeting(attempt=attempt, world_size=2, reached=reached, address="", port=0, given_up=False)
 
 
 ERROR = FailureRecord(rank=1, time_ns=5, summary="KeyError: 'x'", traceback="T")

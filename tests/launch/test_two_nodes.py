@@ -1,4 +1,4 @@
-"""Two launchers, as on two machines, make one world; elastic restarts both."""
+"""Two launchers, as on two nodes, make one world and restart together."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from launch_support import SCRIPTS
 
 
 @pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
-def test_two_machines_restart_together(tmp_path, backend):
+def test_two_nodes_restart_together(tmp_path, backend):
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     nodes = [
@@ -31,5 +31,5 @@ def test_two_machines_restart_together(tmp_path, backend):
         for node in nodes:
             node.kill()
             node.communicate()
-    # Only the last lines: torch itself may warn when the machine with the store is the first to leave.
+    # Only the last lines: torch itself may warn when the node with the store is the first to leave.
     assert sorted(text.splitlines()[-1] for text in said) == ["{0: 1}", "{1: 1}"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from instep.core.topology import Place
-from instep.launch.machines.facts import variables_of
+from instep.launch.membership.node_info import variables_of
 from instep.world import device
 from instep.world.device import ACCELERATORS, Accelerator, Cuda
 from instep.world.interfaces import socket_variables

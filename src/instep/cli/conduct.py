@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -18,13 +17,13 @@ from instep.cli.command import make_spec, say
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
-from instep.launch.local import LogPlan, launch
+from instep.launch.launcher import Launcher, LaunchJob, find_launcher
+from instep.launch.logs import LogPlan
 from instep.launch.processes import check_process_count
-from instep.launch.rendezvous import split_endpoint
 from instep.monitor.follow import Follower
 from instep.monitor.progress import duration, metrics_text
 from instep.train.directory import agree_on_directory, prepare_directory
-from instep.train.nodes import wishes_of
+from instep.train.nodes import job_request
 from instep.train.precision import resolve_precision
 from instep.train.result import Result
 from instep.train.source import TaskSource
@@ -53,69 +52,43 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
     place = place_here()
     spec = resolve_precision(spec, place.device)
-    if spec.on == "ray":
-        return _launch_ranks(task, _for_ray(spec, place), _source(file, task), speaks=True)
-    processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
-    for text in judge_place(place, processes, spec.max_nodes):
-        say(f"notice: {text}")
-    if place.launched and not _is_launcher(spec, processes, place):
-        _refuse_other_size(spec, processes, place)
-        return _be_a_rank(task, spec, place)
-    if processes == 1 and spec.max_nodes == 1 and not supervised:
-        return _be_a_rank(task, spec, place)
-    spec.check_world(processes * spec.min_nodes)
-    return _launch_ranks(task, _with_host(spec, place), _source(file, task), speaks=place.is_main)
+    launcher = find_launcher(spec)
+    if not launcher.is_cluster:
+        processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
+        for text in judge_place(place, processes, spec.max_nodes):
+            say(f"notice: {text}")
+        if place.launched and not _is_launcher(spec, processes, place):
+            _refuse_other_size(spec, processes, place)
+            return _be_a_rank(task, spec, place)
+        if processes == 1 and spec.max_nodes == 1 and not supervised:
+            return _be_a_rank(task, spec, place)
+        spec.check_world(processes * spec.min_nodes)
+    spec = launcher.prepare(spec, place)
+    return _launch_ranks(task, spec, _source(file, task), launcher, speaks=place.is_main)
 
 
 def _source(file: Path | None, task: Task) -> TaskSource:
     return TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
 
 
-def _for_ray(spec: TrainSpec, place: Place) -> TrainSpec:
-    """Check that Ray can start the processes; numbers are checked later, when its cluster is known."""
-    if place.launched:
-        raise SpecError(
-            f"on=ray asks Ray to start the processes, but {place.launcher} has started this one already. "
-            "Start the command once, without a launcher, or leave --on out."
-        )
-    _ray_launcher()
-    if isinstance(spec.processes, int):
-        spec.check_world(spec.processes)
-    return spec
-
-
-def _ray_launcher() -> Callable[..., dict[int, Any]]:
-    try:
-        from instep.launch.ray import launch_on_ray
-    except ImportError as error:
-        raise SpecError(
-            f"on=ray needs Ray Train, which is not installed ({error}): pip install 'instep[ray]'"
-        ) from error
-    return launch_on_ray
-
-
-def _start(directory: RunDirectory, task: Task, spec: TrainSpec, source: TaskSource, output: TextIO) -> dict[int, Any]:
-    """Have ranks started where the spec says, and wait for their results."""
-    logs = LogPlan(directory.path / "logs", split=False)
-    if spec.on == "ray":  # on other machines a relative path would mean another place
-        path = directory.path.absolute()
-        args: tuple[Any, ...] = (source, spec, str(path))
-        return _ray_launcher()(
-            *(placed_main, args, spec, logs, path),
-            stdout=output,
-            stderr=sys.stderr,
-            progress=directory.newest_step,
-        )
-    args = (source, spec, str(directory.path))
-    return launch(
-        *(launched_main, args, spec, logs),
+def _start(
+    directory: RunDirectory, task: Task, spec: TrainSpec, source: TaskSource, launcher: Launcher, output: TextIO
+) -> dict[int, Any]:
+    """Start the ranks, and return their results."""
+    # Elsewhere a relative path would mean another folder.
+    path = directory.path.absolute() if launcher.is_cluster else directory.path
+    job = LaunchJob(
+        *(launched_main, (source, spec, str(path)), spec, LogPlan(directory.path / "logs", split=False)),
+        placed_entry=placed_main,
         stdout=output,
         stderr=sys.stderr,
         preemptable=True,
         progress=directory.newest_step,
-        wishes=wishes_of(task, spec),
+        run_dir=path,
+        request=job_request(task, spec),
         meet=directory.claim,
     )
+    return launcher.run(job)
 
 
 def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
@@ -125,24 +98,8 @@ def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
     return bool(spec.rdzv_endpoint) or (place.launcher == "slurm" and place.world_size == 1 and processes > 1)
 
 
-def _with_host(spec: TrainSpec, place: Place) -> TrainSpec:
-    """Let the launcher on SLURM's first node, and no other, be the host of the meeting: with another it would be lost.
-
-    Left to guess, torch takes whoever comes first of those that may be at that address.
-    """
-    host, _ = split_endpoint(spec.rdzv_endpoint)
-    if place.launcher != "slurm" or host != place.master_addr or "is_host" in spec.rdzv_conf:
-        return spec
-    return dataclasses.replace(spec, rdzv_conf=f"{spec.rdzv_conf},is_host={int(place.is_main)}".lstrip(","))
-
-
-def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool) -> Result:
+def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, launcher: Launcher, speaks: bool) -> Result:
     """Train on new processes, and watch them from this one; of a node's launchers only the first `speaks`."""
-    if spec.max_nodes > 1 and spec.run_dir is None:
-        raise SpecError(
-            f"nnodes={spec.nnodes}: each machine would make a run directory of its own. Give all of them the same "
-            "--run-dir, on a disk that they share."
-        )
     directory = prepare_directory(task, spec)
     try:
         done = _complete(directory, task, spec, speaks)
@@ -150,8 +107,8 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, speaks: bool)
             return done
         with Follower(directory.path, _readers(spec, speaks)) as follower:
             output = follower.stream(sys.stderr if spec.json else sys.stdout)
-            results = _start(directory, task, spec, source, output)
-        if not results:  # the other machines have done everything
+            results = _start(directory, task, spec, source, launcher, output)
+        if not results:  # the other nodes have done everything
             return _complete(directory, task, spec) or _left_out(directory)
     finally:
         directory.unlock()

@@ -21,12 +21,12 @@ from instep.cli.findings import Finding, TorchBuild
 from instep.core.durations import seconds_of
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
 from instep.core.version import __version__
-from instep.launch.rendezvous import split_endpoint
+from instep.launch.membership.rendezvous import split_endpoint
 from instep.launch.resources import check_folder, check_temporary_folder, free_ports, node_resources
 from instep.world.device import ACCELERATORS, current_accelerator, torch_build
 
 if TYPE_CHECKING:
-    from instep.launch.machines.checkup import Checkup, CheckupPlan
+    from instep.launch.membership.checkup import Checkup, CheckupPlan
 
 _PATIENCE_S = 2.0
 _PORTS = 16
@@ -64,10 +64,10 @@ def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: 
     wait_s = seconds_of(wait)
     if not wait_s:
         raise SpecError(f"wait={wait!r} is not a time. Write for instance 30s or 5m.")
-    from instep.launch.machines.checkup import CheckupPlan
+    from instep.launch.membership.checkup import CheckupPlan
 
     return CheckupPlan(
-        num_machines=nnodes, host=host, port=port, node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
+        num_nodes=nnodes, host=host, port=port, node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
     )
 
 
@@ -88,7 +88,7 @@ def examine(as_json: bool, network: CheckupPlan | None = None) -> int:
 
 
 def _check_network(plan: CheckupPlan, progress: Console) -> Checkup | EnvironmentFailed:
-    from instep.launch.machines.checkup import check_up
+    from instep.launch.membership.checkup import check_up
 
     try:
         return check_up(plan, lambda text: progress.print(f"{text} …", soft_wrap=True))
@@ -100,7 +100,7 @@ def _network_report(checkup: Checkup | EnvironmentFailed | None) -> dict[str, An
     if checkup is None or isinstance(checkup, EnvironmentFailed):
         return {}
     links = [{"from": here, "to": there, **asdict(link)} for (here, there), link in checkup.links.items()]
-    return {"network": {"machines": checkup.machines, "unreached": checkup.unreached, "links": links}}
+    return {"network": {"machines": checkup.nodes, "unreached": checkup.unreached, "links": links}}
 
 
 def report(shown: list[Finding]) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from instep.core.topology import Place
-from instep.launch.machines.links import Pair, distant_links, duration, rate, slow_links
+from instep.launch.membership.links import Pair, distant_links, duration, rate, slow_links
 from instep.launch.resources import SHARED_MEMORY, Folder, NodeResources
 from instep.monitor.reading import size_text
 from instep.world.device import ACCELERATORS
 
 if TYPE_CHECKING:  # they need torch, and the help text of doctor does not
-    from instep.launch.machines.checkup import Checkup
-    from instep.launch.machines.peers import Link
+    from instep.launch.membership.checkup import Checkup
+    from instep.launch.membership.peers import Link
     from instep.launch.probe import ProbeResult
 
 Level = Literal["green", "yellow", "red"]
@@ -143,7 +143,7 @@ def judge_network(checkup: Checkup | Exception) -> list[Finding]:
     """Judge the network between nodes."""
     if isinstance(checkup, Exception):
         return [Finding("machines", "red", str(checkup), "Run the same command on each node at about the same time.")]
-    met = Finding("machines", "green", f"{len(checkup.machines)} met: {', '.join(checkup.machines)}")
+    met = Finding("machines", "green", f"{len(checkup.nodes)} met: {', '.join(checkup.nodes)}")
     if checkup.unreached:
         advice = "Open all ports between the nodes (firewalls, security groups), or put them on one network."
         return [met, Finding("reach", "red", "; ".join(checkup.unreached), advice)]

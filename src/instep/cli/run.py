@@ -35,8 +35,9 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
 
 def _launch(script: str, arguments: list[str], as_module: bool, log_dir: str | None, spec: LaunchSpec) -> None:
     """Launch the script on every process and relay what they print."""
-    from instep.launch.local import LogPlan, launch
-    from instep.launch.machines.company import Wishes
+    from instep.launch.launcher import LaunchJob, launch
+    from instep.launch.logs import LogPlan
+    from instep.launch.membership.node_info import JobRequest
     from instep.launch.processes import check_process_count
     from instep.launch.script import run_script
     from instep.world.device import device_count
@@ -46,6 +47,6 @@ def _launch(script: str, arguments: list[str], as_module: bool, log_dir: str | N
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
     with tempfile.TemporaryDirectory(prefix="instep-run-") as scratch:
         logs = LogPlan(Path(log_dir or scratch), split=True)
-        wishes = Wishes(code=() if as_module else (script,))
+        request = JobRequest(code=() if as_module else (script,))
         args = (script, arguments, as_module)
-        launch(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, wishes=wishes)
+        launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))

@@ -23,7 +23,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-from instep.core.clock import now_ns, shift_clock
 from instep.core.errors import EXIT_ENVIRONMENT
 from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
@@ -55,14 +54,12 @@ class Job:
     """Whether a worker will listen for SIGUSR1; until it does, the signal stays blocked."""
     attempt: int
     max_restarts: int
-    clock_shift_s: float = 0.0
 
 
 def keep(job: Job) -> None:
     """Run one rank to its end; return only if it succeeded, else exit."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the launcher, which forwards it
     _adopt_environment(job)
-    shift_clock(job.clock_shift_s)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     job.scratch.start_attempt(attempt)
     job.scratch.announce_logs(rank, redirect_output(job.logs, rank))
@@ -114,7 +111,7 @@ class _Keeper:
 
     def reap(self) -> None:
         """Reap the worker, record how it ended, and exit unless it succeeded."""
-        time_ns = now_ns()
+        time_ns = time.time_ns()
         end = os.waitid(os.P_PID, self.worker_pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
@@ -159,7 +156,7 @@ class _Keeper:
         if is_preemption and not failed and not self.job.scratch.is_marked("ending"):
             self.forward(signal.SIGUSR1)
             return
-        self.stopped_ns = now_ns()
+        self.stopped_ns = time.time_ns()
         self.deadline = time.monotonic() + (FAILURE_GRACE_S if failed else self.job.grace_s)
         self.forward(number)
 

@@ -13,7 +13,8 @@ import torch
 
 from instep.core.errors import EnvironmentFailed, InstepError
 from instep.core.spec import LaunchSpec
-from instep.launch.local import LogPlan, launch
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
 from instep.world.device import device_backends
 from instep.world.lane import engine
 from instep.world.world import World, place_here
@@ -46,7 +47,7 @@ def probe(backend: str) -> ProbeResult:
     try:
         with tempfile.TemporaryDirectory(prefix="instep-probe-") as folder:
             spec = LaunchSpec(processes=PROCESSES)
-            seconds = launch(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=output, stderr=output)
+            seconds = launch(LaunchJob(add_up, (backend,), spec, LogPlan(Path(folder)), stdout=output, stderr=output))
     except (InstepError, OSError) as error:
         return ProbeResult(backend=backend, error=str(error))
     loops = engine.find()

@@ -1,14 +1,13 @@
-"""A rank on a worker of Ray's: it learns who it is, runs the entry, and notes how that ended if it did not end well.
+"""A rank in a worker of Ray: it runs the entry, and notes how that failed if it did.
 
 [Note: Ranks under Ray]
-Ray Train starts the workers, notices when one dies, and then starts all of them again. It knows nothing of what an
-error means, so the ranks decide that themselves: one that fails notes how in the launch's scratch folder, which is in
-the run directory, and if another attempt could only fail the same way it leaves the mark `given-up` and returns as if
-all were well. The others, which notice that it is gone, do the same; the launching process reads the notes.
-The process group is ours: Ray's own would be a plain gloo, without shared memory, made before anybody can say what
-went wrong.
+Ray Train starts the workers, notices when one dies, and then starts all of them again. It does not know what an error
+means, so the ranks judge it themselves. A rank that fails notes how in the scratch folder of the launch, which is in
+the run directory. If another attempt could only fail the same way, it leaves the mark `given-up` and returns as if all
+were well; the others, which notice that it is gone, do the same, and the launcher reads the notes. The process group is
+ours: Ray's own would be a plain gloo, without shared memory, made before an error could be reported.
 
-Ranks: all, in a thread of Ray's worker process: so no signal reaches them, and a mark is what asks them to stop.
+Ranks: all, in a thread of Ray's worker process: no signal reaches them, so a mark asks them to stop.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from instep.launch.failures import failure_of_exception, order_failures
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import Scratch
-from instep.launch.worker import FAILURE_GRACE_S
+from instep.launch.worker import wait_for_cause
 
 _POLL_S = 0.2
 _STUCK_S = 5.0
-"""How long a rank may go on after another one has given up: it may wait for that one where no error can reach it."""
+"""How long a rank may run after another one has given up: it may wait for that one where no error can reach it."""
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """What a rank is told."""
+    """What a rank needs to know."""
 
     entry: Callable[..., Any]
     args: tuple[Any, ...]
     folder: str
-    """The launch's scratch folder; only those who see it see the run directory."""
+    """The scratch folder of the launch; a rank that sees it sees the run directory."""
     run_dir: str
     logs: LogPlan
     working_dir: str
@@ -59,21 +58,22 @@ class RayJob:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What rank 0 decides for all."""
+    """What rank 0 decides for all ranks."""
 
     attempt: int
+    world_size: int
     reached: int
-    """The step that earlier attempts have come to for good."""
+    """The newest step that earlier attempts have saved."""
     address: str
     port: int
     given_up: bool
 
 
 def work(config: dict[str, Any]) -> None:
-    """Be one rank of one attempt; what Ray Train calls on each of its workers."""
+    """Run one rank of one attempt; Ray Train calls this on each of its workers."""
     job: RayJob = config["job"]
     scratch, rank = Scratch(Path(job.folder)), ray.train.get_context().get_world_rank()
-    meeting: Meeting = broadcast_from_rank_zero(_call_meeting(job, scratch) if rank == 0 else None)
+    meeting: Meeting = broadcast_from_rank_zero(_plan_meeting(job, scratch) if rank == 0 else None)
     if meeting.given_up:
         return
     sees_run = scratch.folder.is_dir()
@@ -84,7 +84,7 @@ def work(config: dict[str, Any]) -> None:
         os.chdir(job.working_dir)
     stop = StopRequest()
     try:
-        with _listening(scratch, stop):
+        with _following_marks(scratch, stop):
             result = job.entry(_place(meeting), meeting.attempt, stop, sees_run, *job.args)
             scratch.save_result(meeting.attempt, rank, result)
     except BaseException as error:
@@ -96,17 +96,18 @@ def work(config: dict[str, Any]) -> None:
             raise
 
 
-def _call_meeting(job: RayJob, scratch: Scratch) -> Meeting:
-    """Decide, on rank 0, which attempt this is and where the ranks meet."""
+def _plan_meeting(job: RayJob, scratch: Scratch) -> Meeting:
+    """Return, on rank 0, which attempt this is and where the ranks meet."""
     context = ray.train.get_context()
-    one_machine = context.get_local_world_size() == context.get_world_size()
+    one_node = context.get_local_world_size() == context.get_world_size()
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = int(probe.getsockname()[1])
     return Meeting(
         attempt=scratch.count_attempts(),
+        world_size=context.get_world_size(),
         reached=RunDirectory(Path(job.run_dir)).newest_step(),
-        address="127.0.0.1" if one_machine else ray.util.get_node_ip_address(),
+        address="127.0.0.1" if one_node else ray.util.get_node_ip_address(),
         port=port,
         given_up=scratch.is_marked("given-up"),
     )
@@ -118,7 +119,7 @@ def _place(meeting: Meeting) -> Place:
         rank=context.get_world_rank(),
         local_rank=context.get_local_rank(),
         node_rank=context.get_node_rank(),
-        world_size=context.get_world_size(),
+        world_size=meeting.world_size,
         local_world_size=context.get_local_world_size(),
         launcher="ray",
         master_addr=meeting.address,
@@ -129,15 +130,15 @@ def _place(meeting: Meeting) -> Place:
 
 
 def _is_given_up(job: RayJob, scratch: Scratch, meeting: Meeting, record: FailureRecord) -> bool:
-    """Note how this rank failed; tell whether there shall be no other attempt. Issues no collectives."""
+    """Note how this rank failed; return whether no other attempt follows. Issues no collectives."""
     attempt = meeting.attempt
     scratch.save_failure(attempt, record)
     if record.consequence:
-        _let_cause_be_noted(scratch, attempt)
+        wait_for_cause(scratch, attempt, meeting.world_size)
     failures = order_failures(scratch.load_failures(attempt))
     further = RunDirectory(Path(job.run_dir)).newest_step() > meeting.reached
     previous = [] if further or not attempt else order_failures(scratch.load_failures(attempt - 1))
-    # Ray counts the restarts; whether one is of any use is what it cannot know.
+    # Ray counts the restarts, but cannot know whether one is of any use.
     plan = plan_restart(failures, previous, in_vain=0, max_restarts=1)
     if plan.restart or not job.max_restarts:
         return scratch.is_marked("given-up")
@@ -147,26 +148,19 @@ def _is_given_up(job: RayJob, scratch: Scratch, meeting: Meeting, record: Failur
     return True
 
 
-def _let_cause_be_noted(scratch: Scratch, attempt: int) -> None:
-    """Wait a while: this rank merely noticed that another is gone, which may be about to say why."""
-    until = time.monotonic() + FAILURE_GRACE_S
-    while time.monotonic() < until and all(failure.consequence for failure in scratch.load_failures(attempt)):
-        time.sleep(0.05)
-
-
 @contextlib.contextmanager
-def _listening(scratch: Scratch, stop: StopRequest) -> Iterator[None]:
-    """Have a thread look for the launching process's wish to stop, and for a rank that has given up."""
+def _following_marks(scratch: Scratch, stop: StopRequest) -> Iterator[None]:
+    """Look, in a thread, for the marks that ask this rank to stop or say that another one has given up."""
     done = threading.Event()
 
-    def listen() -> None:
+    def follow() -> None:
         while not done.wait(_POLL_S):
             if scratch.is_marked("asked"):
                 stop.asked = True
             if scratch.is_marked("given-up") and not done.wait(_STUCK_S):
                 os._exit(EXIT_USER)
 
-    thread = threading.Thread(target=listen, name="instep-listen", daemon=True)
+    thread = threading.Thread(target=follow, name="instep-marks", daemon=True)
     thread.start()
     try:
         yield

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from instep.core.clock import now_ns
 from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord
 from instep.guard.hang import all_stuck, hang_timeout_s, recheck_after_s
 from instep.guard.processes import kill
@@ -140,7 +139,7 @@ class _Watch:
         for rank, text in stacks.items():
             if text:
                 plan.relay.write_unseen(self._log(rank), f"where rank {rank} hung:\n{text}")
-        for record in failures_of(verdict, sorted(self._beats), now_ns(), plan.logs):
+        for record in failures_of(verdict, sorted(self._beats), time.time_ns(), plan.logs):
             plan.scratch.save_failure(observer.attempt, record)
         for beat in self._beats.values():
             kill(beat.pid, beat.start_ticks)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from instep.core.clock import now_ns
 from instep.core.errors import EXIT_DONE, EXIT_USER
 from instep.guard.pulse import Phase, begin_pulse, here
 from instep.guard.stacks import register_stacks
@@ -78,7 +77,7 @@ def _run(payload: bytes, scratch: Scratch, rank: int, attempt: int, log: str) ->
     except BaseException as error:  # noqa: BLE001 - the launching process raises it
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return EXIT_DONE
-        scratch.save_failure(attempt, failure_of_exception(error, rank, now_ns(), log))
+        scratch.save_failure(attempt, failure_of_exception(error, rank, time.time_ns(), log))
         # Whatever is left to run here (threads, atexit) may wait for peers that will never answer.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(FAILURE_GRACE_S)

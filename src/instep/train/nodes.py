@@ -15,21 +15,20 @@ from typing import Any
 from instep.core.options import options_of
 from instep.core.spec import TrainSpec
 from instep.events.schema import NodeRecord
-from instep.launch.machines.agreement import warnings
-from instep.launch.machines.company import Wishes
-from instep.launch.machines.facts import installed_packages, look_at_node
+from instep.launch.membership.agreement import warnings
+from instep.launch.membership.node_info import JobRequest, describe_node, installed_packages
 from instep.train.directory import describe_task
 from instep.train.task import Task
 from instep.world.world import World
 
 
-def wishes_of(task: Task, spec: TrainSpec) -> Wishes:
-    """Say what all machines of a training must have been asked for."""
+def job_request(task: Task, spec: TrainSpec) -> JobRequest:
+    """Return what all nodes of a training must have been asked for."""
     described = describe_task(task)
     values: dict[str, Any] = {"Task": described["name"]}
     values |= {f"Task field {name}": value for name, value in described["fields"].items()}
     values |= {o.name: getattr(spec, o.name) for o in options_of(TrainSpec) if not o.per_node}
-    return Wishes(values | {"epochs": spec.resolved_epochs()}, tuple(map(str, code_of(task))))
+    return JobRequest(values | {"epochs": spec.resolved_epochs()}, tuple(map(str, code_of(task))))
 
 
 def code_of(task: Task) -> list[Path]:
@@ -49,7 +48,7 @@ def look_around(world: World, code: list[Path], exact: bool, compare: bool) -> t
     ]
     first_on = {host: rank for rank, (host, _) in reversed(list(enumerate(places)))}
     firsts = sorted({*first_on.values(), *(rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0)})
-    own = look_at_node(code) if world.rank in firsts else None
+    own = describe_node(code) if world.rank in firsts else None
     if not compare or len(firsts) == 1:
         return own, []
     records = world.all_gather_object(dataclasses.asdict(own) if own is not None else None)

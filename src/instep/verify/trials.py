@@ -15,7 +15,7 @@ from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.data.loader import num_samples
 from instep.events.read import read_events
-from instep.launch.local import launch
+from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
 from instep.train.source import TaskSource
 from instep.train.task import Task
@@ -140,7 +140,7 @@ def _launch(source: TaskSource, spec: TrainSpec, run_dir: Path, plan: WatchPlan,
     run_dir.mkdir(parents=True, exist_ok=True)
     printed = io.StringIO()
     try:
-        results = launch(
+        job = LaunchJob(
             watched_main,
             (source, spec, str(run_dir), plan),
             spec,
@@ -148,6 +148,7 @@ def _launch(source: TaskSource, spec: TrainSpec, run_dir: Path, plan: WatchPlan,
             stdout=printed,
             stderr=printed,
         )
+        results = launch(job)
     except RanksFailed:
         if dies and died_as_planned(Path(plan.folder)):
             return None

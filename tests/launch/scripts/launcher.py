@@ -5,12 +5,13 @@ from pathlib import Path
 
 from instep.core.errors import EnvironmentFailed
 from instep.core.spec import LaunchSpec
-from instep.launch.local import LogPlan, launch
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
 from instep.launch.script import run_script
 
 print("launching", flush=True)
 try:
-    launch(
+    job = LaunchJob(
         run_script,
         (sys.argv[2], sys.argv[3:], False),
         LaunchSpec(processes=2),
@@ -18,6 +19,7 @@ try:
         stdout=sys.stdout,
         stderr=sys.stderr,
     )
+    launch(job)
 except KeyboardInterrupt:
     sys.exit(130)
 except EnvironmentFailed as error:

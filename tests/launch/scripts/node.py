@@ -1,4 +1,4 @@
-"""One of two machines of a job."""
+"""One of two nodes of a job."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import launch_entries
 
 from instep.core.spec import LaunchSpec
-from instep.launch.local import LogPlan, launch
+from instep.launch.launcher import LaunchJob, launch
+from instep.launch.logs import LogPlan
 
 backend, endpoint, node_rank, logs = sys.argv[1:]
 spec = LaunchSpec(
@@ -18,4 +19,5 @@ spec = LaunchSpec(
     local_addr="127.0.0.1",
     max_restarts=1,
 )
-print(launch(launch_entries.fails_until, (1,), spec, LogPlan(Path(logs)), stdout=sys.stdout, stderr=sys.stderr))
+plan = LogPlan(Path(logs))
+print(launch(LaunchJob(launch_entries.fails_until, (1,), spec, plan, stdout=sys.stdout, stderr=sys.stderr)))

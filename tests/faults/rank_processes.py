@@ -1,7 +1,7 @@
 """Ranks that may be killed, stopped or interrupted, and what became of each of them.
 
-Unlike `run_ranks`, which wants answers, a crew expects the worst: each rank tells how it ended, in its own words and
-with the time on the clock that all processes share, and a rank that is killed tells nothing.
+Unlike `run_ranks`, which needs results, RankProcesses expects failures: each rank reports how it ended, with the time
+on the clock that all processes share, and a rank that is killed reports nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_ELEMENTS = 5 * 2**18
 TOLD_WITHIN_S = 2.0
 """Ranks look around 50 times a second; the rest is for a machine that is busy with other things."""
 LONG_TIMEOUT_S = 15.0
-"""So long that whoever was told has not found out by waiting."""
+"""So long that a rank that was told in time has not found out by its timeout."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class End:
     """The name of the exception's class."""
     text: str = ""
     ranks: tuple[int, ...] = ()
-    """Whom a PeerLost names."""
+    """The ranks that a PeerLost names."""
     consequence: bool = False
     """Whether the launcher takes it for something that merely followed from another rank's failure."""
 
 
-class Crew:
+class RankProcesses:
     """The processes of a new world, all of which call fn(world, say, *args); as a context it ends with all of them."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Crew:
         """The processes by rank."""
         return [process.pid or 0 for process in self._processes]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,7 +90,7 @@ class Crew:
             pipe.close()
 
     def heard(self, rank: int, timeout_s: float = 20) -> Any:
-        """Wait for the next word of a rank: what it says, or its End; None from one that was killed."""
+        """Wait for the next message of a rank: what it says, or its End; None if it was killed."""
         assert self._pipes[rank].poll(timeout_s), f"rank {rank} has said nothing for {timeout_s:g} s"
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
@@ -98,7 +98,7 @@ class Crew:
             return None
 
     def all_say(self, word: str, timeout_s: float = 20) -> None:
-        """Wait until every rank has said a word."""
+        """Wait until every rank has sent this message."""
         for rank in range(self.size):
             heard = self.heard(rank, timeout_s)
             assert heard == word, f"rank {rank}: {heard}"
@@ -110,7 +110,7 @@ class Crew:
         return heard
 
     def send(self, rank: int, number: int) -> float:
-        """Send a rank a signal; give the time."""
+        """Send a rank a signal; return the time."""
         now = time.monotonic()
         os.kill(self.pids[rank], number)
         return now
@@ -134,7 +134,7 @@ def _rank_main(
     how: tuple[Place, float, str, Callable[[int], None] | None],
     args: tuple[Any, ...],
 ) -> None:
-    # Who starts the tests in the background of a shell has them ignore it, and so would everything they start.
+    # Tests that a shell runs in the background ignore it, and so would everything they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 
@@ -171,7 +171,7 @@ def _end_of(error: BaseException, rank: int) -> End:
 
 
 def shared_blocks(pid: int) -> set[str]:
-    """Give the inodes of the lanes' memory that a process maps."""
+    """Return the inodes of the lanes' memory that a process maps."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:  # it has ended, or is another user's
@@ -180,13 +180,13 @@ def shared_blocks(pid: int) -> set[str]:
 
 
 def shared_files() -> set[str]:
-    """List /dev/shm, without the semaphores of Python's own that other programs on this machine come and go with."""
+    """Return the names in /dev/shm, without semaphores of Python itself, which other programs create and remove."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[set[str]]:
-    """See that no file is new in /dev/shm and that nobody maps the blocks that were put into the set."""
+    """Check that no file is new in /dev/shm, and that no process maps the blocks that were put into the set."""
     before = shared_files()
     blocks: set[str] = set()
     yield blocks

@@ -1,4 +1,4 @@
-"""How the launching processes of a job find each other. Pure: from a LaunchSpec to where, and by which rules."""
+"""Where the launchers of a job find each other, and by which rules. Pure: from a LaunchSpec to plans."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import Any
 
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
-from instep.launch.machines.rounds import Rules
+from instep.launch.membership.generations import Rules
 
 DEFAULT_PORT = 29400
-"""torchrun's own, where an endpoint names none."""
+"""torchrun's default, for an endpoint without a port."""
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
-    """Where the launching processes of several machines find each other."""
+class StorePlan:
+    """Where the control store is, and whether this launcher hosts it."""
 
     host: str
     port: int
     job: str
-    """The job's name, the same on every machine: they share nothing yet but their command line."""
+    """The name of the job, the same on every node. Keys of one job are not visible to another."""
     is_host: bool | None
-    """Whether this machine is the host; None: to be found out."""
+    """None: if the endpoint names this machine, and no other launcher here was first."""
+    join_timeout_s: float = Rules.join_timeout_s
 
 
-def meeting_point(spec: LaunchSpec) -> MeetingPoint | None:
-    """Read where the machines of a job meet; None: there is only one."""
+def plan_store(spec: LaunchSpec) -> StorePlan | None:
+    """Return where the nodes of a job meet; None for a job of one node."""
     settings = _parse_settings(spec.rdzv_conf)
     _check(spec, settings)
     if spec.max_nodes == 1:
         return None
     host, port = split_endpoint(spec.rdzv_endpoint)
-    job = spec.rdzv_id or "instep"
-    if spec.rdzv_backend == "static":
-        return MeetingPoint(host, port, job, not spec.node_rank)
-    word = settings.get("is_host", "").lower()
-    return MeetingPoint(host, port, job, word in ("1", "true", "t", "yes", "y") if word else None)
+    is_host: bool | None = not spec.node_rank
+    if spec.rdzv_backend != "static":
+        value = settings.get("is_host", "").lower()
+        is_host = value in ("1", "true", "t", "yes", "y") if value else None
+    return StorePlan(host, port, spec.rdzv_id or "instep", is_host, plan_rules(spec).join_timeout_s)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Read HOST:PORT, HOST or [ADDRESS]:PORT."""
+    """Return host and port of HOST:PORT, HOST or [ADDRESS]:PORT."""
     host, _, port = endpoint.rpartition(":")
     if not port.isdigit() or (host.count(":") > 0 and not host.endswith("]")):
         host, port = endpoint, str(DEFAULT_PORT)
@@ -49,7 +50,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def plan_rules(spec: LaunchSpec) -> Rules:
-    """Decide how the machines of a job wait for each other."""
+    """Return how the nodes of a job wait for each other."""
     settings = _parse_settings(spec.rdzv_conf)
     defaults = {field.name: field.default for field in dataclasses.fields(Rules)}
     return Rules(
@@ -74,19 +75,19 @@ def _seconds(settings: dict[str, Any], name: str, default: Any) -> float:
 def _check(spec: LaunchSpec, settings: dict[str, Any]) -> None:
     if spec.node_rank is not None and not 0 <= spec.node_rank < spec.max_nodes:
         raise SpecError(
-            f"node_rank={spec.node_rank} is none of the {spec.max_nodes} machines. "
+            f"node_rank={spec.node_rank} is none of the {spec.max_nodes} nodes. "
             f"Number them from 0 to {spec.max_nodes - 1}."
         )
     if spec.max_nodes == 1:
         return
     if not spec.rdzv_endpoint:
         raise SpecError(
-            f"nnodes={spec.nnodes} machines cannot find each other without a place to meet. "
-            "Give every one of them the same --rdzv-endpoint HOST:PORT."
+            f"nnodes={spec.nnodes}: the nodes cannot find each other without an address to meet at. "
+            "Give all of them the same --rdzv-endpoint HOST:PORT."
         )
     if settings.get("store_type", "tcp") != "tcp":
         raise SpecError(
-            f"rdzv_conf: store_type={settings['store_type']}, but machines meet at an address. "
+            f"rdzv_conf: store_type={settings['store_type']}, but nodes meet at an address. "
             "Give --rdzv-endpoint HOST:PORT alone."
         )
     if spec.rdzv_backend == "static":
@@ -96,10 +97,10 @@ def _check(spec: LaunchSpec, settings: dict[str, Any]) -> None:
 def _check_static(spec: LaunchSpec) -> None:
     if spec.min_nodes != spec.max_nodes:
         raise SpecError(
-            f"nnodes={spec.nnodes} is elastic, but rdzv_backend=static knows every machine beforehand. "
+            f"nnodes={spec.nnodes} is elastic, but rdzv_backend=static needs to know every node beforehand. "
             "Use --rdzv-backend c10d, or a fixed --nnodes."
         )
-    if not spec.rdzv_endpoint.rpartition(":")[2].isdigit():  # torchrun wants one, too
+    if not spec.rdzv_endpoint.rpartition(":")[2].isdigit():  # torchrun requires one, too
         raise SpecError(f"rdzv_endpoint={spec.rdzv_endpoint!r} has no port. Write it as HOST:PORT.")
 
 

@@ -1,9 +1,10 @@
-"""What is made of measured links, and who listens where: no network but the loopback."""
+"""What follows from measured links, and the client of the control store: no network but the loopback."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 
 import pytest
 from hypothesis import given
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from instep.cli.doctor import plan_checkup
 from instep.cli.findings import judge_network
 from instep.core.errors import EnvironmentFailed, SpecError
-from instep.launch.machines.board import Board, BoardPlan
-from instep.launch.machines.checkup import Checkup
-from instep.launch.machines.line import HostGone, Line, Silent, addresses_of, hang_up
-from instep.launch.machines.links import distant_links, duration, pairings, rate, slow_links
-from instep.launch.machines.peers import Address, Link, Listener, measure, reach, unreached
+from instep.launch.membership.checkup import Checkup
+from instep.launch.membership.control_store import ControlStore
+from instep.launch.membership.links import distant_links, duration, pairings, rate, slow_links
+from instep.launch.membership.peers import Address, Link, Listener, measure, measure_offset, reach, unreached
+from instep.launch.membership.rendezvous import StorePlan
+from instep.launch.membership.store_client import HostGone, StoreClient, StoreTimeout, hang_up, resolve
 from instep.world.interfaces import (
     address_towards,
     interface_of,
@@ -57,7 +59,7 @@ def test_a_distant_machine_is_compared_with_the_others() -> None:
 def test_everybody_meets_everybody_and_nobody_twice_at_once(count: int) -> None:
     turns = pairings(count)
     for turn in turns:
-        busy = [machine for pair in turn for machine in pair]
+        busy = [node for pair in turn for node in pair]
         assert len(busy) == len(set(busy))
     met = [pair for turn in turns for pair in turn]
     assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
@@ -70,13 +72,13 @@ def test_words_for_numbers() -> None:
 
 def test_findings_of_the_network() -> None:
     links = {("h1", "h2"): FAST, ("h2", "h1"): FAST}
-    levels = [finding.level for finding in judge_network(Checkup(machines=("h1", "h2"), links=links))]
+    levels = [finding.level for finding in judge_network(Checkup(nodes=("h1", "h2"), links=links))]
     assert levels == ["green"] * 4
-    slow = judge_network(Checkup(machines=("h1", "h2"), links=links | {("h2", "h1"): Link(0.1, 9e7)}))
+    slow = judge_network(Checkup(nodes=("h1", "h2"), links=links | {("h2", "h1"): Link(0.1, 9e7)}))
     assert [(f.name, f.level) for f in slow[2:]] == [("bandwidth", "yellow"), ("latency", "yellow")]
-    blocked = judge_network(Checkup(machines=("h1", "h2"), unreached=("h1 cannot reach h2",), links={}))
+    blocked = judge_network(Checkup(nodes=("h1", "h2"), unreached=("h1 cannot reach h2",), links={}))
     assert (blocked[-1].name, blocked[-1].level) == ("reach", "red")
-    missing = judge_network(EnvironmentFailed("Only 1 of 2 machines came."))
+    missing = judge_network(EnvironmentFailed("Only 1 of 2 nodes joined."))
     assert [(f.name, f.level) for f in missing] == [("machines", "red")]
     assert all(finding.advice for finding in (*slow[2:], blocked[-1], *missing))
 
@@ -101,6 +103,8 @@ def test_a_listener_is_reached_and_measured() -> None:
     there = Address("h1", "127.0.0.1", listener.port)
     assert reach(there) == ""
     assert measure(there).bits_per_s > 1e8
+    offset = measure_offset(there, lambda: time.time_ns() + 10**10)
+    assert abs(offset.ahead_ns - 10**10) <= offset.doubt_ns < 10**9
     listener.close()
     assert unreached(there, {1: there}) == [
         f"h1 (127.0.0.1) cannot reach h1 (127.0.0.1) on port {listener.port}: connection refused"
@@ -120,27 +124,27 @@ def test_own_addresses() -> None:
     }
 
 
-def test_a_line_is_never_waited_for() -> None:
+def test_a_client_never_waits_long() -> None:
     port = free_port()
-    board = Board.open(BoardPlan("127.0.0.1", port, "job", True), print)
-    line = Line(board)
-    assert line.call(lambda b: b.add("count")) == 1
+    store = ControlStore.open(StorePlan("127.0.0.1", port, "job", True), print)
+    client = StoreClient(store)
+    assert client.call(lambda store: store.add("count")) == 1
     assert hang_up(("127.0.0.1",), port) >= 2
-    with pytest.raises(Silent):
-        line.call(lambda b: b.add("count"))
-    assert line.call(lambda b: b.add("count")) == 2  # on a new connection
-    del board
-    other = Line(Board.open(BoardPlan("127.0.0.1", free_port(), "job", True), print))
-    other._board = replace_port(other._board, free_port())
+    with pytest.raises(StoreTimeout):
+        client.call(lambda store: store.add("count"))
+    assert client.call(lambda store: store.add("count")) == 2  # on a new connection
+    del store
+    other = StoreClient(ControlStore.open(StorePlan("127.0.0.1", free_port(), "job", True), print))
+    other._store = replace_port(other._store, free_port())
     with pytest.raises(HostGone):
-        other.call(lambda b: b.read("key"))
+        other.call(lambda store: store.get("key"))
 
 
-def test_a_line_does_not_ask_for_the_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_does_not_resolve_the_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    board = Board.open(BoardPlan("localhost", port, "job", True), print)
-    line = Line(board)
-    assert line.call(lambda b: b.add("count")) == 1
+    store = ControlStore.open(StorePlan("localhost", port, "job", True), print)
+    client = StoreClient(store)
+    assert client.call(lambda store: store.add("count")) == 1
 
     def no_name_server(host: object, *args: object, **more: object) -> list[object]:
         if host not in ("127.0.0.1", "::1"):
@@ -148,32 +152,32 @@ def test_a_line_does_not_ask_for_the_name_again(monkeypatch: pytest.MonkeyPatch)
         return found(host, *args, **more)
 
     found = socket.getaddrinfo
-    addresses = addresses_of("localhost")
+    addresses = resolve("localhost")
     monkeypatch.setattr(socket, "getaddrinfo", no_name_server)
-    assert addresses_of("localhost") == ("localhost",)
+    assert resolve("localhost") == ("localhost",)
     assert hang_up(addresses, port) >= 2
-    with pytest.raises(Silent):
-        line.call(lambda b: b.add("count"))
-    assert line.call(lambda b: b.add("count")) == 2
+    with pytest.raises(StoreTimeout):
+        client.call(lambda store: store.add("count"))
+    assert client.call(lambda store: store.add("count")) == 2
 
 
-def test_a_line_finds_out_that_another_process_hosts_the_board() -> None:
+def test_a_client_notices_that_another_process_hosts_the_store() -> None:
     port = free_port()
-    plan = BoardPlan("127.0.0.1", port, "a", False)
+    plan = StorePlan("127.0.0.1", port, "a", False)
     with hosting(port) as host:
-        line = Line(Board.open(plan, print))
-        assert line.call(lambda b: b.add("count")) == 1
+        client = StoreClient(ControlStore.open(plan, print))
+        assert client.call(lambda store: store.add("count")) == 1
         host.kill()
         host.wait()
     with hosting(port):
-        with pytest.raises(Silent):
-            line.call(lambda b: b.add("count"))
+        with pytest.raises(StoreTimeout):
+            client.call(lambda store: store.add("count"))
         with pytest.raises(HostGone, match="another process hosts"):
-            line.call(lambda b: b.add("count"))
+            client.call(lambda store: store.add("count"))
 
 
-def replace_port(board: Board, port: int) -> Board:
-    return Board(BoardPlan("127.0.0.1", port, "job", False), board._server, is_host=False)
+def replace_port(store: ControlStore, port: int) -> ControlStore:
+    return ControlStore(StorePlan("127.0.0.1", port, "job", False), store._server, is_host=False, has_host=True)
 
 
 def test_only_connections_to_other_machines_are_limited() -> None:

@@ -1,0 +1,300 @@
+"""Start the ranks of this node under torch elastic: the only module that uses torch.distributed.elastic.
+
+Elastic starts a keeper for each rank ([Note: Why a keeper] in keeper.py). failures.py decides what failed first, and
+restart.py whether to try again.
+
+[Note: No rendezvous of elastic's]
+Elastic's own rendezvous keeps its state pickled in a store that listens on every interface, so anyone who reaches that
+port can run code in the launcher. Here the nodes of a generation are known before elastic is asked to start it: one
+node needs only a store in its own memory, several use the control store, and nothing that comes from there is
+unpickled.
+
+Ranks: none; this is the process that launches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import cloudpickle
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from instep.core.errors import EnvironmentFailed, RanksFailed
+from instep.core.spec import LaunchSpec
+from instep.launch.failures import complete_failures
+from instep.launch.keeper import Job, keep
+from instep.launch.launcher import LaunchJob
+from instep.launch.preload import start_preload
+from instep.launch.processes import check_process_count
+from instep.launch.relay import Relay
+from instep.launch.scratch import Scratch, open_scratch
+from instep.launch.signals import handle_stops, signals_restored
+from instep.launch.watch import WatchPlan, watched
+from instep.world.device import device_count
+
+_BACKEND = "instep"
+_POLL_S = 0.1
+"""Each poll takes about 0.3 ms of a core; where all cores train, the other ranks wait for that one."""
+
+
+class Rendezvous(RendezvousHandler):
+    """The rendezvous of nodes that are known to each other, for one start of their ranks."""
+
+    def __init__(self, store: Store, node_rank: int, num_nodes: int, address: str) -> None:
+        self._store, self._node_rank, self._address = store, node_rank, address
+        self.num_nodes = num_nodes
+
+    @classmethod
+    def of_one_node(cls) -> Rendezvous:
+        """Return the rendezvous of a job on this node alone."""
+        return cls(HashStore(), 0, 1, "127.0.0.1")
+
+    @classmethod
+    def of_generation(cls, store: Store, number: int, node_rank: int, num_nodes: int, address: str) -> Rendezvous:
+        """Return the rendezvous of a generation, which no other generation can meet."""
+        return cls(PrefixStore(f"generation-{number}", store), node_rank, num_nodes, address)
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the rank of this node, and the free port of the first node at which the ranks meet."""
+        meeting = RendezvousStoreInfo.build(self._node_rank, self._store, self._address)
+        return RendezvousInfo(self._store, self._node_rank, self.num_nodes, meeting)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0  # the leader decides about nodes that join later
+
+    def get_run_id(self) -> str:
+        return _BACKEND
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _given_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    rendezvous = parameters.config["rendezvous"]
+    assert isinstance(rendezvous, RendezvousHandler)
+    return rendezvous
+
+
+rendezvous_handler_registry.register(_BACKEND, _given_rendezvous)
+
+
+@dataclass(frozen=True)
+class ElasticRanks:
+    """The ranks of this node, which can be started once for each attempt."""
+
+    num_ranks: int
+    job: Job
+    spec: LaunchSpec
+    relay: Relay
+    stderr: TextIO
+
+    def run(self, job: Job, rendezvous: Rendezvous) -> dict[int, Any]:
+        """Start all ranks of this node and wait for them; return the results by rank."""
+        scratch = job.scratch
+        try:
+            # Each attempt has a rendezvous of its own, so it cannot meet the addresses of the last one.
+            with watched(self._watch_plan(), job.attempt):
+                ranks = elastic_launch(self._config(rendezvous), keep)(job)
+        except ChildFailedError as failed:
+            exits = {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.failures.items()}
+            raise self._blame(scratch, job, exits) from None
+        except (RuntimeError, ValueError, OSError, EOFError) as error:
+            where = f" together with those of the other nodes at {self.spec.rdzv_endpoint}"
+            raise EnvironmentFailed(
+                f"The ranks could not be started{where if self.spec.max_nodes > 1 else ''}: {_line(error)}."
+            ) from error
+        return {rank: scratch.load_result(job.attempt, rank) for rank in sorted(ranks)}
+
+    def say(self, text: str) -> None:
+        """Print a line for the person who started the job."""
+        self.stderr.write(f"{text}\n")
+        self.stderr.flush()
+
+    def _watch_plan(self) -> WatchPlan:
+        several = self.spec.max_nodes > 1
+        return WatchPlan(self.job.scratch, self.job.logs, self.relay, self.spec.hang_after_s, several, self.stderr)
+
+    def _config(self, rendezvous: Rendezvous) -> LaunchConfig:
+        ours = {"SIGTERM"} if self.job.preemptable else set()
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+            ours.add("SIGHUP")
+        return LaunchConfig(
+            min_nodes=rendezvous.num_nodes,
+            max_nodes=rendezvous.num_nodes,
+            nproc_per_node=self.num_ranks,
+            rdzv_backend=_BACKEND,
+            rdzv_configs={"rendezvous": rendezvous},
+            run_id=self.spec.rdzv_id or _BACKEND,
+            signals_to_handle=",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours),
+            max_restarts=0,
+            monitor_interval=_POLL_S,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=str(self.job.scratch.folder / "elastic")),
+        )
+
+    def _blame(self, scratch: Scratch, job: Job, exits: dict[int, tuple[int, int]]) -> RanksFailed:
+        logs = {rank: str(job.logs.error_file(rank)) for rank in exits}
+        failures = complete_failures(scratch.load_failures(job.attempt), exits, logs)
+        for failure in failures:
+            self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
+        return RanksFailed(failures)
+
+
+@contextlib.contextmanager
+def elastic_ranks(job: LaunchJob) -> Iterator[ElasticRanks]:
+    """Yield what starts the ranks of a job on this node; on leaving, no process and no file of it is left.
+
+    A signal within the block becomes KeyboardInterrupt or EnvironmentFailed.
+    """
+    spec = job.spec
+    num_ranks = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
+    start_preload()
+    job.logs.directory.mkdir(parents=True, exist_ok=True)
+    logs = dataclasses.replace(job.logs, directory=job.logs.directory.absolute())
+    try:
+        with (
+            signals_restored(),
+            open_scratch() as scratch,
+            Relay(scratch, {"stdout": job.stdout, "stderr": job.stderr}) as relay,
+            _PROCESS_WIDE,
+        ):
+            payload = cloudpickle.dumps((job.entry, job.args))
+            kept = Job(payload, scratch, logs, dict(os.environ), job.grace_s, job.preemptable, 0, spec.max_restarts)
+            if job.preemptable:
+                _pass_on_stops(scratch)
+            yield ElasticRanks(num_ranks, kept, spec, relay, job.stderr)
+    except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
+        interruption = signal_behind(error)
+        if interruption is None:
+            raise
+        if interruption.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        name = signal.Signals(interruption.sigval).name
+        raise EnvironmentFailed(f"ended by {name}: someone, or the scheduler, asked this job to stop.") from None
+
+
+def signal_behind(error: BaseException | None) -> SignalException | None:
+    """Return the signal that caused an error, if one did.
+
+    Elastic raises from its signal handler, wherever the process is at that moment. Within its own bookkeeping this
+    becomes another error, for instance one about a variable that was not set yet.
+    """
+    while error is not None and not isinstance(error, SignalException):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _pass_on_stops(scratch: Scratch) -> None:
+    """Make the first SIGTERM or SIGUSR1 ask all ranks of this node to save and leave, and the second end them."""
+
+    def ask() -> None:
+        scratch.mark("asked")
+        for pid in scratch.keepers(scratch.last_attempt()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+
+    def end(number: signal.Signals) -> None:
+        scratch.mark("ending")
+        raise SignalException(f"second signal {number}", sigval=number)
+
+    handle_stops(ask, end)
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep the workers from importing our `__main__`: an unguarded script would launch again in each."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _elastic_quiet() -> Iterator[None]:
+    """Disable elastic's own reports of failures: ours name the first failure, elastic's may name another."""
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def _variable_restored(name: str) -> Iterator[None]:
+    """Restore a variable that elastic sets."""
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+class _ProcessWide:
+    """What launches change for their whole process: the first of several at once does, the last undoes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._launches = 0
+        self._changes = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._launches += 1
+            if self._launches == 1:
+                self._changes.enter_context(_main_hidden())
+                self._changes.enter_context(_elastic_quiet())
+                self._changes.enter_context(_variable_restored("TORCHELASTIC_SIGNALS_TO_HANDLE"))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._launches -= 1
+            if self._launches == 0:
+                self._changes.close()
+
+
+_PROCESS_WIDE = _ProcessWide()
+
+
+def _line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {text[:300]}".rstrip(". ")

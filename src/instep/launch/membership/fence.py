@@ -1,0 +1,44 @@
+"""What ends the ranks of a node that is cut off from the others, or whose generation is over.
+
+See [Note: Losing nodes] in agent.py. Issues no collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord
+from instep.guard.processes import kill
+from instep.launch.logs import LogPlan
+from instep.launch.observe import Observer
+from instep.launch.scratch import Scratch
+
+
+@dataclass
+class Attempt:
+    """The ranks of this node in one generation."""
+
+    number: int
+    scratch: Scratch
+    logs: LogPlan
+    reason: tuple[str, bool] | None = None
+    """Why they must end, and whether this node found that out by itself; set once."""
+    ended_s: float | None = None
+
+    def end_ranks(self, reason: str, own: bool, time_ns: int) -> None:
+        """Kill all ranks that have started, and note why, unless they noted a failure themselves."""
+        for rank, pulse in Observer(self.scratch, self.number).beats().items():
+            if self.scratch.load_failure(self.number, rank) is None:
+                record = FailureRecord(
+                    rank=rank,
+                    time_ns=time_ns,
+                    summary=reason if own else f"ended: {reason}",
+                    exit_code=EXIT_ENVIRONMENT,
+                    consequence=not own,
+                    log=str(self.logs.error_file(rank)),
+                    names_ranks=own,
+                )
+                with contextlib.suppress(OSError):  # a full disk: better ended without a note than not ended
+                    self.scratch.save_failure(self.number, record)
+            kill(pulse.pid, pulse.start_ticks)
