@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ranks import free_port
+from rings import require
 
 _PRIVILEGES = Path("/run/sshd")
 """Where sshd puts its unprivileged half; a system that has never started it does not have it."""
@@ -34,11 +35,10 @@ class Hosts:
 @contextmanager
 def ssh_hosts(folder: Path) -> Iterator[Hosts]:
     """Serve hosta and hostb until the block is left; `down` is a host where nobody listens."""
+    require("ssh")
     programs = {
         name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in ("sshd", "ssh", "ssh-keygen")
     }
-    missing = [name for name, path in programs.items() if path is None]
-    assert not missing, f"{', '.join(missing)}: not on the path. Install openssh-server and openssh-client."
     folder.mkdir()
     for name in ("host_key", "user_key"):
         words = [str(programs["ssh-keygen"]), "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]

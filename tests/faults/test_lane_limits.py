@@ -18,9 +18,9 @@ from namespaces import enter_pid_namespace, mount
 
 from commands import BIN, TESTS
 from instep.world.world import World
+from rings import unless
 
-_MAY_UNSHARE = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True).returncode == 0
-needs_namespaces = pytest.mark.skipif(not _MAY_UNSHARE, reason="namespaces of its own are not permitted here")
+needs_namespaces = unless("namespaces")
 
 
 @needs_namespaces
