@@ -16,6 +16,7 @@ MNIST = ROOT.parent / "shared" / "data" / "mnist"
 SHORT = ("--epochs", "1", "--seed", "3", "--threads", "1", "--json")
 
 
+@pytest.mark.slow  # tests/clusters/test_one_answer.py has the launchers, test_early_signals.py python -n 2
 def test_one_file_under_every_local_launcher(tmp_path: Path) -> None:
     digits = str(EXAMPLES / "digits.py")
     ways = {

@@ -59,7 +59,7 @@ def preempted(job: subprocess.Popen[str], run_dir: Path, code: int = 0) -> None:
     assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_instep_train(tmp_path: Path, number: signal.Signals) -> None:
     with started("instep", "train", TASK, *OPTIONS, "-n", "2", "--run-dir", str(tmp_path)) as job:
         wait_for_the_first_moment(job.pid, *SIGNALS)

@@ -38,6 +38,23 @@ def starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
+def test_warned_and_requeued(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
+    """What SLURM sends before the time is up (tests/launch/test_slurm_script.py: when), sent by hand."""
+    words = ["pause_s=0.1", "--nodes", "2", "--save-every", "never"]
+    job = submit(slurm, tmp_path / "run", *STEPS, *words)
+    reach(tmp_path / "run", 3)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait(job, "PENDING", timeout_s=100)
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert [e["status"] for e in read_events(tmp_path / "run") if e["event"] == "end"] == ["preempted"]
+    slurm.wait(job, "COMPLETED", timeout_s=180, hurry=True)
+    assert result(tmp_path / "run")["weights_sha256"] == alone
+    assert slurm.job(job)["Restarts"] == "1"
+    assert "The time is up: requeued" in (tmp_path / "run" / "logs" / f"slurm-{job}.out").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_time_limit(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
     words = ["pause_s=0.5", "--nodes", "2", "--time", "30", "--signal-before", "110", "--save-every", "never"]
     job = submit(slurm, tmp_path / "run", *STEPS, *words)

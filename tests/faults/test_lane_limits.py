@@ -150,6 +150,7 @@ def reduce_on_two_cores(world: World, _say: Say, seconds: float) -> dict[str, An
     return {"rounds": rounds, "longest 4 KB, s": longest[0], "longest 1 MB, s": longest[1]}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(120)])])
 def test_eight_processes_on_two_cores_do_not_stall(seconds: float) -> None:
     with Crew(reduce_on_two_cores, 8, seconds) as crew:

@@ -49,7 +49,7 @@ def targets(whom: str, job: subprocess.Popen[str], run_dir: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
-        ("the command", signal.SIGTERM),
+        pytest.param("the command", signal.SIGTERM, marks=pytest.mark.slow),  # "every process" is more
         pytest.param("the command", signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param("rank 1", signal.SIGTERM, marks=pytest.mark.slow),
         ("rank 1", signal.SIGUSR1),
