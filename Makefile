@@ -32,8 +32,8 @@ check: .venv/installed-dev ## format, lint, types, import-linter: what CI checks
 system: ## install the system programs that tests of clusters run (SLURM, MPI, ssh), where they are missing
 	tests/clusters/install
 
-# Most tests wait for imports, timeouts and other processes half of the time: two files at once. tests/README.md.
-WORKERS ?= 2
+# Most tests wait half of the time, for imports, timeouts and other processes: three files at once. tests/README.md.
+WORKERS ?= 3
 SYSTEM ?= system
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 

@@ -50,6 +50,7 @@ def test_own_loop_under_run_and_python(tmp_path: Path) -> None:
     assert [e["loss"] for e in two] == pytest.approx([e["loss"] for e in one], rel=1e-3)
 
 
+@pytest.mark.slow  # tests/launch/test_run_script.py runs the example
 def test_plain_ddp_knows_nothing_of_instep() -> None:
     script = EXAMPLES / "plain_ddp.py"
     assert "import instep" not in script.read_text()

@@ -79,6 +79,7 @@ def test_who_lost_a_peer_is_not_blamed(hosts: list[Host], culprit: int, shift_s:
         assert done.returncode == 1
 
 
+@pytest.mark.slow  # tests/launch/test_agreement.py has it, with threads for hosts
 @pytest.mark.timeout(100)
 def test_two_hosts_of_one_number(hosts: list[Host], tmp_path: Path) -> None:
     begun = time.monotonic()
@@ -93,6 +94,7 @@ def test_two_hosts_of_one_number(hosts: list[Host], tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # tests/launch/test_agreement.py has it
 @pytest.mark.timeout(100)
 def test_an_endpoint_that_another_program_holds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
