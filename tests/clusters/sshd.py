@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from ranks import free_port
 from rings import require
 
@@ -55,6 +57,7 @@ def ssh_hosts(folder: Path) -> Iterator[Hosts]:
     server = subprocess.Popen([str(programs["sshd"]), "-D", "-e", "-f", str(config)], stdout=log, stderr=log)
     try:
         _wait(port, server, folder / "log")
+        _log_in(str(programs["ssh"]), folder)
         yield Hosts(f"ssh -F {folder / 'ssh_config'}", folder, port)
     finally:
         server.terminate()
@@ -111,6 +114,14 @@ def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
             return
         except OSError:
             time.sleep(0.02)
+
+
+def _log_in(ssh: str, folder: Path) -> None:
+    """See that this user is let in: without PAM, sshd refuses accounts that have no password."""
+    done = subprocess.run([ssh, "-F", str(folder / "ssh_config"), "hosta", "true"], capture_output=True, timeout=20)
+    if done.returncode and os.geteuid() != 0:
+        pytest.skip("left out: ssh (needs root)")
+    assert done.returncode == 0, (folder / "log").read_text()
 
 
 def fake_version(folder: Path, package: str, version: str) -> str:
