@@ -202,7 +202,9 @@ def test_what_moves_further_than_the_twin_is_not() -> None:
 def test_exact_mode_allows_not_one_bit() -> None:
     findings = found(lambda e: move(e, far=EPS, early=EPS), EXACT)
     assert kinds(findings, Kind.DIFFERENT) == MOVED
-    signed = found(lambda e: e.weights.update(bias=torch.tensor([-0.0])), EXACT)
+    zero, other_zero = training(), training("2 processes")
+    zero.weights["bias"], other_zero.weights["bias"] = torch.tensor([0.0]), torch.tensor([-0.0])
+    signed = {finding.row: finding for finding in compare(zero, other_zero, EXACT)}
     assert kinds(signed, Kind.DIFFERENT) == {"final weights"}
 
 
