@@ -21,6 +21,7 @@ from instep.launch.local import LogPlan, launch
 from instep.launch.script import run_script
 from instep.train.source import load_file, make_task, task_class
 
+pytestmark = pytest.mark.timeout(120)
 TASK, SCRIPT = TESTS / "faults" / "hanging_task.py", TESTS / "faults" / "hanging_script.py"
 HANG_AFTER_S = 2
 

@@ -15,6 +15,7 @@ import pytest
 from commands import TESTS, is_alive, pids_of, result_of, run, start, steps_in, wait_for
 from instep.events.read import read_events
 
+pytestmark = pytest.mark.timeout(120)
 TASK = str(TESTS / "faults" / "slow_task.py")
 OPTIONS = (
     "--epochs",

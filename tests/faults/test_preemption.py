@@ -16,6 +16,7 @@ from commands import TESTS, descendants, is_alive, pids_of, result_of, run, star
 from instep.checkpoint.rundir import RunDirectory
 from instep.events.read import read_events
 
+pytestmark = pytest.mark.timeout(120)
 TASK = str(TESTS / "faults" / "slow_task.py")
 OPTIONS = [
     "--epochs",
