@@ -1,4 +1,4 @@
-"""What every test has: one thread a process, as the ranks have, its turn on the machine, and a Ctrl-C that is heard."""
+"""Set up every test: one thread a process, as the ranks have; a turn on the machine; a Ctrl-C that is received."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _turn(alone: bool) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Say in one line, after all others, which rings of tests this machine cannot run."""
+    """Print, as the last line, which rings of tests this machine cannot run."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(config, "workerinput"):
         return
