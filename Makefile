@@ -32,14 +32,16 @@ check: .venv/installed-dev ## format, lint, types, import-linter: what CI checks
 system: ## install the system programs that tests of clusters run (SLURM, MPI, ssh), where they are missing
 	tests/clusters/install
 
-# Tests of clusters wait most of the time: for queues, timeouts and other machines. Two files at once.
-test: check system ## check, then every test that CI runs
-	$(BIN)/pytest -m 'not slow and not gpu' --ignore=tests/clusters
-	$(BIN)/pytest -m 'not slow and not gpu' -n 2 --dist loadfile tests/clusters
+# Most tests wait half of the time, for imports, timeouts and other processes: three files at once. tests/README.md.
+WORKERS ?= 3
+SYSTEM ?= system
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
-test-all: check system ## the long campaigns too
-	$(BIN)/pytest -m 'not gpu' --ignore=tests/clusters
-	$(BIN)/pytest -m 'not gpu' -n 2 --dist loadfile tests/clusters
+test: check $(SYSTEM) ## check, then every test that CI runs
+	$(PYTEST) -m 'not slow and not gpu'
+
+test-all: check $(SYSTEM) ## the long campaigns too
+	$(PYTEST) -m 'not gpu'
 
 clean: ## remove what make made
 	rm -rf .venv build dist src/*.egg-info src/instep/world/lane/_engine* .pytest_cache .mypy_cache .ruff_cache .hypothesis

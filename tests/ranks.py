@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import pickle
 import socket
@@ -68,6 +69,7 @@ def _rank_main(
     from instep.world.world import World
 
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported: a collection would touch, and so copy, hundreds of megabytes of it
     place = place_of(rank, world_size, port, device)
     try:
         with World.join(place, comm=comm) as world:

@@ -167,7 +167,7 @@ class TestInTheWorkers:
         small.mkdir()
         mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True)
         if mounted.returncode:
-            pytest.skip("needs the right to mount a small file system")
+            pytest.skip("left out: namespaces (needs root)")
         try:
             options = (
                 "--epochs",

@@ -16,6 +16,7 @@ MNIST = ROOT.parent / "shared" / "data" / "mnist"
 SHORT = ("--epochs", "1", "--seed", "3", "--threads", "1", "--json")
 
 
+@pytest.mark.slow  # tests/clusters/test_one_answer.py has the launchers, test_early_signals.py python -n 2
 def test_one_file_under_every_local_launcher(tmp_path: Path) -> None:
     digits = str(EXAMPLES / "digits.py")
     ways = {
@@ -49,6 +50,7 @@ def test_own_loop_under_run_and_python(tmp_path: Path) -> None:
     assert [e["loss"] for e in two] == pytest.approx([e["loss"] for e in one], rel=1e-3)
 
 
+@pytest.mark.slow  # tests/launch/test_run_script.py runs the example
 def test_plain_ddp_knows_nothing_of_instep() -> None:
     script = EXAMPLES / "plain_ddp.py"
     assert "import instep" not in script.read_text()

@@ -16,6 +16,7 @@ import pytest
 
 from commands import BIN, TESTS, descendants, start, steps_in, wait_for
 from instep.core.stop import SIGNALS, StopRequest, keep_stops, taking_over
+from rings import unless
 
 TASK = str(TESTS / "faults" / "slow_task.py")
 OPTIONS = ("--steps", "400", "--batch-size", "12", "pause_s=0.05", "--save-every", "never", "--json")
@@ -58,7 +59,7 @@ def preempted(job: subprocess.Popen[str], run_dir: Path, code: int = 0) -> None:
     assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_instep_train(tmp_path: Path, number: signal.Signals) -> None:
     with started("instep", "train", TASK, *OPTIONS, "-n", "2", "--run-dir", str(tmp_path)) as job:
         wait_for_the_first_moment(job.pid, *SIGNALS)
@@ -66,7 +67,7 @@ def test_instep_train(tmp_path: Path, number: signal.Signals) -> None:
         preempted(job, tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace needs root")
+@unless("namespaces")
 def test_the_first_process_of_a_pod(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     assert unshare, "unshare is not on the path. Install util-linux."

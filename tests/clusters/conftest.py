@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from ray_cluster import RayCluster, RayHome, ray_cluster, ray_home
+from rings import require
 from slurm_cluster import SlurmCluster, slurm_cluster
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
     """A real SLURM of four nodes."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can start a SLURM")
+    require("SLURM")
     with slurm_cluster() as cluster:
         yield cluster
 
@@ -23,7 +22,7 @@ def slurm() -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="module")
 def ray_nodes() -> Iterator[RayCluster]:
     """A real Ray of two nodes, with one CPU each."""
-    _skip_unless_root("a network namespace for Ray")
+    require("Ray nodes")
     with ray_cluster() as cluster:
         yield cluster
 
@@ -31,11 +30,6 @@ def ray_nodes() -> Iterator[RayCluster]:
 @pytest.fixture
 def ray_alone() -> Iterator[RayHome]:
     """A place where a command can start a Ray of its own."""
-    _skip_unless_root("a network namespace for Ray")
+    require("Ray nodes")
     with ray_home() as home:
         yield home
-
-
-def _skip_unless_root(what: str) -> None:
-    if os.geteuid() != 0:
-        pytest.skip(f"only root can make {what}")

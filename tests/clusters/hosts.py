@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from commands import BIN, ROOT
+from rings import require
 
 _ENTER = 'hostname "$0" && exec "$@"'
 
@@ -105,10 +104,7 @@ class Host:
 @contextlib.contextmanager
 def connected_hosts(count: int) -> Iterator[list[Host]]:
     """Make so many hosts on one switch; at the end nothing of them is left."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    for program in ("ip", "tc", "nft", "unshare"):
-        assert shutil.which(program), f"{program} is not installed: apt-get install iproute2 nftables util-linux"
+    require("networks")
     _sweep()
     mark = f"i{os.getpid()}"
     switch = f"{mark}sw"

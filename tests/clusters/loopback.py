@@ -47,7 +47,7 @@ def loopback_only() -> Iterator[Loopback]:
 
 def _ip() -> str:
     found = shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    assert found, "ip cannot be found. Run tests/clusters/install."
+    assert found
     return found
 
 

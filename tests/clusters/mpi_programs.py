@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from rings import require
 
 MPI = {
     "openmpi": ("/usr/bin/mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"),
@@ -12,6 +12,5 @@ MPI = {
 
 def mpirun(kind: str) -> tuple[str, ...]:
     """Give the words that start a command twice."""
-    program = MPI[kind][0]
-    assert os.access(program, os.X_OK), f"{program} cannot be found. Run tests/clusters/install."
+    require("MPI")
     return (*MPI[kind], "-n", "2")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import pytest
-
 from commands import BIN
+from rings import require
 
-NEEDED = ("ip", "unshare", "mount")
 UNSHARED = ("--mount", "--uts", "--ipc", "--pid", "--mount-proc")
 
 
@@ -29,10 +26,7 @@ class Pods:
     """The pods of one Job; as a context it ends with all of them gone."""
 
     def __init__(self, documents: list[dict[str, Any]], claims: dict[str, Path], folder: Path) -> None:
-        if os.geteuid() != 0:
-            pytest.skip("network namespaces need root")
-        missing = [program for program in NEEDED if shutil.which(program) is None]
-        assert not missing, f"{', '.join(missing)}: not on the path. Install iproute2 and util-linux."
+        require("networks")
         self.job = next(document for document in documents if document["kind"] == "Job")
         self.config = {d["metadata"]["name"]: d["data"] for d in documents if d["kind"] == "ConfigMap"}
         self.claims, self.folder = claims, folder

@@ -44,7 +44,10 @@ def launch(
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("seconds", "shift_s", "first"), [(("0.3", "1.0"), -5, 0), (("1.0", "0.3"), 5, 1)])
+@pytest.mark.parametrize(
+    ("seconds", "shift_s", "first"),
+    [(("0.3", "1.0"), -5, 0), pytest.param(("1.0", "0.3"), 5, 1, marks=pytest.mark.slow)],
+)
 def test_the_first_of_two_errors(
     hosts: list[Host], tmp_path: Path, seconds: tuple[str, str], shift_s: float, first: int
 ) -> None:
@@ -64,7 +67,7 @@ def test_the_first_of_two_errors(
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("culprit", "shift_s"), [(1, 5), (0, -5)])
+@pytest.mark.parametrize(("culprit", "shift_s"), [(1, 5), pytest.param(0, -5, marks=pytest.mark.slow)])
 def test_who_lost_a_peer_is_not_blamed(hosts: list[Host], culprit: int, shift_s: float) -> None:
     who = f"rank {culprit} on h{culprit + 1}"
     for done in launch(hosts, (0, shift_s), "--max-restarts", "1", str(HERE / "stumbling.py"), str(culprit)):
@@ -76,6 +79,7 @@ def test_who_lost_a_peer_is_not_blamed(hosts: list[Host], culprit: int, shift_s:
         assert done.returncode == 1
 
 
+@pytest.mark.slow  # tests/launch/test_agreement.py has it, with threads for hosts
 @pytest.mark.timeout(100)
 def test_two_hosts_of_one_number(hosts: list[Host], tmp_path: Path) -> None:
     begun = time.monotonic()
@@ -90,6 +94,7 @@ def test_two_hosts_of_one_number(hosts: list[Host], tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # tests/launch/test_agreement.py has it
 @pytest.mark.timeout(100)
 def test_an_endpoint_that_another_program_holds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from instep.launch.hosts.plan import (
     remote_command,
 )
 from instep.launch.hosts.preflight import HostInfo, compare
+from rings import unless
 from sshd import Hosts, fake_version, ssh_hosts
 
 DIGITS = str(ROOT / "examples" / "digits.py")
@@ -143,7 +143,7 @@ class TestBefore:
         self.refused(done, 3, "hostb: torch 1.99.0, here 2.", "--allow-differences")
         assert not (tmp_path / "run").exists()
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+    @unless("namespaces")
     def test_another_disk_and_another_file(self, tmp_path: Path, hosts: Hosts) -> None:
         mounted = 'exec unshare --mount sh -c "mount {} && $SSH_ORIGINAL_COMMAND"\n'
         hosts.force(mounted.format(f"-t tmpfs tmpfs {tmp_path}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commands import ROOT, run
+from commands import ROOT
 from instep.cli.app import app
 from instep.launch.kubernetes.yaml import Commented, to_yaml
 from published import check
@@ -221,6 +221,7 @@ class TestRefused:
         assert "is not a Python file that the pods could load" in err
 
 
+Submit = Callable[..., tuple[int, str, str]]
 KUBECTL = """#!/bin/sh
 printf '%s\\n' "$*" >>"$CALLS"
 case "$1" in
@@ -240,34 +241,45 @@ def kubectl(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{program.parent}:/bin:/usr/bin", "CALLS": str(tmp_path / "calls"), "KNOWN": "pods"}
 
 
-class TestKubectl:
-    def submit(self, folder: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-        return run("instep", "submit", "kubernetes", *BASE, *words, cwd=folder, env=env)
+@pytest.fixture
+def submit_with(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Submit:
+    """Return a function that submits from a folder, with variables in the environment."""
+    monkeypatch.chdir(tmp_path)
 
-    def test_apply(self, tmp_path: Path, kubectl: dict[str, str]) -> None:
-        done = self.submit(tmp_path, kubectl, "--kind", "job", "--apply", "--json")
-        assert done.returncode == 0, done.stderr
-        assert "job digits created" in done.stderr
+    def submit_in(env: dict[str, str], *words: str) -> tuple[int, str, str]:
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            return submit(capfd, *BASE, *words)
+
+    return submit_in
+
+
+class TestKubectl:
+    def test_apply(self, submit_with: Submit, tmp_path: Path, kubectl: dict[str, str]) -> None:
+        code, out, err = submit_with(kubectl, "--kind", "job", "--apply", "--json")
+        assert code == 0, err
+        assert "job digits created" in err
         assert Path(kubectl["CALLS"]).read_text() == "apply -f runs/digits/kubernetes.yaml\n"
-        told = json.loads(done.stdout)
+        told = json.loads(out)
         assert told["applied"]
         assert told["resource"] == "job/digits"
         assert [d["kind"] for d in yaml.safe_load_all((tmp_path / told["file"]).read_text())] == ["Service", "Job"]
 
-    def test_its_own_words_when_it_refuses(self, tmp_path: Path, kubectl: dict[str, str]) -> None:
+    def test_its_own_words_when_it_refuses(self, submit_with: Submit, kubectl: dict[str, str]) -> None:
         refusal = "Error from server (Forbidden): jobs.batch is forbidden"
-        done = self.submit(tmp_path, kubectl | {"REFUSAL": refusal}, "--kind", "job", "--apply")
-        assert done.returncode == 3
-        assert refusal in done.stderr
-        assert "Traceback" not in done.stderr
+        code, _, err = submit_with(kubectl | {"REFUSAL": refusal}, "--kind", "job", "--apply")
+        assert code == 3
+        assert refusal in err
+        assert "Traceback" not in err
 
-    def test_it_is_not_there(self, tmp_path: Path) -> None:
+    def test_it_is_not_there(self, submit_with: Submit, tmp_path: Path) -> None:
         env = {"PATH": str(tmp_path)}
-        done = self.submit(tmp_path, env, "--kind", "job", "--apply")
-        assert done.returncode == 3
-        assert "kubectl is not on the path, so nothing was submitted" in done.stderr
+        code, _, err = submit_with(env, "--kind", "job", "--apply")
+        assert code == 3
+        assert "kubectl is not on the path, so nothing was submitted" in err
         assert (tmp_path / "runs/digits/kubernetes.yaml").is_file()  # and can be taken to where it is
-        assert "a plain Job, which every one does" in self.submit(tmp_path, env).stderr
+        assert "a plain Job, which every one does" in submit_with(env)[2]
 
     @pytest.mark.parametrize(
         ("known", "code", "kind"),
@@ -278,14 +290,14 @@ class TestKubectl:
             ("jobs.batch", "0", "job"),
         ],
     )
-    def test_auto(self, tmp_path: Path, kubectl: dict[str, str], known: str, code: str, kind: str) -> None:
-        done = self.submit(tmp_path, kubectl | {"KNOWN": known, "KNOWN_CODE": code}, "--json")
-        assert json.loads(done.stdout)["kind"] == kind, done.stderr
+    def test_auto(self, submit_with: Submit, kubectl: dict[str, str], known: str, code: str, kind: str) -> None:
+        _, out, err = submit_with(kubectl | {"KNOWN": known, "KNOWN_CODE": code}, "--json")
+        assert json.loads(out)["kind"] == kind, err
 
-    def test_no_cluster_answers(self, tmp_path: Path, kubectl: dict[str, str]) -> None:
-        done = self.submit(tmp_path, kubectl | {"KNOWN": "", "KNOWN_CODE": "1"}, "--json")
-        assert json.loads(done.stdout)["kind"] == "job"
-        assert "no cluster answers" in done.stderr
+    def test_no_cluster_answers(self, submit_with: Submit, kubectl: dict[str, str]) -> None:
+        _, out, err = submit_with(kubectl | {"KNOWN": "", "KNOWN_CODE": "1"}, "--json")
+        assert json.loads(out)["kind"] == "job"
+        assert "no cluster answers" in err
 
 
 class TestExamples:

@@ -13,7 +13,7 @@ import pytest
 
 from commands import BIN, TESTS, result_of, run, start, steps_in, wait_for
 from instep.events.read import read_events
-from mpi_programs import MPI, mpirun
+from mpi_programs import mpirun
 from ranks import free_port
 
 PYTHON = str(BIN / "python")
@@ -39,7 +39,7 @@ def test_mpirun_passes_a_warning_on(tmp_path: Path, kind: str) -> None:
     assert json.loads(json_line(done.stdout))["steps"] == 30
 
 
-@pytest.mark.parametrize("kind", MPI)
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_a_failing_rank_ends_an_mpi_job(tmp_path: Path, kind: str) -> None:
     command = (SLOW, "--steps", "30", *RECIPE, "raise_at=3", "--run-dir", str(tmp_path))
     done = run(*mpirun(kind), PYTHON, *command, timeout_s=150)

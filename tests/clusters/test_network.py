@@ -80,6 +80,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> subprocess.
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+@pytest.mark.slow  # the next test has it, with three hosts
 @pytest.mark.timeout(120)
 def test_two_hosts_train_as_one_process(training: Training, alone: dict[str, Any]) -> None:
     with connected_hosts(2) as hosts:
@@ -116,10 +117,11 @@ def test_a_host_joins_is_cut_for_a_moment_and_then_for_good(training: Training, 
         training.pace(0)
         done = [finish(process) for process in processes]
         lost = finish(late)
-    for each in done:
+    for number, each in enumerate(done, 1):
         result = result_of(each)
         assert result["weights_sha256"] == alone["weights_sha256"]
         assert result["world_size"] == 2
+        assert f"veth0 (10.77.0.{number})" in each.stderr
         assert "h3 joined: all ranks continue from the newest checkpoint" in each.stderr
         assert "h3 (rank 2) has sent no heartbeat for 10 s: the node or its network is down" in each.stderr
     assert went_on_s < 30

@@ -49,6 +49,7 @@ def test_a_slow_link_is_named() -> None:
     assert "measuring the links between 3 nodes" in done[0].stderr
 
 
+@pytest.mark.slow  # test_network.py has a training on such hosts, tests/launch/test_network_paper.py the finding
 @pytest.mark.timeout(150)
 def test_a_blocked_way_is_named_by_both() -> None:
     with connected_hosts(2) as (first, second):

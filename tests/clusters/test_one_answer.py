@@ -50,16 +50,15 @@ def test_torchrun(right: dict[str, Any], tmp_path: Path) -> None:
     check(right, result_of(run(*words, *OPTIONS, "--run-dir", str(tmp_path), timeout_s=150)), tmp_path, "torchrun")
 
 
-@pytest.mark.parametrize("kind", MPI)
-def test_mpirun(right: dict[str, Any], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kinds", [tuple(MPI), *(pytest.param((k, k), marks=pytest.mark.slow) for k in MPI)])
+def test_mpirun(right: dict[str, Any], tmp_path: Path, kinds: tuple[str, str]) -> None:
     """Two jobs at once: each finds a port of its own."""
-    found = []
     runs = [tmp_path / name for name in "ab"]
-    jobs = [start(*mpirun(kind), PYTHON, DIGITS, *OPTIONS, "--run-dir", str(run_dir)) for run_dir in runs]
-    for job in jobs:
+    starts = zip(kinds, runs, strict=True)
+    jobs = [start(*mpirun(kind), PYTHON, DIGITS, *OPTIONS, "--run-dir", str(run_dir)) for kind, run_dir in starts]
+    for job, kind, run_dir in zip(jobs, kinds, runs, strict=True):
         out, err = job.communicate(timeout=150)
-        found.append(result_of(subprocess.CompletedProcess(job.args, job.returncode, out, err)))
-    for result, run_dir in zip(found, runs, strict=True):
+        result = result_of(subprocess.CompletedProcess(job.args, job.returncode, out, err))
         check(right, result, run_dir, kind)
 
 

@@ -38,6 +38,23 @@ def starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
+def test_warned_and_requeued(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
+    """What SLURM sends before the time is up (tests/launch/test_slurm_script.py: when), sent by hand."""
+    words = ["pause_s=0.1", "--nodes", "2", "--save-every", "never"]
+    job = submit(slurm, tmp_path / "run", *STEPS, *words)
+    reach(tmp_path / "run", 3)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait(job, "PENDING", timeout_s=100)
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert [e["status"] for e in read_events(tmp_path / "run") if e["event"] == "end"] == ["preempted"]
+    slurm.wait(job, "COMPLETED", timeout_s=180, hurry=True)
+    assert result(tmp_path / "run")["weights_sha256"] == alone
+    assert slurm.job(job)["Restarts"] == "1"
+    assert "The time is up: requeued" in (tmp_path / "run" / "logs" / f"slurm-{job}.out").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_time_limit(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
     words = ["pause_s=0.5", "--nodes", "2", "--time", "30", "--signal-before", "110", "--save-every", "never"]
     job = submit(slurm, tmp_path / "run", *STEPS, *words)
@@ -118,20 +135,20 @@ def test_a_node_fails_and_the_job_is_requeued(slurm: SlurmCluster, tmp_path: Pat
 
 
 @pytest.mark.timeout(300)
-def test_an_array_of_four(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path / "runs", "--steps", "3", "pause_s=0", "--array", "seed=5,6,7,8", "--quiet")
+def test_an_array(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path / "runs", "--steps", "3", "pause_s=0", "--array", "seed=5,6", "--quiet")
     listed = json.loads(instep(slurm, "jobs", "--json").stdout)["jobs"]
-    assert {row["job_id"] for row in listed} == {f"{job}_{index}" for index in range(4)}
-    for index in range(4):
+    assert {row["job_id"] for row in listed} == {f"{job}_{index}" for index in range(2)}
+    for index in range(2):
         slurm.wait(f"{job}_{index}", "COMPLETED", timeout_s=200)
-    found = [result(tmp_path / "runs" / str(index)) for index in range(4)]
-    assert len({each["weights_sha256"] for each in found}) == 4
-    for index, seed in enumerate((5, 6, 7, 8)):
+    found = [result(tmp_path / "runs" / str(index)) for index in range(2)]
+    assert len({each["weights_sha256"] for each in found}) == 2
+    for index, seed in enumerate((5, 6)):
         spec = json.loads((tmp_path / "runs" / str(index) / "spec.json").read_text())
         assert spec["recipe"]["seed"] == seed
     listed = json.loads(instep(slurm, "jobs", "--all", "--json").stdout)["jobs"]
     ended = {row["run_dir"]: (row["state"], row["step"]) for row in listed if row["job_id"].startswith(f"{job}_")}
-    assert ended == {str(tmp_path / "runs" / str(index)): ("completed", 3) for index in range(4)}
+    assert ended == {str(tmp_path / "runs" / str(index)): ("completed", 3) for index in range(2)}
 
 
 @pytest.mark.slow

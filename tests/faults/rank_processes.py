@@ -7,6 +7,7 @@ on the clock that all processes share, and a rank that is killed reports nothing
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import re
@@ -141,6 +142,7 @@ def _rank_main(
     from instep.world.world import World
 
     torch.set_num_threads(1)
+    gc.freeze()  # as in ranks.py
     place, timeout_s, comm, before = how
 
     def say(word: Any) -> None:

@@ -29,6 +29,7 @@ OPTIONS = (
 PAUSE = "pause_s=0.004"
 
 
+@pytest.mark.slow  # tests/verify/test_chaos.py kills and resizes in exact mode, too
 @pytest.mark.timeout(180)
 def test_killed_five_times_and_resized_each_time(tmp_path: Path) -> None:
     expected = result_of(run("instep", "train", TASK, *OPTIONS, PAUSE, "--run-dir", str(tmp_path / "alone")))

@@ -22,6 +22,7 @@ from instep.launch.logs import LogPlan
 from instep.launch.script import run_script
 from instep.train.source import load_file, make_task, task_class
 
+pytestmark = pytest.mark.timeout(120)
 TASK, SCRIPT = TESTS / "faults" / "hanging_task.py", TESTS / "faults" / "hanging_script.py"
 HANG_AFTER_S = 2
 
@@ -97,7 +98,7 @@ def test_a_data_worker_that_deadlocks(tmp_path: Path) -> None:
     assert f"rank {1 - int(rank)} waits for it in all_reduce of step" in verdict
 
 
-@pytest.mark.parametrize("comm", ["shared-memory", "gloo"])
+@pytest.mark.parametrize("comm", ["shared-memory", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped(comm: str, tmp_path: Path) -> None:
     verdict, _ = hang_training(tmp_path, "stop", comm=comm)
     assert verdict == "rank 1 is stopped (SIGSTOP) in step 4; rank 0 waits for it in all_reduce of step 4"
@@ -111,6 +112,7 @@ def test_another_collective(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow  # a training with one is above
 def test_a_script_with_a_rank_that_is_stopped(tmp_path: Path) -> None:
     verdict, _ = hang_script(tmp_path, "stop", "instep")
     assert verdict == (
@@ -119,6 +121,7 @@ def test_a_script_with_a_rank_that_is_stopped(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow  # test_the_command has it
 def test_a_script_whose_rank_leaves_the_loop(tmp_path: Path) -> None:
     verdict, _ = hang_script(tmp_path, "leave", "instep")
     assert verdict.startswith(f"rank 1 is in {line(SCRIPT, 'left the loop')} left (blocked "), verdict
@@ -138,6 +141,7 @@ def test_a_script_with_two_collectives(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow  # a training with one is above
 def test_a_script_with_a_data_worker_that_deadlocks(tmp_path: Path) -> None:
     verdict, _ = hang_script(tmp_path, "lock", "gloo")
     assert verdict.startswith(f"rank 1 waits at {line(SCRIPT, 'waits for data')} main for its data worker"), verdict

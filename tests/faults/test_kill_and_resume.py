@@ -15,6 +15,7 @@ import pytest
 from commands import TESTS, is_alive, pids_of, result_of, run, start, steps_in, wait_for
 from instep.events.read import read_events
 
+pytestmark = pytest.mark.timeout(120)
 TASK = str(TESTS / "faults" / "slow_task.py")
 OPTIONS = (
     "--epochs",
@@ -50,8 +51,12 @@ def test_continued_on_another_number_of_processes(victim: str, tmp_path: Path, t
     assert first.returncode == (3 if victim == "a worker" else -signal.SIGKILL), complaint
     wait_for(lambda: not any(map(is_alive, workers)), timeout_s=5)
     if victim == "a worker":
-        assert "rank 1" in complaint
-        assert "SIGKILL" in complaint
+        # The launcher may end the other rank before that has noticed; if it has, it is no cause.
+        first, *rest = [line for line in complaint.splitlines() if line.startswith("rank ")]
+        assert first.startswith("rank 1: killed (SIGKILL)")
+        lost = f"rank 0: rank 1 (pid {workers[1]}) has ended, while rank 0 "
+        assert all(line.startswith(lost) and line.endswith("(lost its peer)") for line in rest), rest
+        assert "Traceback" not in complaint
     lived = len(steps_in(tmp_path))
     assert lived < expected["steps"]
     assert not (tmp_path / "result.json").exists()
@@ -86,6 +91,7 @@ def samples_by_step_of_rank(run_dir: Path, rank: int, skip: int) -> list[list[in
     return [list(map(int, line.split())) for line in re.findall(r"^samples (.+)$", text, re.M)][skip:]
 
 
+@pytest.mark.slow  # test_restarts.py restarts the command, test_chaos.py compares the end
 def test_a_killed_worker_is_restarted_and_the_end_is_the_same(tmp_path: Path, tmp_path_factory: Any) -> None:
     expected, _ = undisturbed(str(tmp_path_factory.getbasetemp() / "undisturbed"))
     job = start("instep", "train", TASK, *OPTIONS, "-n", "2", "--run-dir", str(tmp_path))
@@ -127,6 +133,7 @@ def test_a_rank_that_raises_is_shown_first(tmp_path: Path) -> None:
     assert len(steps_in(tmp_path)) == 2
 
 
+@pytest.mark.slow  # tests/launch/test_launch.py has two launches at once
 def test_two_trainings_at_once(tmp_path: Path) -> None:
     jobs = [start("instep", "train", TASK, *OPTIONS, "-n", "2", "--run-dir", str(tmp_path / name)) for name in "ab"]
     for job in jobs:

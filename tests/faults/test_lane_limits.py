@@ -18,9 +18,9 @@ from rank_processes import End, RankProcesses, Say, nothing_left
 
 from commands import BIN, TESTS
 from instep.world.world import World
+from rings import unless
 
-_MAY_UNSHARE = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True).returncode == 0
-needs_namespaces = pytest.mark.skipif(not _MAY_UNSHARE, reason="namespaces of its own are not permitted here")
+needs_namespaces = unless("namespaces")
 
 
 @needs_namespaces
@@ -148,6 +148,7 @@ def reduce_on_two_cores(world: World, _say: Say, seconds: float) -> dict[str, An
     return {"rounds": rounds, "longest 4 KB, s": longest[0], "longest 1 MB, s": longest[1]}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(120)])])
 def test_eight_processes_on_two_cores_do_not_stall(seconds: float) -> None:
     with RankProcesses(reduce_on_two_cores, 8, seconds) as processes:

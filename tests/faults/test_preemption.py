@@ -16,6 +16,7 @@ from commands import TESTS, descendants, is_alive, pids_of, result_of, run, star
 from instep.checkpoint.rundir import RunDirectory
 from instep.events.read import read_events
 
+pytestmark = pytest.mark.timeout(120)
 TASK = str(TESTS / "faults" / "slow_task.py")
 OPTIONS = [
     "--epochs",
@@ -49,7 +50,7 @@ def targets(whom: str, job: subprocess.Popen[str], run_dir: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
-        ("the command", signal.SIGTERM),
+        pytest.param("the command", signal.SIGTERM, marks=pytest.mark.slow),  # "every process" is more
         pytest.param("the command", signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param("rank 1", signal.SIGTERM, marks=pytest.mark.slow),
         ("rank 1", signal.SIGUSR1),

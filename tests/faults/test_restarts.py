@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from commands import TESTS, result_of, run
 from instep.events.read import read_events
 
+pytestmark = pytest.mark.timeout(120)
 TASK = str(TESTS / "faults" / "fragile_task.py")
 WORDS = ("instep", "train", TASK, "-n", "2", "--steps", "30", "--batch-size", "8", "--json", "--quiet")
 

@@ -31,7 +31,7 @@ def listening(pids: set[int]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("comm", ["auto", "gloo"])
+@pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_one_machine_listens_on_its_loopback_only(tmp_path: Path, comm: str) -> None:
     task, run_dir = str(TESTS / "faults" / "slow_task.py"), tmp_path / "run"
     words = ["train", task, "-n", "2", "--steps", "500", "pause_s=0.1", "--comm", comm, "--run-dir", str(run_dir)]

@@ -240,7 +240,7 @@ def all_cases() -> list[Case]:
     return [Case(*each) for each in itertools.product(MODELS, OPTIMIZERS, SHARDS, SHAPES)]
 
 
-def covering(strength: int = 3) -> list[tuple[Case, int]]:
+def covering(strength: int) -> list[tuple[Case, int]]:
     """Choose few cases with a world each, such that any values of so many factors meet."""
     factors = [list(MODELS), list(OPTIMIZERS), list(SHARDS), list(SHAPES), list(WORLDS)]
     meetings = {row: set(itertools.combinations(enumerate(row), strength)) for row in itertools.product(*factors)}

@@ -42,12 +42,18 @@ def way(world_size: int, cases: tuple[Case, ...] = CASES, **options: Any) -> Way
 
 WAYS = [
     way(1, strategy="dp"),
-    *(way(n, strategy=strategy) for strategy in ("ddp", "fsdp", "tensor") for n in (2, 4)),
-    *(way(n, IN_STAGES, strategy="pipeline", schedule=s) for s in ("gpipe", "1f1b", "interleaved") for n in (2, 4)),
-    *(way(4, mesh=mesh) for mesh in ("dp=2,fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2")),
-    way(4, IN_STAGES, mesh="dp=2,pp=2"),
+    *(way(n, strategy=strategy) for strategy in ("ddp", "fsdp") for n in (2, 4)),
+    way(2, strategy="tensor"),
+    way(4, mesh="dp=2,fsdp=2"),
     way(2, strategy="fsdp", reshard=False),
 ]
+IN_PARALLEL_TOO = [
+    way(4, strategy="tensor"),
+    *(way(n, IN_STAGES, strategy="pipeline", schedule=s) for s in ("gpipe", "1f1b", "interleaved") for n in (2, 4)),
+    *(way(4, mesh=mesh) for mesh in ("dp=2,tp=2", "fsdp=2,tp=2")),
+    way(4, IN_STAGES, mesh="dp=2,pp=2"),
+]
+"""Meshes and schedules of tests/parallel/test_tensor.py and test_pipeline_parity.py; here with other models."""
 
 
 def train_way(world: Any, cases: tuple[Case, ...], options: dict[str, Any]) -> dict[Case, dict[str, Any]]:
@@ -64,7 +70,13 @@ def trained(chosen: Way) -> dict[Case, dict[str, Any]]:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("chosen", "case"), [pytest.param(each, case, id=f"{each}-{case}") for each in WAYS for case in each.cases]
+    ("chosen", "case"),
+    [
+        pytest.param(each, case, id=f"{each}-{case}", marks=marks)
+        for ways, marks in ((WAYS, ()), (IN_PARALLEL_TOO, pytest.mark.slow))
+        for each in ways
+        for case in each.cases
+    ],
 )
 def test_the_same_answer(chosen: Way, case: Case) -> None:
     assert_same_answer(case, trained(chosen)[case], trained(way(1, strategy="single"))[case])

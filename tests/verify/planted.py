@@ -152,3 +152,24 @@ class Counting(nn.Linear):
 class LocalBuffer(Sound):
     def model(self) -> nn.Module:
         return nn.Sequential(Counting(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class Everything(nn.Sequential):
+    """Statistics and a buffer of the local rows, noise of the rank, the time."""
+
+    def __init__(self) -> None:
+        super().__init__(Counting(8, 16), OwnNorm(), Clocked(16, 16), nn.ReLU(), Ranked(16, 3))
+
+
+@dataclass(kw_only=True)
+class EveryMistake(LocalSchedule):
+    """All mistakes of this file at once: no row of the comparison is right."""
+
+    def model(self) -> nn.Module:
+        return Everything()
+
+    def train_data(self) -> Any:
+        return ProcessItems()
+
+    def eval_data(self) -> Any:
+        return made_up(30 + int(os.environ["WORLD_SIZE"]), seed=2)

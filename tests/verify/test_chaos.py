@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT, TESTS, run
+from instep.cli.app import app
+from instep.verify.faults import Kind, Moment, plan_faults
 
 DIGITS = str(ROOT / "examples" / "digits.py")
 
@@ -17,20 +19,37 @@ def disturb(task: str, *words: str, timeout_s: float) -> tuple[int, dict[str, ob
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.timeout(420)
-@pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.slow)])
-def test_some_faults(count: int) -> None:
-    code, found, said = disturb(DIGITS, "--faults", str(count), "--seed", "7", timeout_s=400)
+ONCE_EACH = 17442
+"""The seed of a script that begins with these, at every moment; all of them in one run."""
+KINDS = {Kind.KILL_RANK, Kind.FLIP, Kind.KILL_JOB, Kind.PREEMPT, Kind.KILL_SUPERVISOR, Kind.DISK_FULL}
+
+
+@pytest.mark.timeout(300)
+def test_some_faults() -> None:
+    faults = plan_faults(ONCE_EACH, len(KINDS))
+    assert {fault.kind for fault in faults} == KINDS
+    assert {fault.moment for fault in faults} == set(Moment)
+    words = ("--faults", str(len(faults)), "--seed", str(ONCE_EACH), "--worlds", "1,2,3")
+    code, found, said = disturb(DIGITS, *words, timeout_s=290)
     assert (code, found["same"], found["complaints"]) == (0, True, []), said
-    assert found["faults"] == count
-    kinds = ("SIGSTOP of a rank", "a bit flipped", "disk full", "SIGKILL of the supervisor", "SIGTERM")
-    assert sum(kind in said for kind in kinds) >= (len(kinds) if count == 20 else 3), said
+    assert found["faults"] == len(faults)
+    assert all(kind.value in said for kind in KINDS), said
 
 
-def test_faults_without_chaos_are_refused() -> None:
-    done = run("instep", "verify", DIGITS, "--faults", "5")
-    assert done.returncode == 2
-    assert "Add --chaos" in done.stderr
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_twenty_faults() -> None:
+    code, found, said = disturb(DIGITS, "--faults", "20", "--seed", "7", timeout_s=400)
+    assert (code, found["same"], found["complaints"]) == (0, True, []), said
+    assert found["faults"] == 20
+    assert all(kind.value in said for kind in Kind), said
+
+
+def test_faults_without_chaos_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app(args=["verify", DIGITS, "--faults", "5"])
+    assert end.value.code == 2
+    assert "Add --chaos" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -43,8 +62,9 @@ def test_a_hundred_faults() -> None:
 @pytest.mark.timeout(200)
 def test_a_task_that_forgets_is_found(tmp_path: Path) -> None:
     """What it knows is in no checkpoint: after a kill it goes on otherwise."""
+    assert plan_faults(45, 1)[0].kind is Kind.KILL_JOB
     code, found, said = disturb(
-        f"{TESTS / 'verify' / 'forgetful.py'}:Forgetful", "--faults", "3", "--seed", "1", timeout_s=190
+        f"{TESTS / 'verify' / 'forgetful.py'}:Forgetful", "--faults", "1", "--seed", "45", timeout_s=190
     )
     assert (code, found["same"]) == (1, False), said
     assert "ended with other weights" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def failing(found: list[Finding]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_sound_task_passes(exact: bool) -> None:
     found = findings("Sound", exact, worlds=(1, 2, 3))
     assert failing(found) == set()
@@ -44,6 +45,44 @@ def test_a_sound_task_passes(exact: bool) -> None:
         assert {f.row for f in found if f.kind is Kind.NEAR} >= {"loss trajectory", "gradients at step 1"}
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_hidden_state_is_found_by_the_kill(exact: bool) -> None:
+    found = failing(findings("HiddenState", exact))
+    assert ("loss trajectory", KILLED) in found
+    assert ("final weights", KILLED) in found
+    # Shards are more calls than steps, on fewer processes the more; so exact mode finds it without a kill, too.
+    assert exact or {run for _, run in found} == {KILLED}
+
+
+@pytest.mark.timeout(120)
+def test_the_command(tmp_path: Path) -> None:
+    """A sound Task, and one with every mistake that a row is for; what a row finds is test_compare's."""
+    words = ("--worlds", "1,2", "--steps", "6", "--json", "--threads", "1")
+    same = run("instep", "verify", str(EXAMPLES / "digits.py"), "--exact", *words, cwd=tmp_path, timeout_s=60)
+    assert same.returncode == 0, same.stderr
+    assert json.loads(same.stdout)["same"] is True
+    assert "same bits" in same.stderr
+    other = run("instep", "verify", f"{PLANTED}:EveryMistake", *words, cwd=tmp_path, timeout_s=60)
+    assert other.returncode == 1, other.stderr
+    assert re.search("different: .*loss trajectory", other.stderr)
+    wrong = {(f["row"], f["run"]) for f in json.loads(other.stdout)["findings"] if f["kind"] == "different"}
+    assert wrong >= {(row, "2 processes") for row in EVERY_ROW} | {("the same again", "1 process")}
+    assert list(tmp_path.iterdir()) == []
+
+
+EVERY_ROW = {
+    "sample order",
+    "learning rates",
+    "loss trajectory",
+    "gradients at step 1",
+    "final weights",
+    "ranks agree",
+    "evaluation metrics",
+}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "rows"),
@@ -65,34 +104,11 @@ def test_a_planted_mistake_is_found_in_its_row(name: str, rows: set[str]) -> Non
         assert (("the same again", "1 process") in found) == (name == "TimeInForward")
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("exact", [False, True])
-def test_hidden_state_is_found_by_the_kill(exact: bool) -> None:
-    found = failing(findings("HiddenState", exact))
-    assert ("loss trajectory", KILLED) in found
-    assert ("final weights", KILLED) in found
-    # Shards are more calls than steps, on fewer processes the more; so exact mode finds it without a kill, too.
-    assert exact or {run for _, run in found} == {KILLED}
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["RankInForward", "LocalSchedule", "ItemsOfTheProcess", "TimeInForward"])
 def test_exact_mode_finds_them_too(name: str) -> None:
     assert failing(findings(name, exact=True))
-
-
-@pytest.mark.timeout(120)
-def test_the_command(tmp_path: Path) -> None:
-    words = ("--worlds", "1,2", "--steps", "6", "--json", "--threads", "1")
-    same = run("instep", "verify", str(EXAMPLES / "digits.py"), "--exact", *words, cwd=tmp_path, timeout_s=60)
-    assert same.returncode == 0, same.stderr
-    assert json.loads(same.stdout)["same"] is True
-    assert "same bits" in same.stderr
-    other = run("instep", "verify", f"{PLANTED}:SummedLoss", *words, cwd=tmp_path, timeout_s=60)
-    assert other.returncode == 1, other.stderr
-    assert "different: loss trajectory" in other.stderr
-    assert {f["row"] for f in json.loads(other.stdout)["findings"] if f["kind"] == "different"} >= {"final weights"}
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_plan() -> None:
