@@ -1,7 +1,7 @@
 PY ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check system bench clean
+.PHONY: help demo test test-all check compiled system clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,12 +35,16 @@ system: ## install the system programs that tests of clusters run (SLURM, MPI, s
 # Most tests wait half of the time, for imports, timeouts and other processes: three files at once. tests/README.md.
 WORKERS ?= 3
 SYSTEM ?= system
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 20
 
-test: check $(SYSTEM) ## check, then every test that CI runs
+# Byte code for the many processes that tests start: where PYTHONDONTWRITEBYTECODE is set, each would compile all of it.
+compiled: .venv/installed-dev
+	$(BIN)/python -m compileall -q src tests
+
+test: check $(SYSTEM) compiled ## check, then every test that CI runs
 	$(PYTEST) -m 'not slow and not gpu'
 
-test-all: check $(SYSTEM) ## the long campaigns too
+test-all: check $(SYSTEM) compiled ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 
 clean: ## remove what make made

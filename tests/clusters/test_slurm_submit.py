@@ -175,7 +175,7 @@ def test_follow_is_interrupted_and_the_job_cancelled(slurm: SlurmCluster, tmp_pa
     _, err = follower.communicate(timeout=30)
     assert follower.returncode == 130, err
     (job,) = slurm.queue()
-    assert f"job {job} goes on" in err
+    assert f"Job {job} continues" in err
     assert slurm.state(job) == "RUNNING"
     (row,) = json.loads(instep(slurm, "jobs", "--json").stdout)["jobs"]
     assert (row["job_id"], row["state"], row["run_dir"]) == (job, "running", str(tmp_path / "run"))

@@ -88,7 +88,6 @@ def test_every_option_has_a_help_text_and_a_flag() -> None:
     ("options", "words"),
     [
         ({"address": "auto"}, "Add --on ray"),
-        ({"on": "slurm"}, "Choose one of here, ray"),
         ({"on": "ray", "address": "ray://head:10001"}, "ray job submit"),
         ({"on": "ray", "nnodes": "2"}, "nnodes=2 is for processes that instep starts itself"),
         ({"on": "ray", "rdzv_endpoint": "a:1"}, "Leave --rdzv-endpoint out"),

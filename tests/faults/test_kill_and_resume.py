@@ -143,12 +143,13 @@ def test_two_trainings_at_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    words = ("instep", "train", TASK, *OPTIONS, "-n", "2", "pause_s=0.2", "--run-dir", str(tmp_path))
+    words = ("instep", "train", TASK, *OPTIONS, "-n", "2", "pause_s=1.0", "--run-dir", str(tmp_path))
     job = start(*words)
     wait_for(lambda: len(steps_in(tmp_path)) >= 2, timeout_s=30)
     second = run(*words)
     assert second.returncode == 2
     assert f"is in use: process {job.pid} trains there" in second.stderr
+    job.terminate()  # it saves and leaves
     _, err = job.communicate(timeout=40)
     assert job.returncode == 0, err
     assert [e["event"] for e in read_events(tmp_path)].count("start") == 1

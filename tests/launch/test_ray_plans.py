@@ -8,6 +8,7 @@ import pytest
 
 from instep.core.errors import EXIT_ENVIRONMENT, EXIT_SPEC, FailureRecord, SpecError
 from instep.core.spec import TrainSpec
+from instep.launch.launcher import find_launcher
 from instep.launch.logs import LogPlan
 from instep.launch.ray import plan_workers
 from instep.launch.ray_rank import Meeting, RayJob, _is_given_up
@@ -73,3 +74,8 @@ def test_without_restarts_ray_itself_ends_it(tmp_path: Path) -> None:
     job, scratch = job_in(tmp_path, max_restarts=0)
     assert not _is_given_up(job, scratch, meeting(0), WRONG)
     assert not scratch.is_marked("given-up")
+
+
+def test_an_unknown_launcher_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SpecError, match=r"on='slurm' is unknown\. Choose one of here, ray\."):
+        find_launcher(TrainSpec(on="slurm"))

@@ -171,7 +171,7 @@ def test_metric_objects_have_the_same_bits(tmp_path: Path) -> None:
     alone = scored(World.join(Place()), str(tmp_path / "1"), False)
     for world_size in (2, 3, 4):
         assert run_ranks(scored, world_size, str(tmp_path / str(world_size)), False) == [alone] * world_size
-    with pytest.raises(TaskError, match="give a new one for each batch"):
+    with pytest.raises(TaskError, match="return a new one for each batch"):
         scored(World.join(Place()), str(tmp_path / "kept"), True)
 
 

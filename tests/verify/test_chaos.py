@@ -60,6 +60,7 @@ def test_a_hundred_faults() -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow  # test_verify.py::test_hidden_state_is_found_by_the_kill finds the same by one kill
 def test_a_task_that_forgets_is_found(tmp_path: Path) -> None:
     """What it knows is in no checkpoint: after a kill it goes on otherwise."""
     assert plan_faults(45, 1)[0].kind is Kind.KILL_JOB

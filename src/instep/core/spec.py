@@ -40,8 +40,8 @@ DEFAULT_SHARDS = 16
 class TrainSpec(LaunchSpec):
     """How to train: everything except the Task itself."""
 
-    on: Literal["here", "ray"] = node_option(
-        "here", NODES, "what starts the processes: this command, or Ray in its cluster (docs/clusters.md)"
+    on: str = node_option(
+        "here", NODES, "what starts the processes: here (this command), or ray, in its cluster (docs/clusters.md)"
     )
     address: str = node_option(
         "", NODES, "with --on ray: HOST:PORT of a cluster, or auto to find it; empty: start a new one"

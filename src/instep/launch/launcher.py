@@ -29,6 +29,8 @@ _LAUNCHERS = {
     "ray": "instep.launch.ray:RayLauncher",
 }
 """By name, as `module:class`: a launcher's packages are imported only when it is used."""
+_ON_HERE = {"local", "nodes"}
+"""What `--on here` chooses between, by `--nnodes`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Launcher(ABC):
 def find_launcher(spec: LaunchSpec) -> Launcher:
     """Return the launcher that a spec asks for."""
     name = getattr(spec, "on", "here")
+    if name not in {"here", *_LAUNCHERS} - _ON_HERE:
+        raise SpecError(f"on={name!r} is unknown. Choose one of {', '.join(sorted({'here', *_LAUNCHERS} - _ON_HERE))}.")
     if name == "here":
         name = "nodes" if spec.max_nodes > 1 else "local"
     module, _, kind = _LAUNCHERS[name].partition(":")

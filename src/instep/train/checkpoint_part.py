@@ -19,6 +19,9 @@ from instep.core.errors import TaskError
 from instep.parallel.strategy import Strategy
 from instep.world.determinism import platform_of
 
+RUN_PARTS = ("rng", "progress", "platform", "spec")
+"""The parts of the run itself; they follow the models' parts in a checkpoint."""
+
 
 @dataclass(frozen=True)
 class CheckpointPart:

@@ -39,7 +39,7 @@ from instep.core.spec import TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
 from instep.parallel.strategy import Strategy
-from instep.train.checkpoint_part import CheckpointPart
+from instep.train.checkpoint_part import RUN_PARTS, CheckpointPart
 from instep.train.directory import agree_on_checkpoint
 
 _RETRY_S = 30.0
@@ -167,7 +167,8 @@ class Saver:
 
     def _state(self) -> FlatState:
         """Return what this rank saves; what is the same on all ranks, or rank 0's own, only on rank 0."""
-        own = [part for part in self._parts.values() if self._is_main or part.on_all_ranks]
+        parts = sorted(self._parts.values(), key=lambda part: part.name in RUN_PARTS)
+        own = [part for part in parts if self._is_main or part.on_all_ranks]
         return FlatState.of({part.name: part.save() for part in own}, [part.name for part in own if part.is_uneven])
 
     def _is_busy(self) -> bool:

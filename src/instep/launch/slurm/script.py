@@ -1,6 +1,7 @@
 """Write the batch script of a job: pure, from a SubmitSpec to a script that a user can read, keep and submit again.
 
-[Note: The life of a batch script] SLURM runs the script on the first node of the allocation. The script starts one
+[Note: The life of a batch script]
+SLURM runs the script on the first node of the allocation. The script starts one
 launcher per node as a step, and waits. It passes USR1 (the time is nearly up) on to the step: the ranks save and exit,
 and the script requeues the job. SIGTERM (preemption, scancel) goes from SLURM to the ranks directly; the script must
 stay, because its end would end the step. Where a partition gives a grace time before it preempts, SLURM leaves the job
