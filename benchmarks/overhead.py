@@ -65,7 +65,7 @@ def be_a_rank(pairs):
     torch.set_num_threads(1)
     with instep.start(run_dir="run", seed=0, save_every="never") as run:
         model, _ = run.prepare(network(), lambda p: torch.optim.Adam(p, lr=1e-3))
-        real = run._pulse, run.log.step, run._lookout.is_due
+        real = run._pulse, run.log.step, run._replica_check.is_due
         x, y = made_up_data()
         times, begun = [], time.perf_counter()
         for step in run.steps((x, y), batch_size=BATCH, steps=BLOCK * (2 * pairs + 2)):
@@ -81,8 +81,8 @@ def be_a_rank(pairs):
             Path("times").write_text(" ".join(map(str, times[2:])))
 
 
-class Silent:
-    """A pulse that nobody feels."""
+class NoPulse:
+    """A pulse that records nothing."""
 
     def __getattr__(self, name):
         return lambda *_: None
@@ -91,9 +91,9 @@ class Silent:
 def switch(run, on, real):
     """Switch all of it on or off."""
     pulse, log, is_due = real
-    run._pulse = pulse if on else Silent()
+    run._pulse = pulse if on else NoPulse()
     run.log.step = log if on else lambda _: None
-    run._lookout.is_due = is_due if on else lambda _: False
+    run._replica_check.is_due = is_due if on else lambda _: False
 
 
 if __name__ == "__main__":

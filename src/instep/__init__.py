@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The room `instep.train` and the function `instep.train` share a name. The room is imported first, which
+# The package `instep.train` and the function `instep.train` share a name. The package is imported first, which
 # binds it here once and for all; the function below then takes the name over. `from instep.train.x import y`
-# goes through sys.modules and still finds the room.
+# goes through sys.modules and still finds the package.
 import instep.train  # noqa: F401
 from instep.core.errors import (
     CheckpointError,

@@ -22,8 +22,8 @@ def speak(world: World) -> dict[str, Any]:
         "broadcast": [tensor.tolist() for tensor in tensors],
         "sum": total.tolist(),
         "gather": [part.tolist() for part in world.all_gather(torch.tensor([rank]))],
-        "tell": world.broadcast_object({"rank": rank, "text": "größer"} if world.is_main else None),
-        "tell_all": world.all_gather_object("x" * (rank + 1)),
+        "broadcast_object": world.broadcast_object({"rank": rank, "text": "größer"} if world.is_main else None),
+        "all_gather_object": world.all_gather_object("x" * (rank + 1)),
         "backend": world.backend,
     }
 
@@ -36,8 +36,8 @@ def test_collectives_of_three_ranks(comm: str, backend: str) -> None:
         "broadcast": [[0, 0, 0], [[0.0, 0.0], [0.0, 0.0]], False],
         "sum": [3.0, 3.0],
         "gather": [[0], [1], [2]],
-        "tell": {"rank": 0, "text": "größer"},
-        "tell_all": ["x", "xx", "xxx"],
+        "broadcast_object": {"rank": 0, "text": "größer"},
+        "all_gather_object": ["x", "xx", "xxx"],
         "backend": backend,
     }
 
@@ -66,7 +66,7 @@ def test_a_world_of_one_has_no_process_group() -> None:
         assert not torch.distributed.is_initialized()
         answer = speak(world)
     assert answer["sum"] == [1.0, 0.0]
-    assert answer["tell_all"] == ["x"]
+    assert answer["all_gather_object"] == ["x"]
     assert answer["backend"] == "none"
 
 

@@ -119,7 +119,7 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, launcher: Lau
 def _left_out(directory: RunDirectory) -> NoReturn:
     raise EnvironmentFailed(
         f"The other machines have ended the run in {directory.path} without this one, and not completed it. "
-        "The same command goes on."
+        "The same command continues."
     )
 
 

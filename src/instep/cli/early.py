@@ -23,7 +23,7 @@ def keep_early_stops() -> Callable[[], None]:
 
 
 def end_by_sigterm() -> None:
-    """Let SIGTERM end this process, also as the first one of a container, where the kernel ignores it by default."""
+    """Make SIGTERM end this process, also as the first one of a container, where the kernel ignores it by default."""
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         _end(number)

@@ -1,1 +1,1 @@
-"""What people look at while a run goes on: readers of its events. Called by cli only; no torch."""
+"""What people look at during a run: readers of its events. Called by cli only; no torch."""

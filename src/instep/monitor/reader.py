@@ -1,4 +1,4 @@
-"""The seam for everything that looks at a run while it goes on: a terminal display, a tracker, a page.
+"""The seam for everything that looks at a run in progress: a terminal display, a tracker, a page.
 
 A reader is a subclass of `EventReader` in a file of its own and one line of `READERS` in monitor/follow.py.
 """
