@@ -63,7 +63,7 @@ OPTIONS = (
     option("array", str | None, None, "one job for each value of a Task's field or an option", metavar="NAME=VALUE,…"),
     option("signal_before", int, 120, "seconds before the time limit at which to save and be requeued"),
     option("requeue", bool, True, "continue in another job until the training is complete", "--requeue/--no-requeue"),
-    option("on_node_failure", str, "requeue", "requeue: restart the whole job; continue: continue on the nodes that are left"),
+    option("on_node_failure", str, "requeue", "requeue: restart the whole job; continue: use the nodes that are left"),
     option("dry_run", bool, False, "print the script and submit nothing", "--dry-run"),
     option("follow", bool, False, "show the progress until the job ends; Ctrl-C ends only the display", "--follow"),
 )
