@@ -32,8 +32,8 @@ check: .venv/installed-dev ## format, lint, types, import-linter: what CI checks
 system: ## install the system programs that tests of clusters run (SLURM, MPI, ssh), where they are missing
 	tests/clusters/install
 
-# Most tests wait half of the time, for imports, timeouts and other processes: three files at once. tests/README.md.
-WORKERS ?= 3
+# Most tests wait half of the time, for imports, timeouts and other processes: four files at once. tests/README.md.
+WORKERS ?= 4
 SYSTEM ?= system
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 20
 

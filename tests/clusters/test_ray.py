@@ -57,7 +57,7 @@ def test_a_killed_worker_is_replaced_and_a_stop_saves(ray_nodes: RayCluster, tmp
     assert {event["launcher"] for event in read_events(run_dir, 1) if event["event"] == "start"} == {"ray"}
     assert "[rank1] samples" in done.stderr  # what ranks print comes back, with --json to standard error
     assert not list(run_dir.glob(".ray-*"))
-    elsewhere = result_of(run("python", TASK, *OPTIONS, "pause_s=0", "--run-dir", str(run_dir), timeout_s=150))
+    elsewhere = result_of(run("python", TASK, *OPTIONS, "pause_s=0.05", "--run-dir", str(run_dir), timeout_s=150))
     assert (elsewhere["weights_sha256"], elsewhere["steps"], elsewhere["world_size"]) == (right_bits, 60, 1)
 
 

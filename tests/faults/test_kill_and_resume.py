@@ -143,7 +143,7 @@ def test_two_trainings_at_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    words = ("instep", "train", TASK, *OPTIONS, "-n", "2", "pause_s=1.0", "--run-dir", str(tmp_path))
+    words = ("instep", "train", TASK, *OPTIONS, "-n", "2", "pause_s=0.6", "--run-dir", str(tmp_path))
     job = start(*words)
     wait_for(lambda: len(steps_in(tmp_path)) >= 2, timeout_s=30)
     second = run(*words)
