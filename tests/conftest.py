@@ -1,4 +1,4 @@
-"""Set up every test: one thread a process, as the ranks have; a turn on the machine; a Ctrl-C that is received."""
+"""Set up every test: one thread, as the ranks have; a seed; a turn on the machine; a Ctrl-C that is received."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def _spread(few: list[Any], many: list[Any]) -> list[Any]:
             merged.append(few.pop(0))
         merged.append(file)
     return merged + few
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Give a test the same random tensors in every run, whichever tests its worker ran before."""
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

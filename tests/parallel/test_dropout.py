@@ -119,7 +119,7 @@ def test_every_dropout_of_a_model_is_replaced() -> None:
     context.begin_part(0, 4, replicated=False)
     y = owned[2](x)
     dropped = (y == 0).flatten(2).all(2)
-    assert torch.equal(y, torch.where(dropped[..., None, None], 0.0, x * 65536 / round(0.8 * 65536)))
+    assert torch.equal(y, torch.where(dropped[..., None, None], 0.0, x * (65536 / round(0.8 * 65536))))
 
 
 def test_evaluation_and_the_extremes() -> None:
