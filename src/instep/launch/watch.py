@@ -9,20 +9,18 @@ Ranks: none; this runs in the launcher. Issues no collectives.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
 
-from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord
+from instep.core.errors import FailureRecord
 from instep.guard.hang import all_stuck, hang_timeout_s, recheck_after_s
 from instep.guard.processes import kill
 from instep.guard.pulse import Beat
 from instep.guard.verdict import Verdict, judge
+from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
 from instep.launch.observe import Observer
 from instep.launch.relay import Relay
@@ -35,40 +33,23 @@ _LOOKS_S = (0.4, 0.7)
 """The pauses before the second and the third look at a quiet job; only then it counts as hung."""
 
 
-@dataclass(frozen=True)
-class WatchPlan:
-    """What to watch, and where to report."""
+@dataclass
+class Watch:
+    """Watches the ranks of an attempt until the block is left."""
 
     scratch: Scratch
+    attempt: int
     logs: LogPlan
     relay: Relay
     hang_after_s: float | None
     """How long no rank may move; None: derived from how the job moved so far."""
     several_nodes: bool
-    stderr: TextIO
+    say: Callable[[str], None]
 
-
-@contextlib.contextmanager
-def watched(plan: WatchPlan, attempt: int) -> Iterator[None]:
-    """Watch an attempt's ranks until the block is left."""
-    if sys.platform != "linux":  # /proc has what is needed on Linux only
-        yield
-        return
-    watch = _Watch(plan, attempt)
-    thread = threading.Thread(target=watch.run, name="instep-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        watch.ending.set()
-        thread.join()
-
-
-class _Watch:
-    def __init__(self, plan: WatchPlan, attempt: int) -> None:
-        self.ending = threading.Event()
-        self._plan = plan
-        self._observer = Observer(plan.scratch, attempt)
+    def __post_init__(self) -> None:
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="instep-watch", daemon=True)
+        self._observer = Observer(self.scratch, self.attempt)
         self._beats: dict[int, Beat] = {}
         self._moved_s = time.monotonic()
         """When any rank last moved, or this watch started."""
@@ -77,17 +58,26 @@ class _Watch:
         self._look_at_s = 0.0
         self._said = ""
 
-    def run(self) -> None:
+    def __enter__(self) -> None:
+        if sys.platform == "linux":  # /proc has what is needed on Linux only
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
         """Poll the pulses, and look at the ranks when all of them are quiet."""
         before_s = time.monotonic()
         poll_s = _SHORTEST_POLL_S
-        while not self.ending.wait(poll_s):
+        while not self._ending.wait(poll_s):
             now = time.monotonic()
             self._follow()
             if now - before_s > _SUSPENDED_S:
                 self._moved_s = now
             before_s = now
-            patience = hang_timeout_s(self._plan.hang_after_s, self._made_a_step, self._longest_s)
+            patience = hang_timeout_s(self.hang_after_s, self._made_a_step, self._longest_s)
             poll_s = min(_LONGEST_POLL_S, max(_SHORTEST_POLL_S, patience / 20))
             if self._beats and now - self._moved_s >= patience and now >= self._look_at_s:
                 self._look()
@@ -110,37 +100,36 @@ class _Watch:
 
     def _look(self) -> None:
         """End the ranks if all are stuck at several looks."""
-        scratch, observer = self._plan.scratch, self._observer
-        if scratch.load_failures(observer.attempt):
+        observer = self._observer
+        if self.scratch.load_failures(self.attempt):
             return  # the attempt is ending already
         look, looked_s = observer.look(self._beats), time.monotonic()
         if all(observation.process is None for observation in look):
             return
         for pause_s in _LOOKS_S:
-            if self.ending.wait(pause_s):
+            if self._ending.wait(pause_s):
                 return
             last = pause_s == _LOOKS_S[-1]
             later, later_s = observer.look(self._beats, helpers=last), time.monotonic()
             if observer.beats() != self._beats or not all_stuck(look, later, later_s - looked_s):
                 return
             look, looked_s = later, later_s
-        if self.ending.is_set() or scratch.load_failures(observer.attempt):
+        if self._ending.is_set() or self.scratch.load_failures(self.attempt):
             return
         verdict = judge(look)
-        if self._plan.several_nodes:
+        if self.several_nodes:
             self._say(verdict.sentence)
         # Ranks of one node that all wait may wait for one of another node, which is busy: that node's watch decides.
-        if verdict.culprits or not self._plan.several_nodes:
+        if verdict.culprits or not self.several_nodes:
             self._end(verdict, observer.texts)
 
     def _end(self, verdict: Verdict, stacks: Mapping[int, str]) -> None:
         """Record the verdict, then kill every rank of the attempt."""
-        plan, observer = self._plan, self._observer
         for rank, text in stacks.items():
             if text:
-                plan.relay.write_unseen(self._log(rank), f"where rank {rank} hung:\n{text}")
-        for record in failures_of(verdict, sorted(self._beats), time.time_ns(), plan.logs):
-            plan.scratch.save_failure(observer.attempt, record)
+                self.relay.write_unseen(self.logs.error_file(rank), f"where rank {rank} hung:\n{text}")
+        for record in failures_of(verdict, sorted(self._beats), time.time_ns(), self.logs):
+            self.scratch.save_failure(self.attempt, record)
         for beat in self._beats.values():
             kill(beat.pid, beat.start_ticks)
 
@@ -148,11 +137,7 @@ class _Watch:
         """Print a new verdict at once: with several nodes, the failure itself is reported only at the end."""
         if sentence != self._said:
             self._said = sentence
-            self._plan.stderr.write(f"hung: {sentence}\n")
-            self._plan.stderr.flush()
-
-    def _log(self, rank: int) -> Path:
-        return self._plan.logs.error_file(rank)
+            self.say(f"hung: {sentence}")
 
 
 def failures_of(verdict: Verdict, ranks: list[int], time_ns: int, logs: LogPlan) -> list[FailureRecord]:
@@ -162,10 +147,10 @@ def failures_of(verdict: Verdict, ranks: list[int], time_ns: int, logs: LogPlan)
     """
     first = verdict.culprits[0] if verdict.culprits else ranks[0]
 
-    def record(rank: int, **fields: Any) -> FailureRecord:
-        log = str(logs.error_file(rank))
-        return FailureRecord(rank=rank, time_ns=time_ns, exit_code=EXIT_ENVIRONMENT, log=log, **fields)
+    def record(rank: int) -> FailureRecord:
+        is_first, log = rank == first, str(logs.error_file(rank))
+        summary = f"hung: {verdict.sentence}" if is_first else "ended with the others, which hung"
+        consequence = not (is_first and verdict.culprits)
+        return environment_failure(summary, time_ns, rank, names_ranks=is_first, consequence=consequence, log=log)
 
-    cause = record(first, summary=f"hung: {verdict.sentence}", consequence=not verdict.culprits, names_ranks=True)
-    others = [rank for rank in ranks if rank != first]
-    return [cause, *(record(rank, summary="ended with the others, which hung", consequence=True) for rank in others)]
+    return [record(first), *(record(rank) for rank in ranks if rank != first)]

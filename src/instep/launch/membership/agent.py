@@ -21,16 +21,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from instep.core.errors import EXIT_SPEC, EnvironmentFailed, FailureRecord, RanksFailed, SpecError
 from instep.guard.pulse import read_pulse
+from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
 from instep.launch.membership.clock_offset import Offset
 from instep.launch.membership.control_store import ControlStore
 from instep.launch.membership.fence import Attempt
-from instep.launch.membership.generations import Rules, environment_failure
+from instep.launch.membership.generations import Rules
 from instep.launch.membership.heartbeat import Heartbeat, JobState
 from instep.launch.membership.leader import CONTINUES, Leader
 from instep.launch.membership.node_info import NodeInfo
@@ -78,7 +78,6 @@ class NodeAgent:
         rules: Rules,
         scratch: Scratch,
         logs: LogPlan,
-        *,
         progress: Callable[[], int],
         say: Callable[[str], None],
         clock: Callable[[], int] = time.time_ns,
@@ -114,14 +113,12 @@ class NodeAgent:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ending.set()
         self._wake.set()
         for thread in self._threads:
             thread.join()
-        why = "its work is done" if kind is None else _reason_of(error)
+        why = "its work is done" if error is None else _reason_of(error)
         self._update(left=why)
         with contextlib.suppress(StoreTimeout, HostGone):  # then the others find out by themselves
             self._client.call(self._exchange)
@@ -315,7 +312,7 @@ class NodeAgent:
             self._update(clock=Offset())
 
     def _exchange(self, store: ControlStore) -> JobState | None:
-        store.set(f"heartbeat/{self.key}", self._heartbeat.to_json())
+        store.set(f"heartbeat/{self.key}", self._heartbeat)
         values = store.get("job")
         return JobState.from_json(values) if values is not None else None
 
@@ -380,7 +377,7 @@ def _error_of(failure: FailureRecord) -> SpecError | EnvironmentFailed:
     return kind(failure.summary)
 
 
-def _reason_of(error: BaseException | None) -> str:
+def _reason_of(error: BaseException) -> str:
     number = getattr(error, "sigval", None)  # of elastic's SignalException
     if isinstance(error, KeyboardInterrupt) or number == signal.SIGINT:
         return "interrupted"
