@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from instep.core.errors import FailureRecord
 from instep.core.stop import taking_over
+from instep.guard.pulse import Beat, read_pulse
 from instep.launch.logs import LogStart
 
 _MIN_AGE_S = 60.0
@@ -119,6 +120,11 @@ class Scratch:
     def pulse(self, attempt: int, rank: int) -> Path:
         """Return the file in which a rank notes what it is doing."""
         return self._of(attempt, rank, "pulse")
+
+    def beats(self, attempt: int) -> dict[int, Beat]:
+        """Read the pulse of every rank that has started."""
+        beats = {rank: read_pulse(self.pulse(attempt, rank)) for rank in self.watched_ranks(attempt)}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def stacks(self, attempt: int, rank: int) -> Path:
         """Return the file to which the stacks of a rank's processes are appended."""

@@ -9,6 +9,7 @@ Ranks: none; this runs in the launcher. Issues no collectives.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import time
@@ -17,20 +18,92 @@ from dataclasses import dataclass
 
 from instep.core.errors import FailureRecord
 from instep.guard.hang import all_stuck, hang_timeout_s, recheck_after_s
-from instep.guard.processes import kill
+from instep.guard.observation import Frame, Observation, Process
+from instep.guard.processes import descendants_of, kill, spent_by, state_of, system_call_of
 from instep.guard.pulse import Beat
+from instep.guard.stacks import Asked, collect_stacks
 from instep.guard.verdict import Verdict, judge
 from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
-from instep.launch.observe import Observer
 from instep.launch.relay import Relay
 from instep.launch.scratch import Scratch
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 1.0
 _SUSPENDED_S = 5.0
 """After a longer gap between two polls (a suspended job) the watch cannot know what the ranks did meanwhile."""
+_MAX_HELPERS = 32
 _LOOKS_S = (0.4, 0.7)
 """The pauses before the second and the third look at a quiet job; only then it counts as hung."""
+
+
+class Observer:
+    """Looks at the ranks of one attempt from outside: stacks, and what the kernel knows of their processes.
+
+    It asks processes of this launch for their stacks, and ends nothing.
+    """
+
+    def __init__(self, scratch: Scratch, attempt: int) -> None:
+        self.texts: dict[int, str] = {}
+        """The stacks of each rank's processes at the last look."""
+        self._scratch, self._attempt = scratch, attempt
+
+    def look(self, beats: Mapping[int, Beat], helpers: bool = False) -> list[Observation]:
+        """Return where every rank is; with `helpers`, also where its data workers are."""
+        states = {rank: state_of(beat.pid, beat.start_ticks) for rank, beat in beats.items()}
+        families = {rank: descendants_of(beats[rank].pid) for rank, state in states.items() if state}
+        # Before the signal that asks for stacks: it interrupts the system call and takes some CPU time.
+        calls = {rank: system_call_of(beats[rank].pid) for rank in families}
+        spent = {rank: spent_by([beats[rank].pid, *family]) for rank, family in families.items()}
+        asked = {rank: self._asked(rank, beats[rank]) for rank in families if states[rank] not in "Tt"}
+        answers = collect_stacks(asked)
+        self.texts = {rank: text for rank, (_, text) in answers.items()}
+        now = time.monotonic()
+        helpers_of = self._helpers(beats, families) if helpers else {}
+        observations = []
+        for rank, beat in beats.items():
+            process = None
+            if states[rank]:
+                stack = answers[rank][0] if rank in answers else ()
+                process = Process(pid=beat.pid, state=states[rank], stack=stack, system_call=calls[rank])
+            observations.append(
+                Observation(
+                    rank=rank,
+                    process=process,
+                    step=beat.step,
+                    phase=beat.phase,
+                    quiet_s=now - beat.time_s,
+                    helpers=tuple(helpers_of.get(rank, ())),
+                    **dataclasses.asdict(spent[rank]) if rank in spent else {},
+                )
+            )
+        return observations
+
+    def _helpers(self, beats: Mapping[int, Beat], families: Mapping[int, list[int]]) -> dict[int, list[Process]]:
+        """Return where the ranks' children are; one per rank is asked at a time, since they share a stacks file."""
+        helpers: dict[int, list[Process]] = {rank: [] for rank in families}
+        for number in range(min(_MAX_HELPERS, max(map(len, families.values()), default=0))):
+            pids = {rank: family[number] for rank, family in families.items() if number < len(family)}
+            processes = {
+                rank: Process(pid=pid, state=state_of(pid, None) or "S", system_call=system_call_of(pid))
+                for rank, pid in pids.items()
+            }
+            asked = {
+                rank: dataclasses.replace(self._asked(rank, beats[rank]), pid=process.pid, start_ticks=None)
+                for rank, process in processes.items()
+                if process.state not in "Tt"
+            }
+            answers = collect_stacks(asked)
+            for rank, process in processes.items():
+                stack: tuple[Frame, ...] = ()
+                if rank in answers:
+                    stack, text = answers[rank]
+                    self.texts[rank] = f"{self.texts.get(rank, '')}its process {process.pid}:\n{text}"
+                if stack or process.is_stopped:  # one that does not answer is no fork of the rank, but another program
+                    helpers[rank].append(dataclasses.replace(process, stack=stack))
+        return helpers
+
+    def _asked(self, rank: int, beat: Beat) -> Asked:
+        return Asked(beat.pid, beat.start_ticks, beat.main_thread, self._scratch.stacks(self._attempt, rank))
 
 
 @dataclass
@@ -88,7 +161,7 @@ class Watch:
         """Read the pulses."""
         if not self._beats:  # no rank has started
             self._moved_s = time.monotonic()
-        for rank, beat in self._observer.beats().items():
+        for rank, beat in self.scratch.beats(self.attempt).items():
             known = self._beats.get(rank)
             if known is not None and known.time_s == beat.time_s:
                 continue
@@ -111,7 +184,7 @@ class Watch:
                 return
             last = pause_s == _LOOKS_S[-1]
             later, later_s = observer.look(self._beats, helpers=last), time.monotonic()
-            if observer.beats() != self._beats or not all_stuck(look, later, later_s - looked_s):
+            if self.scratch.beats(self.attempt) != self._beats or not all_stuck(look, later, later_s - looked_s):
                 return
             look, looked_s = later, later_s
         if self._ending.is_set() or self.scratch.load_failures(self.attempt):

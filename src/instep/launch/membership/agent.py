@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.core.errors import EXIT_SPEC, EnvironmentFailed, FailureRecord, RanksFailed, SpecError
-from instep.guard.pulse import read_pulse
 from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
 from instep.launch.membership.clock_offset import Offset
@@ -206,19 +205,18 @@ class NodeAgent:
 
     def report_failures(self, failures: Sequence[FailureRecord], generation: int) -> None:
         """Report how the ranks here failed: in the leader's time, with host and step."""
-        offset, reported = self._heartbeat.clock or Offset(), []
-        for failure in failures:
-            pulse = read_pulse(self._scratch.pulse(generation, failure.rank))
-            reported.append(
-                dataclasses.replace(
-                    failure,
-                    time_ns=failure.time_ns - offset.ahead_ns,
-                    doubt_ns=offset.doubt_ns,
-                    host=self._name,
-                    step=pulse.step if pulse is not None else None,
-                )
+        offset, beats = self._heartbeat.clock or Offset(), self._scratch.beats(generation)
+        reported = tuple(
+            dataclasses.replace(
+                failure,
+                time_ns=failure.time_ns - offset.ahead_ns,
+                doubt_ns=offset.doubt_ns,
+                host=self._name,
+                step=beats[failure.rank].step if failure.rank in beats else None,
             )
-        self._update(failures=tuple(reported))
+            for failure in failures
+        )
+        self._update(failures=reported)
         self._wake.set()
 
     @property

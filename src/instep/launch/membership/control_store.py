@@ -9,6 +9,7 @@ Ranks: none; these are the launchers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -180,11 +181,8 @@ def is_here(host: str) -> bool:
     except OSError:
         return False
     for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as trial:
-            try:
-                trial.bind(address)
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as trial:
+            trial.bind(address)
             return True
     return False
 

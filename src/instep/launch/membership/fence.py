@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from instep.guard.processes import kill
 from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
-from instep.launch.observe import Observer
 from instep.launch.scratch import Scratch
 
 
@@ -28,7 +27,7 @@ class Attempt:
 
     def end_ranks(self, reason: str, own: bool, time_ns: int) -> None:
         """Kill all ranks that have started, and note why, unless they noted a failure themselves."""
-        for rank, pulse in Observer(self.scratch, self.number).beats().items():
+        for rank, pulse in self.scratch.beats(self.number).items():
             if self.scratch.load_failure(self.number, rank) is None:
                 summary, log = reason if own else f"ended: {reason}", str(self.logs.error_file(rank))
                 record = environment_failure(summary, time_ns, rank, names_ranks=own, consequence=not own, log=log)

@@ -110,13 +110,9 @@ def reach(address: Address) -> str:
 
 def unreached(own: Address, others: Mapping[int, Address]) -> list[str]:
     """Try to reach all other nodes at once; return a sentence for each one that cannot be reached."""
-    if not others:
-        return []
-    with ThreadPoolExecutor(min(64, len(others))) as pool:
-        reasons = dict(zip(others, pool.map(reach, others.values()), strict=True))
-    return [
-        f"{own} cannot reach {others[key]} on port {others[key].port}: {why}" for key, why in reasons.items() if why
-    ]
+    with ThreadPoolExecutor(64) as pool:
+        reasons = zip(others.values(), pool.map(reach, others.values()), strict=True)
+    return [f"{own} cannot reach {other} on port {other.port}: {why}" for other, why in reasons if why]
 
 
 def measure_offset(address: Address, clock: Callable[[], int]) -> Offset:
