@@ -115,7 +115,7 @@ def test_what_goes_through_the_store_stays_the_same():
         job,
         JobState(),
     ):
-        assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
+        assert type(value).from_json(json.loads(json.dumps(value, default=dataclasses.asdict))) == value
 
 
 def test_the_host_of_the_store_is_where_the_others_reach_it():

@@ -8,6 +8,7 @@ import pytest
 
 from instep.core.errors import EXIT_ENVIRONMENT, EXIT_SPEC, EXIT_USER, FailureRecord, SpecError
 from instep.core.spec import LaunchSpec
+from instep.launch.failures import environment_failure
 from instep.launch.membership.clock_offset import Offset
 from instep.launch.membership.generations import (
     GRACE_S,
@@ -15,7 +16,6 @@ from instep.launch.membership.generations import (
     LeaderState,
     NodeStatus,
     Rules,
-    environment_failure,
     next_state,
 )
 from instep.launch.membership.heartbeat import Heartbeat

@@ -17,6 +17,7 @@ import pytest
 from commands import wait_for
 from instep.core.errors import EnvironmentFailed, FailureRecord, SpecError
 from instep.core.spec import LaunchSpec
+from instep.launch.launcher import LaunchJob
 from instep.launch.logs import LogPlan
 from instep.launch.membership.control_store import ControlStore
 from instep.launch.membership.heartbeat import Heartbeat
@@ -27,6 +28,13 @@ from instep.launch.scratch import Scratch
 from instep.train.nodes import look_around
 from launch_support import hosting
 from ranks import free_port, run_ranks
+
+
+class SaidJob(LaunchJob):
+    """A job whose lines are kept in a list."""
+
+    def say(self, text):
+        self.stderr.append(text)
 
 
 class Node(threading.Thread):
@@ -45,12 +53,10 @@ class Node(threading.Thread):
     def run(self):
         try:
             store = ControlStore.open(StorePlan("127.0.0.1", self.port, self.job, None, 20), self.said.append)
-            with join_job(
-                *(store, self.spec, JobRequest(self.asked), self.scratch, LogPlan(self.scratch.folder)),
-                progress=lambda: 0,
-                say=self.said.append,
-                clock=lambda: time.time_ns() + self.shift_ns,
-            ) as self.agent:
+            logs = LogPlan(self.scratch.folder)
+            job = SaidJob(print, (), self.spec, logs, stdout=None, stderr=self.said, request=JobRequest(self.asked))
+            clock = lambda: time.time_ns() + self.shift_ns  # noqa: E731
+            with join_job(store, job, self.scratch, logs, clock) as self.agent:
                 self.generation = self.agent.next_generation(-1)
                 self.ready.set()
                 self.leaving.wait(30)
@@ -139,7 +145,7 @@ def test_a_node_may_take_the_node_rank_of_one_that_is_lost(meet):
     store = ControlStore.open(StorePlan("127.0.0.1", port, "a", False), print)
     key = store.add("nodes")
     store.set(f"node/{key}", {**store.get("node/0"), "key": key, "node_rank": 1})
-    store.set(f"heartbeat/{key}", Heartbeat(count=1).to_json())  # and never another one
+    store.set(f"heartbeat/{key}", Heartbeat(count=1))  # and never another one
     (third,) = meet({**common, "node_rank": 1}, port=port)
     assert third.error is None
     (fourth,) = meet({**common, "node_rank": 0}, port=port)

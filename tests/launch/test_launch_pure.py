@@ -129,7 +129,7 @@ def test_process_counts():
     assert check_process_count(64, 1, 0) == 64
     for wrong in ("gpu", 0, 65, "many"):
         with pytest.raises(SpecError, match="processes="):
-            check_process_count(wrong, 2, 0)
+            check_process_count(LaunchSpec(processes=wrong).processes, 2, 0)
 
 
 def test_where_nodes_meet():

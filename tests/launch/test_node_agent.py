@@ -20,11 +20,12 @@ from torch.distributed import TCPStore
 
 from commands import wait_for
 from instep.core.errors import RanksFailed
+from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
 from instep.launch.membership.agent import Generation, NodeAgent
 from instep.launch.membership.clock_offset import Offset
 from instep.launch.membership.control_store import ControlStore
-from instep.launch.membership.generations import LeaderState, Rules, environment_failure
+from instep.launch.membership.generations import LeaderState, Rules
 from instep.launch.membership.heartbeat import Heartbeat, JobState
 from instep.launch.membership.leader import Leader, ProgressProbe
 from instep.launch.membership.peers import Address, Listener
@@ -71,7 +72,7 @@ class Place:
         (self.scratch.folder / "attempt-0").mkdir(exist_ok=True)
         logs = LogPlan(self.scratch.folder, False)
         node = node_info(self.store.add("nodes"), address="127.0.0.1")
-        self.store.set(f"node/{node.key}", node.to_json())
+        self.store.set(f"node/{node.key}", node)
         changed = dataclasses.replace(RULES, **rules)
         return NodeAgent(*(self.store, node, changed, self.scratch, logs), progress=lambda: 0, say=self.said.append)
 
@@ -274,7 +275,7 @@ def test_a_node_too_many_says_that_it_is_spare(host: ControlStore, place: Place)
 
 
 def send(store: ControlStore, key: int, count: int, **more: Any) -> None:
-    store.set(f"heartbeat/{key}", Heartbeat(count=count, generation=0, clock=Offset(), **more).to_json())
+    store.set(f"heartbeat/{key}", Heartbeat(count=count, generation=0, clock=Offset(), **more))
 
 
 def test_a_disk_that_stalls_does_not_hold_the_job_state_back(host: ControlStore) -> None:
@@ -287,7 +288,7 @@ def test_a_disk_that_stalls_does_not_hold_the_job_state_back(host: ControlStore)
 
     host.add("nodes", 1)
     for key in (0, 1):
-        host.set(f"node/{key}", node_info(key).to_json())
+        host.set(f"node/{key}", node_info(key))
         send(host, key, 1)
     leader = Leader(host, 0, dataclasses.replace(RULES, lost_after_s=30, last_call_s=0), progress)
     wait_for(lambda: (host.get("job") or {"running": False})["running"], timeout_s=5)

@@ -28,12 +28,11 @@ def test_workers_get_what_the_cluster_has() -> None:
         plan_workers(cores, TrainSpec(on="ray", processes="gpu"))
 
 
-def job_in(folder: Path, max_restarts: int = 3) -> tuple[RayJob, Scratch]:
+def job_in(folder: Path, max_restarts: int = 3) -> RayJob:
     scratch = Scratch(folder / "scratch")
     for attempt in range(2):
         (scratch.folder / f"attempt-{attempt}").mkdir(parents=True)
-    logs = LogPlan(folder / "logs")
-    return RayJob(print, (), str(scratch.folder), str(folder), logs, str(folder), max_restarts), scratch
+    return RayJob(print, (), scratch, folder, LogPlan(folder / "logs"), str(folder), max_restarts)
 
 
 def meeting(attempt: int, reached: int = 0) -> Meeting:
@@ -46,34 +45,34 @@ WRONG = FailureRecord(rank=1, time_ns=5, summary="no", exit_code=EXIT_SPEC, fina
 
 
 def test_an_error_is_tried_again_once(tmp_path: Path) -> None:
-    job, scratch = job_in(tmp_path)
-    assert not _is_given_up(job, scratch, meeting(0), ERROR)
-    assert not _is_given_up(job, scratch, meeting(0), LOST)
-    assert _is_given_up(job, scratch, meeting(1), ERROR)
-    assert _is_given_up(job, scratch, meeting(1), LOST)  # what it noticed is of that error's making
-    noted = scratch.load_failure(1, 1)
+    job = job_in(tmp_path)
+    assert not _is_given_up(job, meeting(0), ERROR)
+    assert not _is_given_up(job, meeting(0), LOST)
+    assert _is_given_up(job, meeting(1), ERROR)
+    assert _is_given_up(job, meeting(1), LOST)  # what it noticed is of that error's making
+    noted = job.scratch.load_failure(1, 1)
     assert noted is not None
     assert "failed the same way twice" in noted.summary
 
 
 def test_an_error_after_progress_is_another_one(tmp_path: Path) -> None:
-    job, scratch = job_in(tmp_path)
-    assert not _is_given_up(job, scratch, meeting(0), ERROR)
+    job = job_in(tmp_path)
+    assert not _is_given_up(job, meeting(0), ERROR)
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
-    assert not _is_given_up(job, scratch, meeting(1, reached=3), ERROR)
-    assert _is_given_up(job, scratch, meeting(1, reached=7), ERROR)
+    assert not _is_given_up(job, meeting(1, reached=3), ERROR)
+    assert _is_given_up(job, meeting(1, reached=7), ERROR)
 
 
 def test_a_wrong_spec_is_not_tried_again(tmp_path: Path) -> None:
-    job, scratch = job_in(tmp_path)
-    assert _is_given_up(job, scratch, meeting(0), WRONG)
-    assert scratch.is_marked("given-up")
+    job = job_in(tmp_path)
+    assert _is_given_up(job, meeting(0), WRONG)
+    assert job.scratch.is_marked("given-up")
 
 
 def test_without_restarts_ray_itself_ends_it(tmp_path: Path) -> None:
-    job, scratch = job_in(tmp_path, max_restarts=0)
-    assert not _is_given_up(job, scratch, meeting(0), WRONG)
-    assert not scratch.is_marked("given-up")
+    job = job_in(tmp_path, max_restarts=0)
+    assert not _is_given_up(job, meeting(0), WRONG)
+    assert not job.scratch.is_marked("given-up")
 
 
 def test_an_unknown_launcher_is_refused_with_the_known_ones() -> None:

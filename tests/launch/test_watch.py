@@ -1,6 +1,5 @@
 """A hang becomes failures, for the restart policy and the user."""
 
-import io
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from instep.launch.failures import describe, order_failures
 from instep.launch.logs import LogPlan
 from instep.launch.restart import plan_restart
 from instep.launch.scratch import open_scratch
-from instep.launch.watch import WatchPlan, _Watch, failures_of
+from instep.launch.watch import Watch, failures_of
 
 LOGS = LogPlan(Path("/logs"))
 
@@ -41,7 +40,7 @@ def watch():
     """Yield the watch of a launch whose only rank is this process."""
     with open_scratch() as scratch:
         scratch.start_attempt(0)
-        yield _Watch(WatchPlan(scratch, LOGS, None, None, False, io.StringIO()), 0), scratch
+        yield Watch(scratch, 0, LOGS, None, None, False, print), scratch
 
 
 def test_the_longest_silence_since_the_first_step(watch, monkeypatch):

@@ -20,13 +20,14 @@ from instep.cli.command import command, option
 from instep.cli.findings import Finding, TorchBuild
 from instep.core.durations import seconds_of
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
+from instep.core.spec import LaunchSpec
 from instep.core.version import __version__
-from instep.launch.membership.rendezvous import split_endpoint
+from instep.launch.membership.rendezvous import StorePlan, split_endpoint
 from instep.launch.resources import check_folder, check_temporary_folder, free_ports, node_resources
 from instep.world.device import ACCELERATORS, current_accelerator, torch_build
 
 if TYPE_CHECKING:
-    from instep.launch.membership.checkup import Checkup, CheckupPlan
+    from instep.launch.membership.checkup import Checkup
 
 _PATIENCE_S = 2.0
 _PORTS = 16
@@ -47,8 +48,10 @@ def doctor(json: bool, nnodes: int, rdzv_endpoint: str, node_rank: int | None, l
     return examine(json, plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait))
 
 
-def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> CheckupPlan | None:
-    """Return where several nodes meet; None: there is only this one."""
+def plan_checkup(
+    nnodes: int, endpoint: str, node_rank: int | None, local_addr: str, wait: str
+) -> tuple[LaunchSpec, StorePlan] | None:
+    """Return the nodes and where they meet; None: there is only this one."""
     if nnodes < 2:
         if endpoint or nnodes < 1:
             raise SpecError(f"nnodes={nnodes}: a network check needs 2 nodes or more. Give --nnodes 2.")
@@ -64,19 +67,17 @@ def plan_checkup(nnodes: int, endpoint: str, node_rank: int | None, local_addr: 
     wait_s = seconds_of(wait)
     if not wait_s:
         raise SpecError(f"wait={wait!r} is not a time. Write for instance 30s or 5m.")
-    from instep.launch.membership.checkup import CheckupPlan
-
-    return CheckupPlan(
-        num_nodes=nnodes, host=host, port=port, node_rank=node_rank, local_addr=local_addr, wait_s=wait_s
-    )
+    is_host = None if node_rank is None else node_rank == 0
+    spec = LaunchSpec(nnodes=str(nnodes), node_rank=node_rank, local_addr=local_addr)
+    return spec, StorePlan(host, port, "doctor", is_host, wait_s)
 
 
-def examine(as_json: bool, network: CheckupPlan | None = None) -> int:
+def examine(as_json: bool, network: tuple[LaunchSpec, StorePlan] | None = None) -> int:
     """Check everything, print each finding as it comes, and return the exit code."""
     console = Console(stderr=as_json, highlight=False)
     progress = Console(stderr=True, highlight=False)
     # The network comes first: the other nodes wait for it.
-    checkup = _check_network(network, progress) if network is not None else None
+    checkup = _check_network(*network, progress) if network is not None else None
     shown = []
     for finding in chain([] if checkup is None else findings.judge_network(checkup), _findings(progress)):
         shown.append(finding)
@@ -87,11 +88,11 @@ def examine(as_json: bool, network: CheckupPlan | None = None) -> int:
     return EXIT_ENVIRONMENT if any(finding.level == "red" for finding in shown) else EXIT_DONE
 
 
-def _check_network(plan: CheckupPlan, progress: Console) -> Checkup | EnvironmentFailed:
+def _check_network(spec: LaunchSpec, plan: StorePlan, progress: Console) -> Checkup | EnvironmentFailed:
     from instep.launch.membership.checkup import check_up
 
     try:
-        return check_up(plan, lambda text: progress.print(f"{text} …", soft_wrap=True))
+        return check_up(spec, plan, lambda text: progress.print(f"{text} …", soft_wrap=True))
     except EnvironmentFailed as error:
         return error
 

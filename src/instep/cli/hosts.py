@@ -18,7 +18,7 @@ from instep.core.spec import LaunchSpec, TrainSpec
 from instep.core.stop import StopRequest
 from instep.launch.hosts.plan import S, check_addresses, launcher_specs, outcome, parse_hosts, parse_ssh
 from instep.launch.hosts.preflight import HostInfo, compare, host_info, inspect_hosts
-from instep.launch.hosts.ssh import RemoteLaunchers, Write, check_ssh, find_addresses
+from instep.launch.hosts.ssh import RemoteLaunchers, Write, find_addresses
 
 
 def train_on_hosts(task: str, values: Sequence[str], spec: TrainSpec) -> int:
@@ -49,7 +49,6 @@ def run_on_hosts(script: str, arguments: Sequence[str], as_module: bool, log_dir
 
 def _on_hosts(spec: S, file: str, folder: str, words: Callable[[S], list[str]], write: Write, quiet: bool) -> int:
     hosts, ssh = parse_hosts(spec.hosts), parse_ssh(spec.ssh)
-    check_ssh(ssh)
     addresses = find_addresses(ssh, hosts)
     check_addresses(addresses)
     launcher_specs(spec, addresses, 0, "")  # report contradictions before connecting to any host

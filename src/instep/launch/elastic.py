@@ -23,25 +23,23 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import cloudpickle
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from instep.core.errors import EnvironmentFailed, RanksFailed
-from instep.core.spec import LaunchSpec
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.launcher import LaunchJob
@@ -50,38 +48,31 @@ from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
 from instep.launch.scratch import Scratch, open_scratch
 from instep.launch.signals import handle_stops, signals_restored
-from instep.launch.watch import WatchPlan, watched
+from instep.launch.watch import Watch
 from instep.world.device import device_count
 
 _BACKEND = "instep"
+_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _POLL_S = 0.1
 """Each poll takes about 0.3 ms of a core; where all cores train, the other ranks wait for that one."""
 
 
+@dataclass
 class Rendezvous(RendezvousHandler):
-    """The rendezvous of nodes that are known to each other, for one start of their ranks."""
+    """The rendezvous of nodes that are known to each other, for one start of their ranks; by default, of this one."""
 
-    def __init__(self, store: Store, node_rank: int, num_nodes: int, address: str) -> None:
-        self._store, self._node_rank, self._address = store, node_rank, address
-        self.num_nodes = num_nodes
-
-    @classmethod
-    def of_one_node(cls) -> Rendezvous:
-        """Return the rendezvous of a job on this node alone."""
-        return cls(HashStore(), 0, 1, "127.0.0.1")
-
-    @classmethod
-    def of_generation(cls, store: Store, number: int, node_rank: int, num_nodes: int, address: str) -> Rendezvous:
-        """Return the rendezvous of a generation, which no other generation can meet."""
-        return cls(PrefixStore(f"generation-{number}", store), node_rank, num_nodes, address)
+    store: Store = field(default_factory=HashStore)
+    node_rank: int = 0
+    num_nodes: int = 1
+    address: str = "127.0.0.1"
 
     def get_backend(self) -> str:
         return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the rank of this node, and the free port of the first node at which the ranks meet."""
-        meeting = RendezvousStoreInfo.build(self._node_rank, self._store, self._address)
-        return RendezvousInfo(self._store, self._node_rank, self.num_nodes, meeting)
+        meeting = RendezvousStoreInfo.build(self.node_rank, self.store, self.address)
+        return RendezvousInfo(self.store, self.node_rank, self.num_nodes, meeting)
 
     def is_closed(self) -> bool:
         return False
@@ -99,13 +90,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def _given_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    rendezvous = parameters.config["rendezvous"]
-    assert isinstance(rendezvous, RendezvousHandler)
-    return rendezvous
-
-
-rendezvous_handler_registry.register(_BACKEND, _given_rendezvous)
+rendezvous_handler_registry.register(_BACKEND, lambda parameters: parameters.config["rendezvous"])
 
 
 @dataclass(frozen=True)
@@ -114,35 +99,23 @@ class ElasticRanks:
 
     num_ranks: int
     job: Job
-    spec: LaunchSpec
+    launch: LaunchJob
     relay: Relay
-    stderr: TextIO
 
     def run(self, job: Job, rendezvous: Rendezvous) -> dict[int, Any]:
         """Start all ranks of this node and wait for them; return the results by rank."""
-        scratch = job.scratch
+        spec, several_nodes, say = self.launch.spec, self.launch.spec.max_nodes > 1, self.launch.say
         try:
             # Each attempt has a rendezvous of its own, so it cannot meet the addresses of the last one.
-            with watched(self._watch_plan(), job.attempt):
+            with Watch(job.scratch, job.attempt, job.logs, self.relay, spec.hang_after_s, several_nodes, say):
                 ranks = elastic_launch(self._config(rendezvous), keep)(job)
         except ChildFailedError as failed:
             exits = {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.failures.items()}
-            raise self._blame(scratch, job, exits) from None
+            raise self._blame(job, exits) from None
         except (RuntimeError, ValueError, OSError, EOFError) as error:
-            where = f" together with those of the other nodes at {self.spec.rdzv_endpoint}"
-            raise EnvironmentFailed(
-                f"The ranks could not be started{where if self.spec.max_nodes > 1 else ''}: {_line(error)}."
-            ) from error
-        return {rank: scratch.load_result(job.attempt, rank) for rank in sorted(ranks)}
-
-    def say(self, text: str) -> None:
-        """Print a line for the person who started the job."""
-        self.stderr.write(f"{text}\n")
-        self.stderr.flush()
-
-    def _watch_plan(self) -> WatchPlan:
-        several = self.spec.max_nodes > 1
-        return WatchPlan(self.job.scratch, self.job.logs, self.relay, self.spec.hang_after_s, several, self.stderr)
+            where = f" together with those of the other nodes at {spec.rdzv_endpoint}" if several_nodes else ""
+            raise EnvironmentFailed(f"The ranks could not be started{where}: {_line(error)}.") from error
+        return {rank: job.scratch.load_result(job.attempt, rank) for rank in sorted(ranks)}
 
     def _config(self, rendezvous: Rendezvous) -> LaunchConfig:
         ours = {"SIGTERM"} if self.job.preemptable else set()
@@ -154,7 +127,7 @@ class ElasticRanks:
             nproc_per_node=self.num_ranks,
             rdzv_backend=_BACKEND,
             rdzv_configs={"rendezvous": rendezvous},
-            run_id=self.spec.rdzv_id or _BACKEND,
+            run_id=self.launch.spec.rdzv_id or _BACKEND,
             signals_to_handle=",".join(n for n in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if n not in ours),
             max_restarts=0,
             monitor_interval=_POLL_S,
@@ -162,9 +135,9 @@ class ElasticRanks:
             logs_specs=DefaultLogsSpecs(log_dir=str(self.job.scratch.folder / "elastic")),
         )
 
-    def _blame(self, scratch: Scratch, job: Job, exits: dict[int, tuple[int, int]]) -> RanksFailed:
+    def _blame(self, job: Job, exits: dict[int, tuple[int, int]]) -> RanksFailed:
         logs = {rank: str(job.logs.error_file(rank)) for rank in exits}
-        failures = complete_failures(scratch.load_failures(job.attempt), exits, logs)
+        failures = complete_failures(job.scratch.load_failures(job.attempt), exits, logs)
         for failure in failures:
             self.relay.write_unseen(Path(failure.log), (failure.traceback or failure.summary).rstrip() + "\n")
         return RanksFailed(failures)
@@ -189,10 +162,10 @@ def elastic_ranks(job: LaunchJob) -> Iterator[ElasticRanks]:
             _PROCESS_WIDE,
         ):
             payload = cloudpickle.dumps((job.entry, job.args))
-            kept = Job(payload, scratch, logs, dict(os.environ), job.grace_s, job.preemptable, 0, spec.max_restarts)
+            kept = Job(payload, scratch, logs, dict(os.environ), job.preemptable, 0, spec.max_restarts)
             if job.preemptable:
                 _pass_on_stops(scratch)
-            yield ElasticRanks(num_ranks, kept, spec, relay, job.stderr)
+            yield ElasticRanks(num_ranks, kept, job, relay)
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = signal_behind(error)
         if interruption is None:
@@ -231,41 +204,28 @@ def _pass_on_stops(scratch: Scratch) -> None:
 
 
 @contextlib.contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Keep the workers from importing our `__main__`: an unguarded script would launch again in each."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+def _process_changed() -> Iterator[None]:
+    """Hide our `__main__`, disable elastic's own reports of failures, and restore the variable that it sets.
 
-
-@contextlib.contextmanager
-def _elastic_quiet() -> Iterator[None]:
-    """Disable elastic's own reports of failures: ours name the first failure, elastic's may name another."""
+    Workers import `__main__`, and an unguarded script would launch again in each. Our reports name the first failure,
+    elastic's may name another.
+    """
+    main, variable = sys.modules["__main__"], os.environ.get(_VARIABLE)
     names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
+    enabled = [logger for logger in loggers if not logger.disabled]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    for logger in enabled:
         logger.disabled = True
     try:
         yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-@contextlib.contextmanager
-def _variable_restored(name: str) -> Iterator[None]:
-    """Restore a variable that elastic sets."""
-    before = os.environ.get(name)
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+        sys.modules["__main__"] = main
+        for logger in enabled:
+            logger.disabled = False
+        os.environ.pop(_VARIABLE, None)
+        if variable is not None:
+            os.environ[_VARIABLE] = variable
 
 
 class _ProcessWide:
@@ -280,9 +240,7 @@ class _ProcessWide:
         with self._lock:
             self._launches += 1
             if self._launches == 1:
-                self._changes.enter_context(_main_hidden())
-                self._changes.enter_context(_elastic_quiet())
-                self._changes.enter_context(_variable_restored("TORCHELASTIC_SIGNALS_TO_HANDLE"))
+                self._changes.enter_context(_process_changed())
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

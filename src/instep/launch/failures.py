@@ -17,6 +17,7 @@ import re
 import signal
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from instep.core.errors import (
     EXIT_ENVIRONMENT,
@@ -82,6 +83,15 @@ def failure_of_exit(rank: int, exit_code: int, time_ns: int, log: str) -> Failur
         summary = f"ended with exit code {exit_code} and no exception (os._exit, or native code)"
         code = EXIT_USER
     return FailureRecord(rank=rank, time_ns=time_ns, summary=summary, exit_code=code, log=log)
+
+
+def environment_failure(
+    summary: str, time_ns: int, rank: int = 0, *, names_ranks: bool = True, **fields: Any
+) -> FailureRecord:
+    """Return the record of a failure of the environment; by default, of one that is no rank's own."""
+    return FailureRecord(
+        rank=rank, time_ns=time_ns, summary=summary, exit_code=EXIT_ENVIRONMENT, names_ranks=names_ranks, **fields
+    )
 
 
 def order_failures(failures: Iterable[FailureRecord]) -> list[FailureRecord]:

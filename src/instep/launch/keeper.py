@@ -27,11 +27,10 @@ from instep.core.errors import EXIT_ENVIRONMENT
 from instep.launch.failures import failure_of_exit
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.scratch import Scratch
-from instep.launch.worker import FAILURE_GRACE_S, name_process, wait_for_cause, work
+from instep.launch.worker import GRACE_S, name_process, wait_for_cause, work
 from instep.world.device import ACCELERATORS
 
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_HANDLED = {*_STOPS, signal.SIGUSR1, signal.SIGCHLD}
+_HANDLED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD}
 _TORCHRUN_NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -48,8 +47,6 @@ class Job:
     scratch: Scratch
     logs: LogPlan
     environ: dict[str, str]
-    grace_s: float
-    """How long a worker may take to end when it is asked to and no rank has failed."""
     preemptable: bool
     """Whether a worker will listen for SIGUSR1; until it does, the signal stays blocked."""
     attempt: int
@@ -157,7 +154,7 @@ class _Keeper:
             self.forward(signal.SIGUSR1)
             return
         self.stopped_ns = time.time_ns()
-        self.deadline = time.monotonic() + (FAILURE_GRACE_S if failed else self.job.grace_s)
+        self.deadline = time.monotonic() + GRACE_S
         self.forward(number)
 
     def _kill_group(self) -> None:

@@ -47,8 +47,6 @@ class LaunchJob:
     stderr: TextIO
     placed_entry: Callable[..., Any] | None = None
     """The same, where the launcher says it: `placed_entry(place, attempt, stop, sees_run, *args)`."""
-    grace_s: float = 2.0
-    """How long a rank that is asked to end (Ctrl-C, SIGTERM) may take before it is killed."""
     preemptable: bool = False
     """Whether ranks save and leave on SIGUSR1: then the first SIGTERM or SIGUSR1 asks for that, the second ends all."""
     progress: Callable[[], int] = lambda: 0
@@ -58,6 +56,10 @@ class LaunchJob:
     """What all nodes must have been asked for."""
     meet: Callable[[str], object] = lambda _identity: None
     """Called with a name that several nodes have in common, once they meet."""
+
+    def say(self, text: str) -> None:
+        """Print a line for the person who started the job."""
+        print(text, file=self.stderr, flush=True)
 
 
 class Launcher(ABC):

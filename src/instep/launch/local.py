@@ -27,7 +27,7 @@ class LocalLauncher(Launcher):
         with elastic_ranks(job) as ranks:
             while True:
                 try:
-                    return ranks.run(dataclasses.replace(ranks.job, attempt=attempt), Rendezvous.of_one_node())
+                    return ranks.run(dataclasses.replace(ranks.job, attempt=attempt), Rendezvous())
                 except RanksFailed as failed:
                     if job.progress() > reached:
                         in_vain, reached, previous = 0, job.progress(), ()
@@ -35,4 +35,4 @@ class LocalLauncher(Launcher):
                     if not plan.restart:
                         raise RanksFailed(plan.failures) from None
                     attempt, in_vain, previous = attempt + 1, in_vain + 1, failed.failures
-                    ranks.say(f"restart {in_vain} of {max_restarts} after {failed}")
+                    job.say(f"restart {in_vain} of {max_restarts} after {failed}")

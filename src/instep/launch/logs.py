@@ -22,17 +22,13 @@ class LogPlan:
     directory: Path
     split: bool = False
 
-    def files(self, rank: int) -> dict[Stream, Path]:
-        """Return the file of each stream of `rank`; without `split`, that of standard output is for both."""
-        streams: tuple[Stream, ...] = ("stdout", "stderr")
-        if self.split:
-            return {stream: self.directory / f"rank-{rank}.{stream}.log" for stream in streams}
-        return {"stdout": self.directory / f"rank-{rank}.log"}
+    def file(self, rank: int, stream: Stream) -> Path:
+        """Return the file that a stream of `rank` goes to."""
+        return self.directory / (f"rank-{rank}.{stream}.log" if self.split else f"rank-{rank}.log")
 
     def error_file(self, rank: int) -> Path:
         """Return the file that standard error of `rank` goes to."""
-        files = self.files(rank)
-        return files.get("stderr", files["stdout"])
+        return self.file(rank, "stderr")
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,15 @@ class LogStart:
 
 def redirect_output(plan: LogPlan, rank: int) -> list[LogStart]:
     """Redirect descriptors 1 and 2 of this process, and so of its children, to the rank's files."""
-    starts = []
-    for stream, path in plan.files(rank).items():
+    starts = {}
+    streams: tuple[Stream, ...] = ("stderr", "stdout")  # in one file, what is printed goes to standard output
+    for stream in streams:
+        path = plan.file(rank, stream)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        starts.append(LogStart(rank, stream, str(path), os.fstat(fd).st_size))
-        for target in (1, 2) if not plan.split else (1,) if stream == "stdout" else (2,):
-            os.dup2(fd, target)
+        starts[path] = LogStart(rank, stream, str(path), os.fstat(fd).st_size)
+        os.dup2(fd, 1 if stream == "stdout" else 2)
         os.close(fd)
     for python_stream in (sys.stdout, sys.stderr):
         # Into a file, Python would buffer blocks of output: not visible yet, and lost if the rank is killed.
         python_stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return starts
+    return list(starts.values())

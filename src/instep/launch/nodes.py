@@ -15,16 +15,14 @@ from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
 from instep.core.spec import LaunchSpec
 from instep.core.topology import Place
 from instep.launch.elastic import ElasticRanks, Rendezvous, elastic_ranks, signal_behind
+from instep.launch.failures import environment_failure
 from instep.launch.keeper import Job
 from instep.launch.launcher import Launcher, LaunchJob, S
 from instep.launch.logs import LogPlan
 from instep.launch.membership.agent import Generation, NodeAgent
 from instep.launch.membership.control_store import ControlStore
-from instep.launch.membership.generations import environment_failure
-from instep.launch.membership.node_info import JobRequest
-from instep.launch.membership.registration import open_listener, register_node
+from instep.launch.membership.registration import registered
 from instep.launch.membership.rendezvous import plan_rules, plan_store, split_endpoint
-from instep.launch.membership.store_client import StoreClient
 from instep.launch.scratch import Scratch
 from instep.world.interfaces import interface_of, interfaces, is_loopback, socket_variables
 
@@ -56,42 +54,29 @@ class NodesLauncher(Launcher):
         plan = plan_store(job.spec)
         assert plan is not None
         with elastic_ranks(job) as ranks:
-            scratch, logs = ranks.job.scratch, ranks.job.logs
-            store = ControlStore.open(plan, ranks.say, lambda: scratch.is_marked("asked"))
+            scratch = ranks.job.scratch
+            store = ControlStore.open(plan, job.say, lambda: scratch.is_marked("asked"))
             job.meet(store.identity)
-            with join_job(
-                *(store, job.spec, job.request, scratch, logs), progress=job.progress, say=ranks.say
-            ) as agent:
+            with join_job(store, job, scratch, ranks.job.logs) as agent:
                 return _run_generations(agent, store, ranks)
 
 
 @contextlib.contextmanager
 def join_job(
-    store: ControlStore,
-    spec: LaunchSpec,
-    request: JobRequest,
-    scratch: Scratch,
-    logs: LogPlan,
-    *,
-    progress: Callable[[], int],
-    say: Callable[[str], None],
-    clock: Callable[[], int] = time.time_ns,
+    store: ControlStore, job: LaunchJob, scratch: Scratch, logs: LogPlan, clock: Callable[[], int] = time.time_ns
 ) -> Iterator[NodeAgent]:
     """Register this node, and send heartbeats for as long as the block lasts."""
+    spec = job.spec
     if spec.node_rank is not None and spec.rdzv_backend != "static":
-        say(
+        job.say(
             f"--node-rank {spec.node_rank} is ignored: with --rdzv-backend {spec.rdzv_backend} the nodes are numbered "
             "as they join. --rdzv-backend static keeps the numbers."
         )
-    address, listener = open_listener(store, spec, clock)
-    try:
-        node = register_node(StoreClient(store), store, spec, request, address, listener.port)
-        with NodeAgent(
-            *(store, node, plan_rules(spec), scratch, logs), progress=progress, say=say, clock=clock
-        ) as agent:
-            yield agent
-    finally:
-        listener.close()
+    with (
+        registered(store, spec, job.request, clock) as node,
+        NodeAgent(store, node, plan_rules(spec), scratch, logs, job.progress, job.say, clock) as agent,
+    ):
+        yield agent
 
 
 def _run_generations(agent: NodeAgent, store: ControlStore, ranks: ElasticRanks) -> dict[int, Any]:
@@ -101,9 +86,8 @@ def _run_generations(agent: NodeAgent, store: ControlStore, ranks: ElasticRanks)
         try:
             with agent.working(number):
                 agent.check_reach(generation)
-                results = ranks.run(
-                    _job_of(generation, ranks), _rendezvous_of(generation, agent.key, store, ranks.spec)
-                )
+                rendezvous = _rendezvous_of(generation, agent.key, store, ranks.launch.spec)
+                results = ranks.run(_job_of(generation, ranks), rendezvous)
         except RanksFailed as failed:
             agent.report_failures(failed.failures, number)
         except EnvironmentFailed as error:
@@ -120,8 +104,8 @@ def _rendezvous_of(generation: Generation, key: int, store: ControlStore, spec: 
     """Number the nodes of a generation: by the given node ranks, or in the order in which they joined."""
     keys = sorted((key, *generation.others))
     node_rank = spec.node_rank or 0 if spec.rdzv_backend == "static" else keys.index(key)
-    elastic_store = store.elastic_store(_START_S)
-    return Rendezvous.of_generation(elastic_store, generation.number, node_rank, len(keys), generation.own.host)
+    elastic_store = store.elastic_store(generation.number, _START_S)
+    return Rendezvous(elastic_store, node_rank, len(keys), generation.own.host)
 
 
 def _job_of(generation: Generation, ranks: ElasticRanks) -> Job:
@@ -129,6 +113,8 @@ def _job_of(generation: Generation, ranks: ElasticRanks) -> Job:
     interface = interface_of(generation.own.host)
     others = [name for name in interfaces() if name not in ("lo", interface)]
     if others and generation.number == 0 and not is_loopback(generation.own.host):
-        ranks.say(f"the nodes communicate over {interface} ({generation.own.host}), not over {', '.join(others)}")
+        ranks.launch.say(
+            f"the nodes communicate over {interface} ({generation.own.host}), not over {', '.join(others)}"
+        )
     environ = {**ranks.job.environ, **socket_variables(interface, ranks.job.environ)}
     return dataclasses.replace(ranks.job, attempt=generation.number, environ=environ)

@@ -6,16 +6,11 @@ from instep.core.errors import SpecError
 
 
 def check_process_count(processes: int | str, cores: int, gpus: int) -> int:
-    """Return how many processes auto, gpu, cpu or a number means on this node."""
+    """Return how many processes auto, gpu, cpu or a number, as LaunchSpec takes them, means on this node."""
     if processes == "gpu" and gpus == 0:
         raise SpecError("processes=gpu asks for one process per GPU, but torch sees no GPU. Use cpu, auto or a number.")
-    named = {"auto": gpus or cores, "gpu": gpus, "cpu": cores}
-    try:
-        count = named[processes] if isinstance(processes, str) and processes in named else int(processes)
-    except ValueError:
-        raise SpecError(f"processes={processes!r} is neither a number nor auto, gpu or cpu.") from None
-    if count < 1:
-        raise SpecError(f"processes={count} starts no process. Use at least 1.")
+    named: dict[int | str, int] = {"auto": gpus or cores, "gpu": gpus, "cpu": cores}
+    count = named[processes] if processes in named else int(processes)
     if count > (most := max(64, 16 * cores)):
         raise SpecError(
             f"processes={count} on a node with {cores} cores and {gpus} GPUs would only wait for each other. "

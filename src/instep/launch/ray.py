@@ -14,24 +14,22 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from instep.core.errors import EXIT_ENVIRONMENT, EnvironmentFailed, FailureRecord, RanksFailed, SpecError
+from instep.core.errors import EnvironmentFailed, FailureRecord, RanksFailed, SpecError
 from instep.core.spec import TrainSpec
-from instep.core.stop import taking_over
 from instep.core.topology import Place
-from instep.launch.failures import failure_of_exception, order_failures
+from instep.launch.failures import environment_failure, failure_of_exception, order_failures
 from instep.launch.launcher import Launcher, LaunchJob, S
 from instep.launch.logs import LogPlan
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.scratch import Scratch
+from instep.launch.scratch import Scratch, scratch_in
 from instep.launch.signals import handle_stops, signals_restored
 
 _SETTINGS = {
@@ -53,13 +51,12 @@ import ray.train  # noqa: E402
 from ray.train.backend import Backend  # noqa: E402
 from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
 
-from instep.launch.ray_rank import RayJob, work  # noqa: E402
+from instep.launch.ray_rank import RayJob, polling, work  # noqa: E402
 from instep.world.device import ACCELERATORS  # noqa: E402
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 """Of a Ray of our own: nothing large goes through it, and by default it takes a third of the memory."""
 _ANSWERS_WITHIN_S = 5.0
-_POLL_S = 0.1
 
 
 class RayLauncher(Launcher):
@@ -84,19 +81,24 @@ class RayLauncher(Launcher):
         assert isinstance(spec, TrainSpec)
         assert job.placed_entry is not None
         assert job.run_dir is not None
-        say = _printer(None if spec.quiet else job.stderr)
         run_dir = job.run_dir.absolute()  # a relative path would mean another folder on other nodes
+        for old in run_dir.glob(".ray-*"):  # of a launcher that was killed; the run's lock is ours now
+            shutil.rmtree(old, ignore_errors=True)
         logs = LogPlan(job.logs.directory.absolute(), job.logs.split)
         logs.directory.mkdir(parents=True, exist_ok=True)
-        with signals_restored(), _connected(spec, say), _scratch_in(run_dir) as scratch:
+
+        def say(text: str) -> None:
+            if not spec.quiet:
+                job.say(text)
+
+        # All nodes see the run directory, and so the scratch folder.
+        with signals_restored(), _connected(spec, say), scratch_in(run_dir, ".ray-") as scratch:
             plan = plan_workers(ray.cluster_resources(), spec)
             spec.check_world(plan.num_workers)
             say(plan.notice)
-            ray_job = RayJob(
-                *(job.placed_entry, job.args, str(scratch.folder), str(run_dir), logs, os.getcwd(), spec.max_restarts)
-            )
+            ray_job = RayJob(job.placed_entry, job.args, scratch, run_dir, logs, os.getcwd(), spec.max_restarts)
             with Relay(scratch, {"stdout": job.stdout, "stderr": job.stderr}) as relay, _stops_passed_on(scratch):
-                return _RayLaunch(ray_job, plan, scratch, relay, say, job.progress).run()
+                return _RayLaunch(ray_job, plan, relay, say, job.progress).run()
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,6 @@ class _OurConfig(TorchConfig):
 class _RayLaunch:
     job: RayJob
     plan: WorkersPlan
-    scratch: Scratch
     relay: Relay
     say: Callable[[str], None]
     progress: Callable[[], int]
@@ -149,7 +150,7 @@ class _RayLaunch:
             try:
                 return self._fit()
             except RanksFailed as failed:
-                useless = self.scratch.is_marked("given-up") or not self.job.max_restarts
+                useless = self.job.scratch.is_marked("given-up") or not self.job.max_restarts
                 if useless or self.progress() <= reached:
                     raise
                 self.say(f"restart after {failed}")
@@ -158,36 +159,31 @@ class _RayLaunch:
         error: Exception | None = None
         try:
             # In this thread: another one that waits for Ray crashes the process when Ray is shut down.
-            with self._restarts_printed():
+            with polling(self._print_restarts(), "instep-restarts"):
                 self._trainer().fit()
         except SystemExit:  # how Ray returns after Ctrl-C, when it has ended the workers
             raise KeyboardInterrupt from None
         except Exception as failed:  # noqa: BLE001 - judged below, by what the ranks noted
             error = failed
-        if error is not None or self.scratch.is_marked("given-up"):
+        scratch = self.job.scratch
+        if error is not None or scratch.is_marked("given-up"):
             raise self._blame(error) from None
-        attempt = self.scratch.count_attempts() - 1
-        return {rank: self.scratch.load_result(attempt, rank) for rank in range(self.plan.num_workers)}
+        attempt = scratch.last_attempt()
+        return {rank: scratch.load_result(attempt, rank) for rank in range(self.plan.num_workers)}
 
-    @contextlib.contextmanager
-    def _restarts_printed(self) -> Iterator[None]:
-        """Print a line, from a thread, when Ray has started all ranks again."""
-        done, first = threading.Event(), self.scratch.count_attempts()
+    def _print_restarts(self) -> Callable[[threading.Event], None]:
+        """Return what prints a line when Ray has started all ranks again."""
+        scratch = self.job.scratch
+        first = printed = scratch.last_attempt() + 1
 
-        def watch() -> None:
-            printed = first + 1
-            while not done.wait(_POLL_S):
-                if (now := self.scratch.count_attempts()) > printed:
-                    printed, causes = now, order_failures(self.scratch.load_failures(now - 2))
-                    self.say(f"restart {now - first - 1} of {self.job.max_restarts} after {_first(causes)}")
+        def look(_: threading.Event) -> None:
+            nonlocal printed
+            if (attempt := scratch.last_attempt()) > printed:
+                printed, causes = attempt, order_failures(scratch.load_failures(attempt - 1))
+                cause = causes[0].line if causes else "a worker was lost without an error"
+                self.say(f"restart {attempt - first} of {self.job.max_restarts} after {cause}")
 
-        thread = threading.Thread(target=watch, name="instep-restarts", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+        return look
 
     def _trainer(self) -> TorchTrainer:
         return TorchTrainer(
@@ -197,7 +193,7 @@ class _RayLaunch:
             scaling_config=ray.train.ScalingConfig(num_workers=self.plan.num_workers, use_gpu=self.plan.use_gpu),
             run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # its types are those of an older Ray
                 name="ray",
-                storage_path=str(self.scratch.folder),  # it stays empty: checkpoints are ours
+                storage_path=str(self.job.scratch.folder),  # it stays empty: checkpoints are ours
                 failure_config=ray.train.FailureConfig(max_failures=self.job.max_restarts),
                 logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
             ),
@@ -205,7 +201,7 @@ class _RayLaunch:
 
     def _blame(self, error: BaseException | None) -> Exception:
         """Return the error to raise, from Ray's error and from what the ranks noted."""
-        noted = self.scratch.load_failures(max(0, self.scratch.count_attempts() - 1))
+        noted = self.job.scratch.load_failures(self.job.scratch.last_attempt())
         errors = error.worker_failures if isinstance(error, ray.train.WorkerGroupError) else {}
         known = {failure.rank for failure in noted}
         noted += [self._unnoted(rank, worker_error) for rank, worker_error in errors.items() if rank not in known]
@@ -221,7 +217,7 @@ class _RayLaunch:
         if not isinstance(error, ray.exceptions.RayError):
             return failure_of_exception(error, rank, time.time_ns(), log)
         summary = "ended without an error: killed (out of memory?), or its node was lost"
-        return FailureRecord(rank=rank, time_ns=time.time_ns(), summary=summary, exit_code=EXIT_ENVIRONMENT, log=log)
+        return environment_failure(summary, time.time_ns(), rank, names_ranks=False, log=log)
 
 
 @contextlib.contextmanager
@@ -239,20 +235,19 @@ def _connected(spec: TrainSpec, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _connect(spec: TrainSpec, say: Callable[[str], None]) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if not spec.address:
         say("starting a Ray on this machine, for this run alone")
         cores = len(os.sched_getaffinity(0))
         wanted = spec.processes if isinstance(spec.processes, int) else 1
-        size = {"num_cpus": max(cores, wanted), "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-        quiet |= {"address": "local", **size}
+        options |= {"num_cpus": max(cores, wanted), "object_store_memory": _OBJECT_STORE_BYTES}
+        options |= {"include_dashboard": False}
     else:
         say(f"joining the Ray cluster at {spec.address}")
         if spec.address != "auto":
             _check_listening(spec.address)
-        quiet |= {"address": spec.address}
     try:
-        ray.init(**quiet)
+        ray.init(spec.address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         text = " ".join(str(error).split())[:400].rstrip(".")
         where = f"the Ray cluster at {spec.address} cannot be joined" if spec.address else "Ray cannot be started here"
@@ -275,20 +270,6 @@ def _check_listening(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _scratch_in(run_dir: Path) -> Iterator[Scratch]:
-    """Make the scratch folder of one launch where all nodes see it."""
-    for old in run_dir.glob(".ray-*"):  # of a launcher that was killed; the run's lock is ours now
-        shutil.rmtree(old, ignore_errors=True)
-    scratch = Scratch(Path(tempfile.mkdtemp(prefix=".ray-", dir=run_dir)))
-    try:
-        (scratch.folder / "logs").mkdir()
-        with taking_over(lambda: scratch.mark("asked")):
-            yield scratch
-    finally:
-        shutil.rmtree(scratch.folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
 def _stops_passed_on(scratch: Scratch) -> Iterator[None]:
     """Make the first SIGTERM or SIGUSR1 ask all ranks to save and leave, and the second end them."""
     ended_by: list[str] = []
@@ -304,16 +285,3 @@ def _stops_passed_on(scratch: Scratch) -> Iterator[None]:
         if not ended_by:
             raise
         raise EnvironmentFailed(f"ended by a second {ended_by[0]}, before the run was saved.") from None
-
-
-def _printer(stderr: TextIO | None) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if stderr is not None:
-            stderr.write(text + "\n")
-            stderr.flush()
-
-    return say
-
-
-def _first(failures: list[FailureRecord]) -> str:
-    return failures[0].line if failures else "a worker was lost without an error"

@@ -48,9 +48,9 @@ class RayJob:
 
     entry: Callable[..., Any]
     args: tuple[Any, ...]
-    folder: str
-    """The scratch folder of the launch; a rank that sees it sees the run directory."""
-    run_dir: str
+    scratch: Scratch
+    """That of the launch; a rank that sees its folder sees the run directory."""
+    run_dir: Path
     logs: LogPlan
     working_dir: str
     max_restarts: int
@@ -72,8 +72,8 @@ class Meeting:
 def work(config: dict[str, Any]) -> None:
     """Run one rank of one attempt; Ray Train calls this on each of its workers."""
     job: RayJob = config["job"]
-    scratch, rank = Scratch(Path(job.folder)), ray.train.get_context().get_world_rank()
-    meeting: Meeting = broadcast_from_rank_zero(_plan_meeting(job, scratch) if rank == 0 else None)
+    scratch, rank = job.scratch, ray.train.get_context().get_world_rank()
+    meeting: Meeting = broadcast_from_rank_zero(_plan_meeting(job) if rank == 0 else None)
     if meeting.given_up:
         return
     sees_run = scratch.folder.is_dir()
@@ -84,7 +84,7 @@ def work(config: dict[str, Any]) -> None:
         os.chdir(job.working_dir)
     stop = StopRequest()
     try:
-        with _following_marks(scratch, stop):
+        with polling(lambda done: _follow_marks(scratch, stop, done), "instep-marks"):
             result = job.entry(_place(meeting), meeting.attempt, stop, sees_run, *job.args)
             scratch.save_result(meeting.attempt, rank, result)
     except BaseException as error:
@@ -92,11 +92,11 @@ def work(config: dict[str, Any]) -> None:
             return
         record = failure_of_exception(error, rank, time.time_ns(), str(job.logs.error_file(rank)))
         # A rank that cannot see the folder cannot note anything; the others raise the same error, and can.
-        if not (_is_given_up(job, scratch, meeting, record) if sees_run else record.final):
+        if not (_is_given_up(job, meeting, record) if sees_run else record.final):
             raise
 
 
-def _plan_meeting(job: RayJob, scratch: Scratch) -> Meeting:
+def _plan_meeting(job: RayJob) -> Meeting:
     """Return, on rank 0, which attempt this is and where the ranks meet."""
     context = ray.train.get_context()
     one_node = context.get_local_world_size() == context.get_world_size()
@@ -104,12 +104,12 @@ def _plan_meeting(job: RayJob, scratch: Scratch) -> Meeting:
         probe.bind(("", 0))
         port = int(probe.getsockname()[1])
     return Meeting(
-        attempt=scratch.count_attempts(),
+        attempt=job.scratch.last_attempt() + 1,
         world_size=context.get_world_size(),
-        reached=RunDirectory(Path(job.run_dir)).newest_step(),
+        reached=RunDirectory(job.run_dir).newest_step(),
         address="127.0.0.1" if one_node else ray.util.get_node_ip_address(),
         port=port,
-        given_up=scratch.is_marked("given-up"),
+        given_up=job.scratch.is_marked("given-up"),
     )
 
 
@@ -129,14 +129,14 @@ def _place(meeting: Meeting) -> Place:
     )
 
 
-def _is_given_up(job: RayJob, scratch: Scratch, meeting: Meeting, record: FailureRecord) -> bool:
+def _is_given_up(job: RayJob, meeting: Meeting, record: FailureRecord) -> bool:
     """Note how this rank failed; return whether no other attempt follows. Issues no collectives."""
-    attempt = meeting.attempt
+    scratch, attempt = job.scratch, meeting.attempt
     scratch.save_failure(attempt, record)
     if record.consequence:
         wait_for_cause(scratch, attempt, meeting.world_size)
     failures = order_failures(scratch.load_failures(attempt))
-    further = RunDirectory(Path(job.run_dir)).newest_step() > meeting.reached
+    further = RunDirectory(job.run_dir).newest_step() > meeting.reached
     previous = [] if further or not attempt else order_failures(scratch.load_failures(attempt - 1))
     # Ray counts the restarts, but cannot know whether one is of any use.
     plan = plan_restart(failures, previous, in_vain=0, max_restarts=1)
@@ -148,19 +148,24 @@ def _is_given_up(job: RayJob, scratch: Scratch, meeting: Meeting, record: Failur
     return True
 
 
+def _follow_marks(scratch: Scratch, stop: StopRequest, done: threading.Event) -> None:
+    """Look for the marks that ask this rank to stop or say that another one has given up."""
+    if scratch.is_marked("asked"):
+        stop.asked = True
+    if scratch.is_marked("given-up") and not done.wait(_STUCK_S):
+        os._exit(EXIT_USER)
+
+
 @contextlib.contextmanager
-def _following_marks(scratch: Scratch, stop: StopRequest) -> Iterator[None]:
-    """Look, in a thread, for the marks that ask this rank to stop or say that another one has given up."""
+def polling(look: Callable[[threading.Event], None], name: str) -> Iterator[None]:
+    """Call `look` again and again, in a thread, until the block is left; it gets an event that is set then."""
     done = threading.Event()
 
-    def follow() -> None:
+    def poll() -> None:
         while not done.wait(_POLL_S):
-            if scratch.is_marked("asked"):
-                stop.asked = True
-            if scratch.is_marked("given-up") and not done.wait(_STUCK_S):
-                os._exit(EXIT_USER)
+            look(done)
 
-    thread = threading.Thread(target=follow, name="instep-marks", daemon=True)
+    thread = threading.Thread(target=poll, name=name, daemon=True)
     thread.start()
     try:
         yield

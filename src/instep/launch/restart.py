@@ -30,7 +30,9 @@ def plan_restart(
     first = failures[0]
     if in_vain >= max_restarts or first.final:
         return RestartPlan(False, tuple(failures))
-    if _repeats(first, previous):
+    # Only for the user's own code: two kills, or two lost connections, look alike and say nothing about a third. The
+    # first one may be another rank.
+    if first.exit_code == EXIT_USER and previous and first.summary == previous[0].summary:
         noted = dataclasses.replace(
             first,
             summary=f"{first.summary} ({_REPEATS})",
@@ -38,12 +40,3 @@ def plan_restart(
         )
         return RestartPlan(False, (noted, *failures[1:]))
     return RestartPlan(True, tuple(failures))
-
-
-def _repeats(failure: FailureRecord, previous: Sequence[FailureRecord]) -> bool:
-    # Only for the user's own code: two kills, or two lost connections, look alike and say nothing about a third.
-    return (
-        failure.exit_code == EXIT_USER
-        and bool(previous)
-        and failure.summary == previous[0].summary  # the first one may be another rank
-    )

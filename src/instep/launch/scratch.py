@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from instep.core.errors import FailureRecord
 from instep.core.stop import taking_over
+from instep.guard.pulse import Beat, read_pulse
 from instep.launch.logs import LogStart
 
 _MIN_AGE_S = 60.0
@@ -54,7 +55,7 @@ class Scratch:
         """Record where a rank's output begins; later attempts append, so only the first one counts."""
         path = self.folder / "logs" / f"rank-{rank}.json"
         if not path.exists():
-            _write(path, json.dumps([dataclasses.asdict(start) for start in starts]).encode())
+            _write(path, json.dumps(starts, default=dataclasses.asdict).encode())
 
     def announced_logs(self, known: Collection[str]) -> dict[str, list[LogStart]]:
         """Return where the ranks' output begins, by file name, without those in `known`."""
@@ -100,12 +101,8 @@ class Scratch:
         return [FailureRecord(**json.loads(path.read_bytes())) for path in paths]
 
     def last_attempt(self) -> int:
-        """Return the number of the newest attempt that started a rank."""
-        return max((int(path.name.split("-")[1]) for path in self.folder.glob("attempt-*")), default=0)
-
-    def count_attempts(self) -> int:
-        """Return how many attempts started a rank."""
-        return len(list(self.folder.glob("attempt-*")))
+        """Return the number of the newest attempt that started a rank; -1: none has."""
+        return max((int(path.name.split("-")[1]) for path in self.folder.glob("attempt-*")), default=-1)
 
     def start_attempt(self, attempt: int) -> None:
         """Make the folder of an attempt."""
@@ -124,6 +121,11 @@ class Scratch:
         """Return the file in which a rank notes what it is doing."""
         return self._of(attempt, rank, "pulse")
 
+    def beats(self, attempt: int) -> dict[int, Beat]:
+        """Read the pulse of every rank that has started."""
+        beats = {rank: read_pulse(self.pulse(attempt, rank)) for rank in self.watched_ranks(attempt)}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
     def stacks(self, attempt: int, rank: int) -> Path:
         """Return the file to which the stacks of a rank's processes are appended."""
         return self._of(attempt, rank, "stacks")
@@ -138,21 +140,29 @@ class Scratch:
 
 
 @contextlib.contextmanager
-def open_scratch() -> Iterator[Scratch]:
-    """Make the folder of a launch and hold its lifeline open; at the end, close that and remove the folder."""
-    _remove_orphans(Path(tempfile.gettempdir()))
-    scratch = Scratch(Path(tempfile.mkdtemp(prefix="instep-")))
+def scratch_in(parent: Path, prefix: str) -> Iterator[Scratch]:
+    """Make the scratch folder of a launch; at the end, remove it."""
+    scratch = Scratch(Path(tempfile.mkdtemp(prefix=prefix, dir=parent)))
     try:
         (scratch.folder / "logs").mkdir()
+        with taking_over(lambda: scratch.mark("asked")):
+            yield scratch
+    finally:
+        shutil.rmtree(scratch.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_scratch() -> Iterator[Scratch]:
+    """Make the scratch folder of a launch on this node, and hold its lifeline open."""
+    parent = Path(tempfile.gettempdir())
+    _remove_orphans(parent)
+    with scratch_in(parent, "instep-") as scratch:
         os.mkfifo(scratch.lifeline, 0o600)
         lifeline = os.open(scratch.lifeline, os.O_RDWR)  # not write-only: that would wait for a reader
         try:
-            with taking_over(lambda: scratch.mark("asked")):
-                yield scratch
+            yield scratch
         finally:
             os.close(lifeline)
-    finally:
-        shutil.rmtree(scratch.folder, ignore_errors=True)
 
 
 def _remove_orphans(parent: Path) -> None:

@@ -23,8 +23,8 @@ from instep.guard.stacks import register_stacks
 from instep.launch.failures import failure_of_exception
 from instep.launch.scratch import Scratch
 
-FAILURE_GRACE_S = 2
-"""How long processes may take to end once a rank has failed."""
+GRACE_S = 2
+"""How long a rank may take to end once another one has failed, or it is asked to (Ctrl-C, SIGTERM)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -57,7 +57,7 @@ def wait_for_cause(scratch: Scratch, attempt: int, num_ranks: int, pause: Callab
     A rank that merely noticed a lost peer does this before it ends: the launcher ends the other ranks as soon as one
     has, and the one with the cause may be about to note it. `pause` waits a moment and returns whether to stop waiting.
     """
-    until = time.monotonic() + FAILURE_GRACE_S
+    until = time.monotonic() + GRACE_S
     while time.monotonic() < until:
         failures = scratch.load_failures(attempt)
         if len(failures) == num_ranks or not all(failure.consequence for failure in failures) or pause():
@@ -80,7 +80,7 @@ def _run(payload: bytes, scratch: Scratch, rank: int, attempt: int, log: str) ->
         scratch.save_failure(attempt, failure_of_exception(error, rank, time.time_ns(), log))
         # Whatever is left to run here (threads, atexit) may wait for peers that will never answer.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(FAILURE_GRACE_S)
+        signal.alarm(GRACE_S)
         return EXIT_USER
     return EXIT_DONE
 

@@ -51,11 +51,8 @@ def remote_command(folder: str, python: str, module: str, python_path: str) -> s
 
 def address_of(ssh_settings: str, host: str) -> str:
     """Return the address of a host from the output of `ssh -G`."""
-    for line in ssh_settings.splitlines():
-        name, _, value = line.partition(" ")
-        if name == "hostname":
-            return value.strip()
-    return host.rpartition("@")[2]
+    match = re.search(r"^hostname (.*)$", ssh_settings, re.MULTILINE)
+    return match[1].strip() if match else host.rpartition("@")[2]
 
 
 def check_addresses(addresses: Mapping[str, str]) -> None:
@@ -79,9 +76,9 @@ def launcher_specs(spec: S, addresses: Mapping[str, str], port: int, job: str) -
     common["rdzv_endpoint"] = spec.rdzv_endpoint or f"{addresses[first]}:{port}"
     specs = {}
     for host, address in addresses.items():
-        settings = [*filter(None, [spec.rdzv_conf]), f"is_host={int(host == first)}"]
         # A user who gives the endpoint also says who hosts it.
-        rdzv_conf = spec.rdzv_conf if spec.rdzv_endpoint else ",".join(settings)
+        is_host = "" if spec.rdzv_endpoint else f",is_host={int(host == first)}"
+        rdzv_conf = f"{spec.rdzv_conf}{is_host}".lstrip(",")
         specs[host] = dataclasses.replace(spec, local_addr=address, rdzv_conf=rdzv_conf, **common)
     return specs
 

@@ -106,7 +106,7 @@ def inspect_hosts(ssh: Sequence[str], hosts: Sequence[str], file: str, folder: s
     finally:
         for inspection in inspections:
             inspection.clean_up()
-    return {host: HostInfo(**answer) for host, answer in zip(hosts, answers, strict=True)}
+    return {host: HostInfo(**answer) for host, answer in answers.items()}
 
 
 class _Inspection(SshProcess):
@@ -144,12 +144,12 @@ class _Inspection(SshProcess):
         return f"{self.host}: instep cannot run there: {message[-500:]}"
 
 
-def _answers(inspections: Sequence[_Inspection]) -> list[dict[str, Any]]:
+def _answers(inspections: Sequence[_Inspection]) -> dict[str, dict[str, Any]]:
     """Return the next answer of each host; raise EnvironmentFailed with a line for each that gives none."""
-    answers, errors = [], []
+    answers, errors = {}, []
     for inspection in inspections:
         try:
-            answers.append(inspection.answer())
+            answers[inspection.host] = inspection.answer()
         except EnvironmentFailed as error:
             errors.append(str(error))
     if errors:
@@ -159,18 +159,12 @@ def _answers(inspections: Sequence[_Inspection]) -> list[dict[str, Any]]:
 
 def _check_folder(inspections: Sequence[_Inspection], folder: str) -> None:
     """Raise EnvironmentFailed unless every host sees the mark of the first one: then they share a disk."""
-    answers = zip(inspections, _answers(inspections), strict=True)
-    errors = [f"{inspection.host}: {answer['error']}" for inspection, answer in answers if "error" in answer]
+    errors = [f"{host}: {answer['error']}" for host, answer in _answers(inspections).items() if "error" in answer]
     if not errors:
         for inspection in inspections:
             inspection.send("look")
-        first = inspections[0].host
-        answers = zip(inspections, _answers(inspections), strict=True)
-        errors = [
-            f"{inspection.host}: its {folder} is not the same folder as {first}'s"
-            for inspection, answer in answers
-            if 0 not in answer["seen"]
-        ]
+        blind = [host for host, answer in _answers(inspections).items() if 0 not in answer["seen"]]
+        errors = [f"{host}: its {folder} is not the same folder as {inspections[0].host}'s" for host in blind]
     if errors:
         errors.append("Nothing was started. All hosts must see one run directory: give --run-dir on a shared disk.")
         raise EnvironmentFailed("\n".join(errors))

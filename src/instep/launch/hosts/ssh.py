@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import FrameType
 from typing import IO
 
 from instep.core.errors import EnvironmentFailed
 from instep.launch.hosts.plan import SSH_FAILED, address_of, exit_code_of, remote_command
 from instep.launch.hosts.supervisor import KEEPALIVE_S
+from instep.launch.signals import signals_restored
 
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 _POLL_S = 0.05
@@ -31,14 +31,10 @@ Write = Callable[[str, str, str], None]
 """Show a line: host, stream, text."""
 
 
-def check_ssh(ssh: Sequence[str]) -> None:
-    """Raise EnvironmentFailed if the ssh program is missing."""
-    if shutil.which(ssh[0]) is None:
-        raise EnvironmentFailed(f"{ssh[0]} is not on the path, and --hosts needs it. Install it, or give --ssh.")
-
-
 def find_addresses(ssh: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
     """Return the address at which ssh reaches each host: a name may exist in ssh's configuration only."""
+    if shutil.which(ssh[0]) is None:
+        raise EnvironmentFailed(f"{ssh[0]} is not on the path, and --hosts needs it. Install it, or give --ssh.")
     addresses = {}
     for host in hosts:
         done = subprocess.run([*ssh, "-G", host], capture_output=True, text=True, timeout=30, check=False)
@@ -151,31 +147,31 @@ class RemoteLaunchers:
 
     def run(self) -> list[tuple[str, int]]:
         """Wait until all have ended and return (host, exit code) in the order in which they ended."""
-        ignored = {number for number in _RELAYED if signal.getsignal(number) == signal.SIG_IGN}  # by nohup
-        before = {number: signal.signal(number, self._on_signal) for number in _RELAYED if number not in ignored}
         try:
-            keepalive_at = 0.0
-            while alive := [launcher for launcher in self._launchers if launcher.exit_code is None]:
-                if time.monotonic() >= keepalive_at:
-                    keepalive_at = time.monotonic() + KEEPALIVE_S
-                    for launcher in alive:
-                        launcher.send("")
-                self._relay_signals(alive)
-                self._end_if_too_few(alive)
-                for launcher in alive:
-                    launcher.poll()
-                    if launcher.exit_code is not None:
-                        self._ended.append((launcher.host, launcher.exit_code))
-                time.sleep(_POLL_S)
+            with signals_restored():
+                for number in _RELAYED:
+                    if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+                        signal.signal(number, lambda number, _: self._signals.append(number))
+                self._wait()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             for launcher in self._launchers:
                 launcher.clean_up()
         return self._ended
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
+    def _wait(self) -> None:
+        keepalive_at = 0.0
+        while alive := [launcher for launcher in self._launchers if launcher.exit_code is None]:
+            if time.monotonic() >= keepalive_at:
+                keepalive_at = time.monotonic() + KEEPALIVE_S
+                for launcher in alive:
+                    launcher.send("")
+            self._relay_signals(alive)
+            self._end_if_too_few(alive)
+            for launcher in alive:
+                launcher.poll()
+                if launcher.exit_code is not None:
+                    self._ended.append((launcher.host, launcher.exit_code))
+            time.sleep(_POLL_S)
 
     def _relay_signals(self, alive: Sequence[_RemoteLauncher]) -> None:
         """Send new signals to all hosts; the second one, other than SIGUSR1, ends the launchers."""

@@ -29,66 +29,60 @@ _EXIT_TIMEOUTS_S = (10.0, 5.0)
 """How long a launcher may take to exit after the first and after the second SIGTERM."""
 
 
-class Supervisor:
-    """Supervises one launcher."""
+def supervise(command: list[str]) -> int:
+    """Run the launcher to its end and return its exit code."""
+    # In a session of its own: what ends this connection's processes must not end the launcher before it has saved.
+    launcher = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,  # no thread has been started yet
+    )
+    streams = ((launcher.stdout, 1), (launcher.stderr, 2))
+    copies = [threading.Thread(target=_copy, args=stream, daemon=True) for stream in streams]
+    for copy in copies:
+        copy.start()
+    try:
+        _relay_signals(launcher)
+    finally:  # also if this process is terminated
+        _end_launcher(launcher)
+    code = launcher.wait()
+    until = time.monotonic() + 5
+    for copy in copies:  # a background process of the launcher may hold its output open
+        copy.join(max(0.0, until - time.monotonic()))
+    if code < 0:
+        sys.stderr.write(f"instep: the launcher was killed ({signal.Signals(-code).name})\n")
+        sys.stderr.flush()
+        return EXIT_ENVIRONMENT
+    return code
 
-    def __init__(self, command: list[str]) -> None:
-        # In a session of its own: what ends this connection's processes must not end the launcher before it has saved.
-        self.launcher = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,  # no thread has been started yet
-        )
-        streams = ((self.launcher.stdout, 1), (self.launcher.stderr, 2))
-        self._copies = [threading.Thread(target=_copy, args=stream, daemon=True) for stream in streams]
-        for copy in self._copies:
-            copy.start()
 
-    def run(self) -> int:
-        """Wait until the launcher has ended and return its exit code."""
-        try:
-            self._relay_signals()
-        finally:  # also if this process is terminated
-            self._end_launcher()
-        return self._exit_code()
+def _relay_signals(launcher: subprocess.Popen[bytes]) -> None:
+    """Relay signals until the launcher has ended, or the local command is gone."""
+    ended = os.pidfd_open(launcher.pid)
+    rest = b""
+    while not select.select([ended], [], [], 0)[0]:
+        ready, _, _ = select.select([0, ended], [], [], _KEEPALIVE_TIMEOUT_S)
+        if 0 in ready:
+            data = os.read(0, 4096)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in filter(None, lines):
+                launcher.send_signal(signal.Signals[line.decode()])
+        if not ready or (0 in ready and not data):
+            break
+    os.close(ended)
 
-    def _relay_signals(self) -> None:
-        """Relay signals until the launcher has ended, or the local command is gone."""
-        ended = os.pidfd_open(self.launcher.pid)
-        rest = b""
-        while not select.select([ended], [], [], 0)[0]:
-            ready, _, _ = select.select([0, ended], [], [], _KEEPALIVE_TIMEOUT_S)
-            if 0 in ready:
-                data = os.read(0, 4096)
-                *lines, rest = (rest + data).split(b"\n")
-                for line in filter(None, lines):
-                    self.launcher.send_signal(signal.Signals[line.decode()])
-            if not ready or (0 in ready and not data):
-                break
-        os.close(ended)
 
-    def _end_launcher(self) -> None:
-        """Send SIGTERM, SIGTERM again, then SIGKILL."""
-        for timeout_s in _EXIT_TIMEOUTS_S:
-            self.launcher.send_signal(signal.SIGTERM)  # does nothing if it has ended
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.launcher.wait(timeout_s)
-                return
-        os.killpg(self.launcher.pid, signal.SIGKILL)
-
-    def _exit_code(self) -> int:
-        code = self.launcher.wait()
-        until = time.monotonic() + 5
-        for copy in self._copies:  # a background process of the launcher may hold its output open
-            copy.join(max(0.0, until - time.monotonic()))
-        if code < 0:
-            sys.stderr.write(f"instep: the launcher was killed ({signal.Signals(-code).name})\n")
-            sys.stderr.flush()
-            return EXIT_ENVIRONMENT
-        return code
+def _end_launcher(launcher: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM, SIGTERM again, then SIGKILL."""
+    for timeout_s in _EXIT_TIMEOUTS_S:
+        launcher.send_signal(signal.SIGTERM)  # does nothing if it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(timeout_s)
+            return
+    os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:
@@ -117,7 +111,7 @@ def main() -> None:
         if not byte:
             return
         line += byte
-    os._exit(Supervisor(json.loads(line)).run())
+    os._exit(supervise(json.loads(line)))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,7 @@ def main_resource(spec: KubernetesSpec, kind: Kind) -> str:
 def _object(
     spec: KubernetesSpec, api_version: str, kind: str, body: dict[str, Any], name: str | None = None
 ) -> dict[str, Any]:
-    namespace = {"namespace": spec.namespace} if spec.namespace is not None else {}
-    metadata = {"name": name or spec.name, **namespace, "labels": _labels(spec)}
+    metadata = {"name": name or spec.name, **_given({"namespace": spec.namespace}), "labels": _labels(spec)}
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **body}
 
 
@@ -155,14 +154,13 @@ def _container(spec: KubernetesSpec, name: str, host: str, port_name: str) -> di
     mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108 - in the pod
     if spec.task_text is not None:
         mounts.append({"name": "task", "mountPath": TASK_FOLDER, "readOnly": True})
-    resources = _resources(spec)
     return {
         "name": name,
         "image": spec.image,
         "command": _launcher_command(spec, host),
-        **({"env": env} if env else {}),
+        **_given({"env": env}),
         "ports": [{"name": port_name, "containerPort": PORT}],
-        **({"resources": resources} if resources else {}),
+        **_given({"resources": _resources(spec)}),
         "volumeMounts": mounts,
     }
 
@@ -180,14 +178,14 @@ def _launcher_command(spec: KubernetesSpec, host: str) -> list[str]:
 
 def _resources(spec: KubernetesSpec) -> dict[str, Any]:
     """Return requests and limits; memory and GPUs cannot be overcommitted, so their limits equal the requests."""
-    requests = {"cpu": spec.cpus, "memory": spec.memory}
     gpu = next(iter(ACCELERATORS.values())).kubernetes_resource
-    limits = {"memory": spec.memory, gpu: spec.gpus_per_node or None}
-    resources = {
-        name: {key: value for key, value in values.items() if value is not None}
-        for name, values in (("requests", requests), ("limits", limits))
-    }
-    return {name: values for name, values in resources.items() if values}
+    requests = _given({"cpu": spec.cpus, "memory": spec.memory})
+    limits = _given({"memory": spec.memory, gpu: spec.gpus_per_node})
+    return _given({"requests": requests, "limits": limits})
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value}
 
 
 def _failure_policy(container_name: str) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from typing import Any
 
 _PLAIN = re.compile(r"(?:--)?[A-Za-z_/][\w./=-]*(?::[\w./-]+)*", re.ASCII)
 """Strings that need no quotes anywhere."""
-_LINE_BREAKS = {"\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
-"""Line breaks of YAML beside the newline, and their escapes."""
 _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan"}
-_UNPRINTABLE = re.compile("[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+_ESCAPED = re.compile("[^\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+"""What is not printable in YAML, and its line breaks beside the newline."""
 
 
 @dataclass(frozen=True)
@@ -94,27 +93,16 @@ def _is_literal(text: str) -> bool:
         and text.strip() != ""
         and text[0] not in "\n\t"
         and not text.endswith("\n\n")
-        and not _UNPRINTABLE.search(text)
-        and not set(text) & set(_LINE_BREAKS)
+        and not _ESCAPED.search(text)
     )
 
 
 def _scalar(value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float):
-        return json.dumps(value)
     if isinstance(value, str):
         return value if _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT else _quoted(value)
-    if isinstance(value, Mapping) or _is_list(value):
-        assert not value
-        return "{}" if isinstance(value, Mapping) else "[]"
-    raise TypeError(f"{type(value).__name__} is not a plain value")
+    return json.dumps(value)  # a number or a boolean, nothing, an empty mapping or list
 
 
 def _quoted(text: str) -> str:
     """Quote a text as JSON, which is YAML too, with YAML's escapes for unprintable characters."""
-    return "".join(_LINE_BREAKS.get(c, c) for c in _UNPRINTABLE.sub(_escaped, json.dumps(text, ensure_ascii=False)))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    number = ord(match[0])
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))

@@ -21,16 +21,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from instep.core.errors import EXIT_SPEC, EnvironmentFailed, FailureRecord, RanksFailed, SpecError
-from instep.guard.pulse import read_pulse
+from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
 from instep.launch.membership.clock_offset import Offset
 from instep.launch.membership.control_store import ControlStore
 from instep.launch.membership.fence import Attempt
-from instep.launch.membership.generations import Rules, environment_failure
+from instep.launch.membership.generations import Rules
 from instep.launch.membership.heartbeat import Heartbeat, JobState
 from instep.launch.membership.leader import CONTINUES, Leader
 from instep.launch.membership.node_info import NodeInfo
@@ -78,7 +77,6 @@ class NodeAgent:
         rules: Rules,
         scratch: Scratch,
         logs: LogPlan,
-        *,
         progress: Callable[[], int],
         say: Callable[[str], None],
         clock: Callable[[], int] = time.time_ns,
@@ -114,14 +112,12 @@ class NodeAgent:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ending.set()
         self._wake.set()
         for thread in self._threads:
             thread.join()
-        why = "its work is done" if kind is None else _reason_of(error)
+        why = "its work is done" if error is None else _reason_of(error)
         self._update(left=why)
         with contextlib.suppress(StoreTimeout, HostGone):  # then the others find out by themselves
             self._client.call(self._exchange)
@@ -209,19 +205,18 @@ class NodeAgent:
 
     def report_failures(self, failures: Sequence[FailureRecord], generation: int) -> None:
         """Report how the ranks here failed: in the leader's time, with host and step."""
-        offset, reported = self._heartbeat.clock or Offset(), []
-        for failure in failures:
-            pulse = read_pulse(self._scratch.pulse(generation, failure.rank))
-            reported.append(
-                dataclasses.replace(
-                    failure,
-                    time_ns=failure.time_ns - offset.ahead_ns,
-                    doubt_ns=offset.doubt_ns,
-                    host=self._name,
-                    step=pulse.step if pulse is not None else None,
-                )
+        offset, beats = self._heartbeat.clock or Offset(), self._scratch.beats(generation)
+        reported = tuple(
+            dataclasses.replace(
+                failure,
+                time_ns=failure.time_ns - offset.ahead_ns,
+                doubt_ns=offset.doubt_ns,
+                host=self._name,
+                step=beats[failure.rank].step if failure.rank in beats else None,
             )
-        self._update(failures=tuple(reported))
+            for failure in failures
+        )
+        self._update(failures=reported)
         self._wake.set()
 
     @property
@@ -315,7 +310,7 @@ class NodeAgent:
             self._update(clock=Offset())
 
     def _exchange(self, store: ControlStore) -> JobState | None:
-        store.set(f"heartbeat/{self.key}", self._heartbeat.to_json())
+        store.set(f"heartbeat/{self.key}", self._heartbeat)
         values = store.get("job")
         return JobState.from_json(values) if values is not None else None
 
@@ -380,7 +375,7 @@ def _error_of(failure: FailureRecord) -> SpecError | EnvironmentFailed:
     return kind(failure.summary)
 
 
-def _reason_of(error: BaseException | None) -> str:
+def _reason_of(error: BaseException) -> str:
     number = getattr(error, "sigval", None)  # of elastic's SignalException
     if isinstance(error, KeyboardInterrupt) or number == signal.SIGINT:
         return "interrupted"

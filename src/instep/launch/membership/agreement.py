@@ -6,8 +6,9 @@ training. What works but may change the result, such as another version of torch
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from instep.core.errors import EnvironmentFailed, InstepError, SpecError
@@ -25,30 +26,29 @@ def disagreement(nodes: Iterable[NodeInfo]) -> InstepError | None:
     nodes = sorted(nodes, key=lambda node: node.key)
     names = names_of(nodes)
     by_name = {names[node.key]: node for node in nodes}
-    for option, values in (
-        ("--nnodes", {name: node.nnodes for name, node in by_name.items()}),
-        ("--rdzv-backend", {name: node.backend for name, node in by_name.items()}),
+    for option, ((first, value), *others) in _differing(
+        {name: {"--nnodes": node.nnodes, "--rdzv-backend": node.backend} for name, node in by_name.items()}
     ):
-        if len(set(values.values())) > 1:
-            (first, value), *others = _by_value(values)
-            rest = ", ".join(f"{_all(hosts)} with {option} {other}" for hosts, other in others)
-            were = "was" if len(first) == 1 else "were"
-            return SpecError(
-                f"{_all(first)} {were} started with {option} {value}, {rest}: they would never meet. Give all nodes "
-                "the same."
-            )
+        rest = ", ".join(f"{_all(hosts)} with {option} {other}" for hosts, other in others)
+        were = "was" if len(first) == 1 else "were"
+        return SpecError(
+            f"{_all(first)} {were} started with {option} {value}, {rest}: they would never meet. Give all nodes the "
+            "same."
+        )
     if (twice := _same_node_rank(by_name)) is not None:
         return twice
-    versions = {name: node.record.versions.get("instep", "") for name, node in by_name.items()}
-    if len(set(versions.values())) > 1:
+    for what, groups in _differing({name: node.record.versions for name, node in by_name.items()}, ["instep"]):
         return EnvironmentFailed(
-            f"{_difference('instep', versions)}: they may not understand each other. Install the same on all nodes."
+            f"{_difference(what, groups)}: they may not understand each other. Install the same on all nodes."
         )
-    lines = _different_requests(by_name)
-    if lines:
+    requests = [
+        f"  {what}: " + ", ".join(f"{value!r} on {_all(hosts)}" for hosts, value in groups)
+        for what, groups in _differing({name: node.request for name, node in by_name.items()})
+    ]
+    if requests:
         return SpecError(
             "The nodes were asked for different things, so they cannot train together:\n"
-            + "\n".join(f"  {line}" for line in lines)
+            + "\n".join(requests)
             + "\nStart the same command on all of them."
         )
     return None
@@ -57,31 +57,32 @@ def disagreement(nodes: Iterable[NodeInfo]) -> InstepError | None:
 def warnings(nodes: Mapping[str, NodeRecord], packages: Mapping[str, Mapping[str, str]], exact: bool) -> list[str]:
     """Return a sentence for each difference between nodes that may change the result.
 
-    `nodes` and `packages` are by the nodes' names; `packages` is only given where packages differ.
+    `nodes` and `packages` are by the nodes' names; `packages` may be left empty where they are all the same.
     """
-    sentences = []
-    for what in ("torch", "numpy", "Python", *(accelerator.toolkit for accelerator in ACCELERATORS.values())):
-        values = {name: node.versions.get(what, "") for name, node in nodes.items()}
-        if what == "torch" and exact:
-            continue  # reported below
-        if len(set(values.values())) > 1:
-            sentences.append(f"{_difference(what, values)}. The result may depend on which node computes what.")
-    for what in ("torch", "cpu", "gpu") if exact else ("cpu", "gpu"):
-        values = {name: node.platform.get(what, "") for name, node in nodes.items()}
-        if len(set(values.values())) > 1:
-            mode = "exact mode: " if exact else ""
-            what = {"cpu": "a processor of kind", "gpu": "GPUs"}.get(what, what)
+    toolkits = [accelerator.toolkit for accelerator in ACCELERATORS.values()]
+    compared = [*([] if exact else ["torch"]), "numpy", "Python", *toolkits]  # exact mode reports torch below
+    sentences = [
+        f"{_difference(what, groups)}. The result may depend on which node computes what."
+        for what, groups in _differing({name: node.versions for name, node in nodes.items()}, compared)
+    ]
+    mode, effect = ("exact mode: ", ", so the weights may not be those of nodes that are alike") if exact else ("", "")
+    hardware = {"torch": "torch", "cpu": "a processor of kind", "gpu": "GPUs"}
+    for what, groups in _differing({name: node.platform for name, node in nodes.items()}, hardware):
+        if what != "torch" or exact:
             sentences.append(
-                f"{mode}{_difference(what, values)}. Kernels may round differently there"
-                + (", so the weights may not be those of nodes that are alike." if exact else ".")
+                f"{mode}{_difference(hardware[what], groups)}. Kernels may round differently there{effect}."
             )
-    sentences += _differences({name: node.code for name, node in nodes.items()}, "another {what} than", short=True)
-    sentences += _differences({name: _compared(node.variables) for name, node in nodes.items()}, "")
+    for what, ((first, _), *others) in _differing({name: node.code for name, node in nodes.items()}):
+        rest = " and ".join(_all(hosts) for hosts, _ in others)
+        sentences.append(f"{rest} {_have(others[0][0])} another {what} than {_all(first)}: they do not run the same.")
+    variables = {
+        name: {key: value for key, value in node.variables.items() if value and not key.endswith(_LOCAL_SUFFIXES)}
+        for name, node in nodes.items()
+    }
+    for what, groups in _differing(variables):
+        shown = ", ".join(f"{value or 'not set'} on {_all(hosts)}" for hosts, value in groups)
+        sentences.append(f"{what} is {shown}.")
     return sentences + _different_packages(packages)
-
-
-def _compared(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if not name.endswith(_LOCAL_SUFFIXES)}
 
 
 def _same_node_rank(by_name: Mapping[str, NodeInfo]) -> SpecError | None:
@@ -97,34 +98,6 @@ def _same_node_rank(by_name: Mapping[str, NodeInfo]) -> SpecError | None:
                 f"--node-rank {node_rank} was given {where}: every node needs a number of its own, from 0 to {last}."
             )
     return None
-
-
-def _different_requests(by_name: Mapping[str, NodeInfo]) -> list[str]:
-    lines = []
-    for what in dict.fromkeys(what for node in by_name.values() for what in node.request):
-        values = {name: node.request.get(what) for name, node in by_name.items()}
-        if len(groups := _by_value(values)) > 1:
-            lines.append(f"{what}: " + ", ".join(f"{value!r} on {_all(names)}" for names, value in groups))
-    return lines
-
-
-def _differences(values: Mapping[str, Mapping[str, str]], form: str, short: bool = False) -> list[str]:
-    """Return a sentence for each named value that differs; with `short`, without the values themselves."""
-    sentences = []
-    for what in sorted({what for named in values.values() for what in named}):
-        groups = _by_value({name: named.get(what, "") for name, named in values.items()})
-        if len(groups) == 1:
-            continue
-        if short:
-            (first, _), *others = groups
-            rest = " and ".join(_all(names) for names, _ in others)
-            sentences.append(
-                f"{rest} {_have(others[0][0])} {form.format(what=what)} {_all(first)}: they do not run the same."
-            )
-        else:
-            shown = ", ".join(f"{value or 'not set'} on {_all(names)}" for names, value in groups)
-            sentences.append(f"{what} is {shown}.")
-    return sentences
 
 
 def _different_packages(packages: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -146,22 +119,28 @@ def _different_packages(packages: Mapping[str, Mapping[str, str]]) -> list[str]:
     return sentences
 
 
-def _difference(what: str, values: Mapping[str, Any]) -> str:
+def _differing(
+    nodes: Mapping[str, Mapping[str, Any]], compared: Iterable[str] = ()
+) -> Iterator[tuple[str, list[tuple[list[str], Any]]]]:
+    """Yield what differs between nodes, of `compared` or of all their values, with the nodes grouped by value.
+
+    The most common value comes first, then in the order of the nodes.
+    """
+    for what in compared or dict.fromkeys(itertools.chain(*nodes.values())):
+        groups: dict[str, tuple[list[str], Any]] = {}
+        for name, values in nodes.items():
+            text = json.dumps(values.get(what), sort_keys=True)  # not by ==: NaN equals NaN here
+            groups.setdefault(text, ([], values.get(what)))[0].append(name)
+        if len(groups) > 1:
+            yield what, sorted(groups.values(), key=lambda group: -len(group[0]))
+
+
+def _difference(what: str, groups: Sequence[tuple[list[str], Any]]) -> str:
     """Return `h2 has torch 2.11.0, h1 2.13.0`: the minority first."""
-    (usual, value), *odd = _by_value(values)
-    (first, its), *more = odd
+    usual, (first, its), *more = groups
     parts = [f"{_all(first)} {_have(first)} {what} {its or '(none)'}"]
-    parts += [f"{_all(names)} {other or '(none)'}" for names, other in [*more, (usual, value)]]
+    parts += [f"{_all(hosts)} {other or '(none)'}" for hosts, other in [*more, usual]]
     return ", ".join(parts)
-
-
-def _by_value(values: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
-    """Return the names grouped by value: the most common value first, then in the order of the nodes."""
-    groups: dict[str, tuple[list[str], Any]] = {}
-    for name, value in values.items():
-        text = json.dumps(value, sort_keys=True)  # not by ==: NaN equals NaN here
-        groups.setdefault(text, ([], value))[0].append(name)
-    return sorted(groups.values(), key=lambda group: -len(group[0]))
 
 
 def _all(names: Sequence[str]) -> str:

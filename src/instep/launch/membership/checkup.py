@@ -10,9 +10,10 @@ Ranks: none; one such process on each node.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from instep.core.errors import EnvironmentFailed
@@ -22,7 +23,7 @@ from instep.launch.membership.generations import too_few_nodes, waiting_for_node
 from instep.launch.membership.links import Pair, pairings
 from instep.launch.membership.node_info import JobRequest, NodeInfo, addresses_of, names_of
 from instep.launch.membership.peers import Address, Link, measure, unreached
-from instep.launch.membership.registration import open_listener, read_node, register_node, registered_keys
+from instep.launch.membership.registration import read_node, registered, registered_keys
 from instep.launch.membership.rendezvous import StorePlan
 from instep.launch.membership.store_client import StoreClient
 
@@ -30,24 +31,6 @@ _POLL_S = 0.1
 _PATIENCE_S = 10.0
 _ROUND_S = 40.0
 _LEAVE_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckupPlan:
-    """Where the nodes meet, and how many there are."""
-
-    num_nodes: int
-    host: str
-    port: int
-    node_rank: int | None = None
-    """If given, node 0 is the one that the endpoint names."""
-    local_addr: str = ""
-    wait_s: float = 60.0
-
-    @property
-    def endpoint(self) -> str:
-        """HOST:PORT."""
-        return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +44,22 @@ class Checkup:
     links: dict[Pair, Link]
 
 
-def check_up(plan: CheckupPlan, say: Callable[[str], None]) -> Checkup:
+def check_up(spec: LaunchSpec, plan: StorePlan, say: Callable[[str], None]) -> Checkup:
     """Measure the links between this node and the others; raise EnvironmentFailed if they do not join."""
-    is_host = None if plan.node_rank is None else plan.node_rank == 0
-    store = ControlStore.open(StorePlan(plan.host, plan.port, "doctor", is_host, plan.wait_s), say)
-    spec = LaunchSpec(nnodes=str(plan.num_nodes), node_rank=plan.node_rank, local_addr=plan.local_addr)
-    client = StoreClient(store)
-    address, listener = open_listener(store, spec)
-    try:
-        node = register_node(client, store, spec, JobRequest(), address, listener.port)
-        checkup = _Checkup(plan, client, node.key, say)
+    store = ControlStore.open(plan, say)
+    with registered(store, spec, JobRequest()) as node:
+        checkup = _Checkup(spec.max_nodes, plan, StoreClient(store), node.key, say)
         try:
             return checkup.run()
         finally:
             checkup.leave(is_last=store.is_host)
-    finally:
-        listener.close()
 
 
 class _Checkup:
-    def __init__(self, plan: CheckupPlan, client: StoreClient, key: int, say: Callable[[str], None]) -> None:
-        self._plan, self._client, self._key, self._say = plan, client, key, say
+    def __init__(
+        self, num_nodes: int, plan: StorePlan, client: StoreClient, key: int, say: Callable[[str], None]
+    ) -> None:
+        self._num_nodes, self._plan, self._client, self._key, self._say = num_nodes, plan, client, key, say
         self._nodes: dict[int, Address] = {}
 
     def run(self) -> Checkup:
@@ -89,7 +67,8 @@ class _Checkup:
         self._nodes = nodes = self._gather()
         names = tuple(sorted(map(str, nodes.values())))
         others = {key: address for key, address in nodes.items() if key != self._key}
-        self._set(f"reach/{self._key}", unreached(nodes[self._key], others))
+        own_sentences = unreached(nodes[self._key], others)
+        self._ask(lambda store: store.set(f"reach/{self._key}", own_sentences))
         sentences = [sentence for key in nodes for sentence in self._wait_for(f"reach/{key}", nodes[key].name)]
         if sentences:
             return Checkup(nodes=names, unreached=tuple(sentences), links={})
@@ -100,30 +79,30 @@ class _Checkup:
         with contextlib.suppress(EnvironmentFailed):
             num_left = self._ask(lambda store: store.add("left"))
             deadline = time.monotonic() + (_LEAVE_S if is_last and self._nodes else 0.0)
-            while num_left < self._plan.num_nodes and time.monotonic() < deadline:
+            while num_left < self._num_nodes and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 num_left = self._ask(lambda store: store.add("left", 0))
 
     def _gather(self) -> dict[int, Address]:
         """Wait for all nodes; return where each can be reached."""
-        plan, num_said = self._plan, 0
-        deadline = time.monotonic() + plan.wait_s
+        needed, endpoint, num_said = self._num_nodes, f"{self._plan.host}:{self._plan.port}", 0
+        deadline = time.monotonic() + self._plan.join_timeout_s
         while True:
-            nodes = self._ask(_read_nodes)[: plan.num_nodes]
-            if len(nodes) == plan.num_nodes:
+            nodes = self._ask(_read_nodes)[:needed]
+            if len(nodes) == needed:
                 addresses = addresses_of(nodes)
                 if self._key not in addresses:
                     raise EnvironmentFailed(
-                        f"More than {plan.num_nodes} nodes joined {plan.endpoint}, which is the number given. Run "
-                        "doctor once on each node, with another port if a job holds this one."
+                        f"More than {needed} nodes joined {endpoint}, which is the number given. Run doctor once on "
+                        "each node, with another port if a job holds this one."
                     )
                 return addresses
             names = list(names_of(nodes).values())
             if time.monotonic() > deadline:
-                raise EnvironmentFailed(too_few_nodes(names, plan.num_nodes, plan.endpoint, plan.wait_s))
+                raise EnvironmentFailed(too_few_nodes(names, needed, endpoint, self._plan.join_timeout_s))
             if len(names) != num_said:
                 num_said = len(names)
-                self._say(waiting_for_nodes(names, plan.num_nodes, plan.endpoint))
+                self._say(waiting_for_nodes(names, needed, endpoint))
             time.sleep(_POLL_S)
 
     def _measure(self) -> dict[Pair, Link]:
@@ -141,9 +120,7 @@ class _Checkup:
                 self._wait_for(f"link/{two}/{one}", nodes[two].name)
         return {
             (nodes[one].name, nodes[two].name): Link(**self._wait_for(f"link/{one}/{two}", nodes[one].name))
-            for one in keys
-            for two in keys
-            if one != two
+            for one, two in itertools.permutations(keys, 2)
         }
 
     def _measure_pair(self, one: int, two: int) -> None:
@@ -157,7 +134,7 @@ class _Checkup:
             raise EnvironmentFailed(
                 f"{self._nodes[self._key]} lost {self._nodes[other]} while it measured: {error}. Run doctor again."
             ) from error
-        self._set(f"link/{self._key}/{other}", asdict(link))
+        self._ask(lambda store: store.set(f"link/{self._key}/{other}", link))
 
     def _wait_for(self, key: str, name: str) -> Any:
         deadline = time.monotonic() + _ROUND_S
@@ -166,9 +143,6 @@ class _Checkup:
                 raise EnvironmentFailed(f"{name} did not complete its part. See what doctor prints there.")
             time.sleep(_POLL_S)
         return value
-
-    def _set(self, key: str, value: Any) -> None:
-        self._ask(lambda store: store.set(key, value))
 
     def _ask(self, act: Callable[[ControlStore], Any]) -> Any:
         return self._client.insist(act, _PATIENCE_S)

@@ -9,6 +9,8 @@ Ranks: none; these are the launchers.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -27,15 +29,15 @@ from instep.launch.membership.rendezvous import StorePlan
 
 _TRY_S = 3.0
 """How long one attempt to reach the host takes; Ctrl-C is handled between two of them."""
+_ANSWER_S = 2.0
 _OWNER = "instep-store/job"
 """The job that the store belongs to. The key has no job's prefix, so that every job sees it."""
 _HOST = "instep-store/host"
 _MAX_FOREIGN_ANSWERS = 3
 """How often a listener may answer as no store does: a store that is only just starting may be slow."""
 
-Answer = Literal["store", "nobody", "timeout", "foreign"]
-"""What listens at an endpoint: a store; nothing, or it cannot be reached; nothing that answers in time; another
-program."""
+Answer = Literal["store", "nobody", "foreign"]
+"""What listens at an endpoint: a store; nothing, or it cannot be reached; another program, or a host that is slow."""
 _VALIDATE, _PING, _MAGIC = 0, 13, 0x3C85F7CE
 _GREETING, _ECHO = struct.Struct("=BIBI"), struct.Struct("=I")
 
@@ -71,7 +73,7 @@ class ControlStore:
                 return cls._reach(plan)
             if answer == "nobody" and "failed to listen" in refused:
                 raise _unusable(plan, refused)
-            num_foreign += answer != "nobody"
+            num_foreign += answer == "foreign"
             if num_foreign == _MAX_FOREIGN_ANSWERS:
                 raise _unusable(plan, "another program listens there, which does not answer as instep")
             if is_stopped():
@@ -129,13 +131,14 @@ class ControlStore:
         """A value that differs between any two stores: two nodes that each host one have not met."""
         return self.claim("identity", uuid.uuid4().hex)
 
-    def elastic_store(self, timeout_s: float) -> PrefixStore:
-        """Return a part of the store for elastic, over a connection of its own."""
-        return PrefixStore(f"instep-elastic/{self.plan.job}", _connect(self.plan, is_master=False, timeout_s=timeout_s))
+    def elastic_store(self, generation: int, timeout_s: float) -> PrefixStore:
+        """Return a part of the store for elastic in one generation, over a connection of its own."""
+        store = _connect(self.plan, is_master=False, timeout_s=timeout_s)
+        return PrefixStore(f"instep-elastic/{self.plan.job}/generation-{generation}", store)
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value; a later one replaces it."""
-        self._store.set(key, json.dumps(value))
+        """Write a value, plain or a dataclass of plain values; a later one replaces it."""
+        self._store.set(key, json.dumps(value, default=dataclasses.asdict))
 
     def get(self, key: str) -> Any | None:
         """Return the value of a key; None if there is none yet."""
@@ -150,7 +153,7 @@ class ControlStore:
         return str(self._store.compare_set(key, "", value).decode())
 
 
-def probe_store(host: str, port: int, timeout_s: float = 2.0) -> Answer:
+def probe_store(host: str, port: int) -> Answer:
     """Return what listens at an endpoint.
 
     torch's TCPStore cannot be asked: its constructor waits for ever for the answer of a program that accepts and says
@@ -159,16 +162,13 @@ def probe_store(host: str, port: int, timeout_s: float = 2.0) -> Answer:
     """
     number = os.getpid() & 0x7FFFFFFF
     try:
-        connection = socket.create_connection((host, port), timeout_s)
+        connection = socket.create_connection((host, port), _ANSWER_S)
     except OSError:  # nothing listens, the name is unknown, no route: perhaps not yet
         return "nobody"
     with connection:
         try:
-            connection.settimeout(timeout_s)
             connection.sendall(_GREETING.pack(_VALIDATE, _MAGIC, _PING, number))
             answer = connection.recv(_ECHO.size, socket.MSG_WAITALL)
-        except TimeoutError:
-            return "timeout"
         except OSError:
             return "foreign"
     return "store" if answer == _ECHO.pack(number) else "foreign"
@@ -181,11 +181,8 @@ def is_here(host: str) -> bool:
     except OSError:
         return False
     for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as trial:
-            try:
-                trial.bind(address)
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as trial:
+            trial.bind(address)
             return True
     return False
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord
 from instep.guard.processes import kill
+from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
-from instep.launch.observe import Observer
 from instep.launch.scratch import Scratch
 
 
@@ -28,17 +27,10 @@ class Attempt:
 
     def end_ranks(self, reason: str, own: bool, time_ns: int) -> None:
         """Kill all ranks that have started, and note why, unless they noted a failure themselves."""
-        for rank, pulse in Observer(self.scratch, self.number).beats().items():
+        for rank, pulse in self.scratch.beats(self.number).items():
             if self.scratch.load_failure(self.number, rank) is None:
-                record = FailureRecord(
-                    rank=rank,
-                    time_ns=time_ns,
-                    summary=reason if own else f"ended: {reason}",
-                    exit_code=EXIT_ENVIRONMENT,
-                    consequence=not own,
-                    log=str(self.logs.error_file(rank)),
-                    names_ranks=own,
-                )
+                summary, log = reason if own else f"ended: {reason}", str(self.logs.error_file(rank))
+                record = environment_failure(summary, time_ns, rank, names_ranks=own, consequence=not own, log=log)
                 with contextlib.suppress(OSError):  # a full disk: better ended without a note than not ended
                     self.scratch.save_failure(self.number, record)
             kill(pulse.pid, pulse.start_ticks)

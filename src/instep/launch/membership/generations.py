@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from instep.core.errors import EXIT_ENVIRONMENT, FailureRecord, InstepError
-from instep.launch.failures import order_failures
+from instep.core.errors import FailureRecord, InstepError
+from instep.launch.failures import environment_failure, order_failures
 from instep.launch.membership.agreement import disagreement, warnings
 from instep.launch.membership.clock_offset import Offset, clock_warnings
 from instep.launch.membership.heartbeat import Heartbeat, JobState
@@ -201,9 +201,7 @@ def _differences(members: Sequence[NodeStatus]) -> list[str]:
     names = names_of(node.info for node in members)
     records = {names[node.key]: node.info.record for node in members}
     offsets = {names[n.key]: n.heartbeat.clock for n in members if n.heartbeat.clock is not None}
-    packages = {}
-    if len({record.packages_sha256 for record in records.values()}) > 1:
-        packages = {names[node.key]: node.info.packages for node in members}
+    packages = {names[node.key]: node.info.packages for node in members}
     exact = bool(members[0].info.request.get("exact"))
     reference = next((name for name, offset in offsets.items() if offset == Offset()), names[members[0].key])
     return [*warnings(records, packages, exact), *clock_warnings(offsets, reference)]
@@ -271,13 +269,6 @@ def too_few_nodes(names: Sequence[str], needed: int, endpoint: str, waited_s: fl
 def waiting_for_nodes(names: Sequence[str], needed: int, endpoint: str) -> str:
     """Return the line that is printed while nodes are missing."""
     return f"waiting for nodes at {endpoint}: {len(names)} of {needed} are here ({', '.join(names) or 'none'})"
-
-
-def environment_failure(sentence: str, time_ns: int, rank: int = 0, final: bool = False) -> FailureRecord:
-    """Return the record of a failure that is no rank's own."""
-    return FailureRecord(
-        rank=rank, time_ns=time_ns, summary=sentence, exit_code=EXIT_ENVIRONMENT, names_ranks=True, final=final
-    )
 
 
 def _refusal(error: InstepError) -> FailureRecord:

@@ -34,13 +34,9 @@ class Heartbeat:
     left: str = ""
     """Why the node has left; empty: it has not."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Heartbeat:
-        """Read what `to_json` returned."""
+        """Read what `dataclasses.asdict` returned."""
         return cls(
             **{
                 **values,

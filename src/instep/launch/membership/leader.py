@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from instep.launch.failures import environment_failure
 from instep.launch.membership.control_store import ControlStore
-from instep.launch.membership.generations import LeaderState, NodeStatus, Rules, environment_failure, next_state
+from instep.launch.membership.generations import LeaderState, NodeStatus, Rules, next_state
 from instep.launch.membership.heartbeat import Heartbeat
 from instep.launch.membership.node_info import HOST_KEY, NodeInfo, names_of
 from instep.launch.membership.peers import Address
@@ -79,18 +80,15 @@ class Leader:
 
     def _run(self) -> None:
         try:
-            self._lead()
+            while not self._ending.wait(_PUBLISH_S if self._state.running else _WAITING_S):
+                # A store of another process may be out of reach: the nodes notice that they have no leader.
+                with contextlib.suppress(StoreTimeout, HostGone):
+                    self._decide(self._client.call(self._read))
+                    self._publish()
         except BaseException as error:  # the others would only notice that no job state is published
             self._fail(f"the leader cannot continue: {type(error).__name__}: {error}. {CONTINUES}")
             self._publish()
             raise
-
-    def _lead(self) -> None:
-        while not self._ending.wait(_PUBLISH_S if self._state.running else _WAITING_S):
-            # A store of another process may be out of reach: the nodes notice that they have no leader.
-            with contextlib.suppress(StoreTimeout, HostGone):
-                self._decide(self._client.call(self._read))
-                self._publish()
 
     def _publish(self) -> None:
         with self._lock:

@@ -6,7 +6,6 @@ capabilities of the CPU, so that no GPU is touched.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -68,10 +67,6 @@ class NodeInfo:
     def from_json(cls, values: Mapping[str, Any]) -> NodeInfo:
         """Read what `dataclasses.asdict` returned."""
         return cls(**{**values, "record": NodeRecord(**values["record"])})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return dataclasses.asdict(self)
 
 
 def names_of(nodes: Iterable[NodeInfo]) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """Whether nodes reach each other, how far their clocks differ, and how fast the links are: over plain TCP.
 
 Each launcher has a listener on a free port. The first byte of a caller says what it wants: nothing more than to
-connect, its bytes back, the time for each byte, or its bytes counted. Nothing that comes in is kept or run.
+connect, the time for each byte, or its bytes counted. Nothing that comes in is kept or run.
 
 Ranks: none; these are the launchers.
 """
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from instep.launch.membership.clock_offset import Offset, Ping, estimate_offset
 
-_PING, _TIME, _FLOOD = b"p", b"t", b"f"
-_NUM_PINGS, _NUM_TIME_PINGS = 20, 7
+_PING, _FLOOD = b"p", b"f"
+_NUM_PINGS, _NUM_OFFSET_PINGS = 20, 7
 _CHUNK_BYTES = 1 << 18
 _FLOOD_S, _FLOOD_BYTES = 1.0, 1 << 28
 """A bandwidth test ends after this time, or this many bytes, which is enough on a fast link."""
@@ -86,9 +86,9 @@ def _answer(caller: socket.socket, clock: Callable[[], int]) -> None:
         caller.settimeout(_CALL_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         request = caller.recv(1)
-        if request in (_PING, _TIME):
-            while byte := caller.recv(1):
-                caller.sendall(byte if request == _PING else clock().to_bytes(_TIME_BYTES, "big"))
+        if request == _PING:
+            while caller.recv(1):
+                caller.sendall(clock().to_bytes(_TIME_BYTES, "big"))
         elif request == _FLOOD:
             count = 0
             buffer = bytearray(_CHUNK_BYTES)
@@ -97,10 +97,10 @@ def _answer(caller: socket.socket, clock: Callable[[], int]) -> None:
             caller.sendall(count.to_bytes(8, "big"))
 
 
-def reach(address: Address, timeout_s: float = _REACH_S) -> str:
+def reach(address: Address) -> str:
     """Try to connect to the listener of a node; return why that failed, empty if it worked."""
     try:
-        with socket.create_connection((address.host, address.port), timeout=timeout_s):
+        with socket.create_connection((address.host, address.port), timeout=_REACH_S):
             return ""
     except TimeoutError:
         return "timed out"
@@ -110,20 +110,27 @@ def reach(address: Address, timeout_s: float = _REACH_S) -> str:
 
 def unreached(own: Address, others: Mapping[int, Address]) -> list[str]:
     """Try to reach all other nodes at once; return a sentence for each one that cannot be reached."""
-    if not others:
-        return []
-    with ThreadPoolExecutor(min(64, len(others))) as pool:
-        reasons = dict(zip(others, pool.map(reach, others.values()), strict=True))
-    return [
-        f"{own} cannot reach {others[key]} on port {others[key].port}: {why}" for key, why in reasons.items() if why
-    ]
+    with ThreadPoolExecutor(64) as pool:
+        reasons = zip(others.values(), pool.map(reach, others.values()), strict=True)
+    return [f"{own} cannot reach {other} on port {other.port}: {why}" for other, why in reasons if why]
 
 
 def measure_offset(address: Address, clock: Callable[[], int]) -> Offset:
     """Return how far `clock` is ahead of a node's clock; raise OSError if that node does not answer."""
+    return estimate_offset(_ping(address, clock, _NUM_OFFSET_PINGS, _REACH_S))
+
+
+def measure(address: Address) -> Link:
+    """Measure the link to a node; raise OSError if it does not answer."""
+    pings = _ping(address, time.perf_counter_ns, _NUM_PINGS, _CALL_S)
+    latency_ns = statistics.median(ping.received_ns - ping.sent_ns for ping in pings)
+    return Link(latency_ns / 1e9, _bits_per_s(address))
+
+
+def _ping(address: Address, clock: Callable[[], int], count: int, timeout_s: float) -> list[Ping]:
     pings = []
-    with _call(address, _TIME, _REACH_S) as connection:
-        for _ in range(_NUM_TIME_PINGS):
+    with _call(address, _PING, timeout_s) as connection:
+        for _ in range(count):
             sent_ns = clock()
             connection.sendall(b".")
             answer = connection.recv(_TIME_BYTES, socket.MSG_WAITALL)
@@ -131,29 +138,13 @@ def measure_offset(address: Address, clock: Callable[[], int]) -> Offset:
             if len(answer) < _TIME_BYTES:
                 raise OSError(f"{address} hung up")
             pings.append(Ping(sent_ns, int.from_bytes(answer, "big"), received_ns))
-    return estimate_offset(pings)
-
-
-def measure(address: Address) -> Link:
-    """Measure the link to a node; raise OSError if it does not answer."""
-    return Link(_latency_s(address), _bits_per_s(address))
-
-
-def _latency_s(address: Address) -> float:
-    with _call(address, _PING) as connection:
-        times = []
-        for _ in range(_NUM_PINGS):
-            begun = time.perf_counter()
-            connection.sendall(b".")
-            connection.recv(1)
-            times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return pings
 
 
 def _bits_per_s(address: Address) -> float:
     """Send for a while and return the rate, timed until the other node has received everything."""
     data = memoryview(bytes(_CHUNK_BYTES))
-    with _call(address, _FLOOD) as connection:
+    with _call(address, _FLOOD, _CALL_S) as connection:
         sent, begun = 0, time.perf_counter()
         while sent < _FLOOD_BYTES and time.perf_counter() - begun < _FLOOD_S:
             sent += connection.send(data)
@@ -165,7 +156,7 @@ def _bits_per_s(address: Address) -> float:
     return 8 * count / took_s
 
 
-def _call(address: Address, request: bytes, timeout_s: float = _CALL_S) -> socket.socket:
+def _call(address: Address, request: bytes, timeout_s: float) -> socket.socket:
     connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(request)

@@ -5,9 +5,10 @@ Ranks: none; these are the launchers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from instep.core.spec import LaunchSpec
@@ -18,39 +19,34 @@ from instep.launch.membership.store_client import StoreClient, resolve
 from instep.world.interfaces import address_towards, is_loopback, own_address
 
 
-def open_listener(
-    store: ControlStore, spec: LaunchSpec, clock: Callable[[], int] = time.time_ns
-) -> tuple[str, Listener]:
-    """Return the address of this node, as the others reach it, and a listener there."""
-    plan = store.plan
+@contextlib.contextmanager
+def registered(
+    store: ControlStore, spec: LaunchSpec, request: JobRequest, clock: Callable[[], int] = time.time_ns
+) -> Iterator[NodeInfo]:
+    """Write what this node is to the control store, under a key of its own; its listener answers within the block."""
+    plan, client, is_static = store.plan, StoreClient(store), spec.rdzv_backend == "static"
     address = own_address(spec.local_addr) or address_towards(plan.host, plan.port) or "127.0.0.1"
     # The others may reach the host of the store at another address than the one that it would choose itself.
     everywhere = "::" if ":" in address else "0.0.0.0"  # noqa: S104 - as the store and gloo do; see docs/recovery.md
-    return address, Listener(everywhere if store.is_host and not is_loopback(address) else address, clock)
-
-
-def register_node(
-    client: StoreClient, store: ControlStore, spec: LaunchSpec, request: JobRequest, address: str, port: int
-) -> NodeInfo:
-    """Write what this node is to the control store, under a key of its own."""
-    # The host comes first, so that rank 0 runs there. The other keys may have gaps, since a call may run twice.
-    key = HOST_KEY if store.is_host else client.insist(lambda store: store.add("nodes"), spec.lost_after_s)
-    is_static = spec.rdzv_backend == "static"
-    node = NodeInfo(
-        key=key,
-        address=address,
-        store_address="" if store.is_host and spec.local_addr else resolve(store.plan.host)[0],
-        port=port,
-        pid=os.getpid(),
-        node_rank=spec.node_rank if spec.node_rank is not None or not is_static else 0,
-        nnodes=spec.nnodes,
-        backend=spec.rdzv_backend,
-        request=request.values,
-        record=describe_node(map(Path, request.code)),
-        packages=installed_packages(),
-    )
-    client.insist(lambda store: store.set(f"node/{key}", node.to_json()), spec.lost_after_s)
-    return node
+    listens_at = everywhere if store.is_host and not is_loopback(address) else address
+    with contextlib.closing(Listener(listens_at, clock)) as listener:
+        # The host comes first, so that rank 0 runs there. The other keys may have gaps, since a call may run twice.
+        key = HOST_KEY if store.is_host else client.insist(lambda store: store.add("nodes"), spec.lost_after_s)
+        node = NodeInfo(
+            key=key,
+            address=address,
+            store_address="" if store.is_host and spec.local_addr else resolve(plan.host)[0],
+            port=listener.port,
+            pid=os.getpid(),
+            node_rank=spec.node_rank if spec.node_rank is not None or not is_static else 0,
+            nnodes=spec.nnodes,
+            backend=spec.rdzv_backend,
+            request=request.values,
+            record=describe_node(map(Path, request.code)),
+            packages=installed_packages(),
+        )
+        client.insist(lambda store: store.set(f"node/{key}", node), spec.lost_after_s)
+        yield node
 
 
 def registered_keys(store: ControlStore) -> range:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from instep.core.errors import SpecError
 from instep.core.spec import LaunchSpec
@@ -52,19 +50,18 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 def plan_rules(spec: LaunchSpec) -> Rules:
     """Return how the nodes of a job wait for each other."""
     settings = _parse_settings(spec.rdzv_conf)
-    defaults = {field.name: field.default for field in dataclasses.fields(Rules)}
     return Rules(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         max_restarts=spec.max_restarts,
         lost_after_s=spec.lost_after_s,
-        last_call_s=_seconds(settings, "last_call_timeout", defaults["last_call_s"]),
-        join_timeout_s=_seconds(settings, "join_timeout", defaults["join_timeout_s"]),
+        last_call_s=_seconds(settings, "last_call_timeout", Rules.last_call_s),
+        join_timeout_s=_seconds(settings, "join_timeout", Rules.join_timeout_s),
         endpoint=spec.rdzv_endpoint,
     )
 
 
-def _seconds(settings: dict[str, Any], name: str, default: Any) -> float:
+def _seconds(settings: dict[str, str], name: str, default: float) -> float:
     text = settings.get(name, default)
     try:
         return float(text)
@@ -72,7 +69,7 @@ def _seconds(settings: dict[str, Any], name: str, default: Any) -> float:
         raise SpecError(f"rdzv_conf: {name}={text!r} is not a number of seconds.") from None
 
 
-def _check(spec: LaunchSpec, settings: dict[str, Any]) -> None:
+def _check(spec: LaunchSpec, settings: dict[str, str]) -> None:
     if spec.node_rank is not None and not 0 <= spec.node_rank < spec.max_nodes:
         raise SpecError(
             f"node_rank={spec.node_rank} is none of the {spec.max_nodes} nodes. "
@@ -90,11 +87,8 @@ def _check(spec: LaunchSpec, settings: dict[str, Any]) -> None:
             f"rdzv_conf: store_type={settings['store_type']}, but nodes meet at an address. "
             "Give --rdzv-endpoint HOST:PORT alone."
         )
-    if spec.rdzv_backend == "static":
-        _check_static(spec)
-
-
-def _check_static(spec: LaunchSpec) -> None:
+    if spec.rdzv_backend != "static":
+        return
     if spec.min_nodes != spec.max_nodes:
         raise SpecError(
             f"nnodes={spec.nnodes} is elastic, but rdzv_backend=static needs to know every node beforehand. "
@@ -104,7 +98,7 @@ def _check_static(spec: LaunchSpec) -> None:
         raise SpecError(f"rdzv_endpoint={spec.rdzv_endpoint!r} has no port. Write it as HOST:PORT.")
 
 
-def _parse_settings(text: str) -> dict[str, Any]:
+def _parse_settings(text: str) -> dict[str, str]:
     settings = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")

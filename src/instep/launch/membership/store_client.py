@@ -14,7 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -47,19 +48,22 @@ class StoreClient:
 
     def call(self, act: Callable[[ControlStore], T]) -> T:
         """Run `act` on the store; raise StoreTimeout or HostGone if there is no answer soon."""
-        connection = self._connection
-        self._connection = None  # until it has answered
-        outcome: dict[str, Any] = {}
+        connection, self._connection = self._connection, None  # until it has answered
         timeout_s = _TIMEOUT_S if connection is not None else _CONNECT_TIMEOUT_S
-        thread = threading.Thread(target=self._act, args=(connection, act, outcome), name="instep-store", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if "error" in outcome:
-            raise outcome["error"]
-        if "connection" not in outcome:
-            raise StoreTimeout(f"no answer within {timeout_s:g} s")
-        self._connection = outcome["connection"]
-        answer: T = outcome["answer"]
+        future: Future[tuple[ControlStore, T]] = Future()
+
+        def run() -> None:
+            try:
+                own = connection or self._connect()
+                future.set_result((own, act(own)))
+            except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="instep-store", daemon=True).start()
+        try:
+            self._connection, answer = future.result(timeout_s)
+        except (OSError, RuntimeError, dist.DistError) as error:
+            raise StoreTimeout(str(error) or f"no answer within {timeout_s:g} s") from error
         return answer
 
     def insist(self, act: Callable[[ControlStore], T], patience_s: float) -> T:
@@ -76,19 +80,6 @@ class StoreClient:
                         "the same command again on all nodes."
                     ) from error
                 time.sleep(_RETRY_S)
-
-    def _act(
-        self, connection: ControlStore | None, act: Callable[[ControlStore], Any], outcome: dict[str, Any]
-    ) -> None:
-        try:
-            if connection is None:
-                connection = self._connect()
-            outcome["answer"] = act(connection)
-            outcome["connection"] = connection
-        except HostGone as error:
-            outcome["error"] = error
-        except (OSError, RuntimeError, dist.DistError) as error:
-            outcome["error"] = StoreTimeout(str(error))
 
     def _connect(self) -> ControlStore:
         plan = self._store.plan
