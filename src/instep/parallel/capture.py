@@ -7,8 +7,7 @@ model would.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -16,8 +15,7 @@ from torch.utils._pytree import tree_map_only
 from instep.core.errors import TaskError
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of one call of a model."""
 
     positional: tuple[Any, ...]
@@ -25,7 +23,8 @@ class Call:
 
     def to(self, device: torch.device) -> Call:
         """Return the call with its tensors on a device."""
-        return Call(*tree_map_only(torch.Tensor, lambda t: t.to(device), (self.positional, self.named)))
+        moved: Call = tree_map_only(torch.Tensor, lambda t: t.to(device), self)
+        return moved
 
 
 class _Captured(BaseException):

@@ -9,30 +9,30 @@ without gradients; each stage broadcasts the shapes of its output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, scheduled
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call
-from instep.parallel.class_change import add_base
-from instep.parallel.pipeline.activations import ActivationMeta, describe_output, rebuild_output, tensors_of
-from instep.parallel.pipeline.layers import StageFunction
-from instep.parallel.pipeline.schedule import (
+from instep.parallel.pipeline.activations import (
+    ActivationMeta,
     BufferSpec,
-    BusyClock,
-    LossFunction,
-    Microbatch,
-    ScheduleInputs,
-    ScheduleRunner,
+    check_sendable,
+    describe_output,
+    rebuild_output,
+    tensors_of,
 )
+from instep.parallel.pipeline.layers import StageFunction
+from instep.parallel.pipeline.schedule import BusyClock, LossFunction, Microbatch, ScheduleInputs, ScheduleRunner
 from instep.parallel.preserve import evaluating
+from instep.world.tensors import nested_tensors
 from instep.world.world import World
 
 _MOST_KEPT = 32
@@ -60,13 +60,14 @@ class LocalStages:
         self._job_world = job_world
         self._world = job_world.within(group)
         """The ranks of this pipeline, in the order of the stages."""
-        self._group = group
         self._context = context
         self._noise_uses = noise_uses
         """By stage: how often each noisy layer was used before it."""
         self._metas: dict[Any, tuple[ActivationMeta, ...]] = {}
-        self._runners: dict[Any, ScheduleRunner] = {}
         self.clock = BusyClock()
+        self._runner_for = lru_cache(_MOST_KEPT)(
+            partial(ScheduleRunner, schedule, self._functions, self._world, group, self.clock)
+        )
         self._is_warm = False
 
     def __deepcopy__(self, _memo: object) -> NoReturn:
@@ -88,9 +89,9 @@ class LocalStages:
                 layer.uses = uses
 
         runner = self._runner_for(count, buffers)
-        total_s, busy_s = self.clock.total_s, self.clock.busy_s
+        idle_s = self.clock.idle_s
         runner.run(ScheduleInputs([*microbatches, *empty], metas, compute_loss, begin))
-        self._job_world.waited_s += max(0.0, self.clock.total_s - total_s - (self.clock.busy_s - busy_s))
+        self._job_world.waited_s += self.clock.idle_s - idle_s
         if not self._is_warm:  # the first run opens connections
             self._is_warm, self.clock.total_s, self.clock.busy_s = True, 0.0, 0.0
 
@@ -100,11 +101,10 @@ class LocalStages:
             last = (self._num_stages - 1) % self._world.world_size
             output = self._run_stages(call, self._num_stages)
             is_last = self._world.rank == last
-            tensors: list[torch.Tensor] = []
-            structure = self._world.broadcast_object(describe_output(output, tensors) if is_last else None, source=last)
+            structure = self._world.broadcast_object(describe_output(output) if is_last else None, source=last)
             if not is_last:
-                output = rebuild_output(structure, self._world.device, tensors)
-            self._world.broadcast(tensors, source=last)
+                output = rebuild_output(structure, self._world.device)
+            self._world.broadcast([t.contiguous() for t in nested_tensors(output)], source=last)
             return output
 
     def _run_stages(self, call: Call, end: int) -> Any:
@@ -128,18 +128,25 @@ class LocalStages:
         return value
 
     def _broadcast_meta(self, value: Any, owner: int) -> ActivationMeta:
-        fields = asdict(ActivationMeta.of(value)) if self._world.rank == owner else None
-        return ActivationMeta(**self._world.broadcast_object(fields, source=owner))
+        structure = None
+        if self._world.rank == owner:
+            check_sendable(value)
+            structure = describe_output(value if isinstance(value, torch.Tensor) else tuple(value))
+        meta: ActivationMeta = rebuild_output(
+            self._world.broadcast_object(structure, source=owner), torch.device("meta")
+        )
+        return meta
 
     def _send_recv(self, value: Any, meta: ActivationMeta, owner: int) -> Any:
+        """Return what the next stage gets, on its rank."""
         target = (owner + 1) % self._world.world_size
-        if self._world.rank not in (owner, target):
+        if self._world.rank == target:
+            value = tree_map(lambda like: torch.empty_like(like, device=self._world.device), meta)
+        elif self._world.rank != owner:
             return None
-        is_owner = self._world.rank == owner
-        tensors = [t.contiguous() for t in tensors_of(value)] if is_owner else meta.empty(self._world.device)
-        for tensor in tensors:
-            self._world.send_recv(tensor, owner, target)
-        return None if is_owner else meta.assemble(tensors)
+        for tensor in tensors_of(value):
+            self._world.send_recv(tensor.contiguous(), owner, target)
+        return value if self._world.rank == target else None
 
     def _metas_of(self, call: Call) -> tuple[ActivationMeta, ...]:
         key = self._signature(call)
@@ -153,26 +160,16 @@ class LocalStages:
         """Return what the shapes and dtypes of activations may depend on."""
         kind = self._world.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        leaves = tree_flatten((call.positional, call.named))[0]
         return precision, *(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), str(leaf)) for leaf in leaves
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), str(leaf))
+            for leaf in tree_leaves(call)
         )
-
-    def _runner_for(self, count: int, buffers: tuple[BufferSpec, ...]) -> ScheduleRunner:
-        key = (count, buffers)
-        if key not in self._runners:
-            if len(self._runners) >= _MOST_KEPT:
-                self._runners.clear()
-            self._runners[key] = ScheduleRunner(
-                self._schedule, self._functions, self._num_stages, count, buffers, self._world, self._group, self.clock
-            )
-        return self._runners[key]
 
 
 def _largest(metas: Sequence[ActivationMeta]) -> BufferSpec:
     """Return the buffers between two stages: of the size that the largest microbatch needs."""
-    sizes = tuple(max(sizes) for sizes in zip(*(meta.sizes for meta in metas), strict=True))
-    return sizes, tuple(metas[0].dtypes)
+    by_tensor = zip(*map(tensors_of, metas), strict=True)
+    return tuple((max(like.numel() for like in likes), likes[0].dtype) for likes in by_tensor)
 
 
 class Staged(nn.Module):
@@ -188,10 +185,3 @@ class Staged(nn.Module):
                 "loss_of(model, batch) is what a Task's loss is."
             )
         return self.local_stages.infer(Call(positional, named))
-
-
-def stage_model(model: nn.Module, local_stages: LocalStages) -> None:
-    """Make calls of a model run through the stages of a pipeline."""
-    add_base(model, Staged, "Staged")
-    staged: Any = model
-    staged.local_stages = local_stages
