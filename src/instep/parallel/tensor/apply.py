@@ -80,14 +80,11 @@ def _restore(module: nn.Module, kind: type, parameters: dict[str, nn.Parameter |
 def _hook_forward(model: nn.Module, forward_pass: ForwardPass, undo: ExitStack) -> None:
     """Track when the model computes, and gather its outputs."""
 
-    def begin(_module: nn.Module, _inputs: Any) -> None:
-        forward_pass.begin()
-
     def end(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         forward_pass.end()
         return full_outputs(output)
 
-    undo.callback(model.register_forward_pre_hook(begin).remove)
+    undo.callback(model.register_forward_pre_hook(lambda *_: forward_pass.begin()).remove)
     undo.callback(model.register_forward_hook(end, always_call=True).remove)
 
 

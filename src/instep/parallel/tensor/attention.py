@@ -11,17 +11,8 @@ from instep.parallel.tensor.layers import LayerSplit, SplitModule, full_tensor
 from instep.parallel.tensor.slice import Slice
 
 
-class HeadwiseAttention(SplitModule):
+class HeadwiseAttention(SplitModule, nn.MultiheadAttention):
     """An nn.MultiheadAttention of which each rank has some heads."""
-
-    embed_dim: int
-    num_heads: int
-    head_dim: int
-    batch_first: bool
-    dropout: float
-    out_proj: nn.Linear
-    in_proj_bias: nn.Parameter | None
-    _qkv_same_embed_dim: bool
 
     def forward(
         self,
@@ -76,7 +67,7 @@ class HeadwiseAttention(SplitModule):
             projected = []
             for x, name, bias in zip((query, key, value), names, biases, strict=True):
                 local_bias = None if bias is None else scatter_to_group(bias, 0, self._pass.group)
-                local = F.linear(self._pass.copy_to_group(x), self.local_weight(name), local_bias)
+                local = F.linear(self._pass.copy_to_group(x), self.local_shard(name), local_bias)
                 projected.append(self.to_slice(local, self.embed_dim))
             return tuple(projected)
         if all(same):
@@ -86,7 +77,7 @@ class HeadwiseAttention(SplitModule):
         return q, k[1], k[2] if same[2] else self._packed(value).chunk(3, -1)[2]
 
     def _packed(self, x: torch.Tensor) -> Slice:
-        weight, bias = self.local_weight("in_proj_weight"), self.local_bias("in_proj_bias")
+        weight, bias = self.local_shard("in_proj_weight"), self.local_shard("in_proj_bias")
         return self.to_slice(F.linear(self._pass.copy_to_group(x), weight, bias), 3 * self.embed_dim)
 
 

@@ -61,26 +61,20 @@ class ForwardPass:
 
 
 class SplitModule(nn.Module):
-    """The attributes and helpers of all split modules."""
+    """The attributes and helpers of all split modules; a subclass comes before a module's own class."""
 
     _pass: ForwardPass
     _path: str
     _shard_dims: dict[str, int]
 
-    def local_bias(self, name: str = "bias") -> torch.Tensor | None:
+    def local_shard(self, name: str) -> Any:
         """Return this rank's shard of a parameter, which is still whole while a plan is tried; None: there is none."""
-        parameter = self._parameters[name]
-        if parameter is None or isinstance(parameter, DTensor):
-            return None if parameter is None else parameter.to_local()
-        return (
-            self._pass.group.local_shard(parameter, self._shard_dims[name]) if name in self._shard_dims else parameter
-        )
-
-    def local_weight(self, name: str = "weight") -> torch.Tensor:
-        """Return this rank's shard of a parameter that exists."""
-        weight = self.local_bias(name)
-        assert weight is not None
-        return weight
+        parameter: Any = self._parameters[name]
+        if isinstance(parameter, DTensor):
+            return parameter.to_local()
+        if parameter is None or name not in self._shard_dims:
+            return parameter
+        return self._pass.group.local_shard(parameter, self._shard_dims[name])
 
     def to_slice(self, local: torch.Tensor, size: int) -> Slice:
         """Return this rank's output columns as a Slice."""
@@ -92,18 +86,13 @@ def full_tensor(x: torch.Tensor, why: str) -> torch.Tensor:
     return x.full_tensor(why) if isinstance(x, Slice) else x
 
 
-class ColwiseLinear(SplitModule):
+class ColwiseLinear(SplitModule, nn.Linear):
     """A Linear of which each rank has some output columns; returns a Slice."""
-
-    out_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute this rank's columns."""
-        return self._columns(x)
-
-    def _columns(self, x: torch.Tensor) -> Slice:
         copied = self._pass.copy_to_group(full_tensor(x, "linear"))
-        return self.to_slice(F.linear(copied, self.local_weight(), self.local_bias()), self.out_features)
+        return self.to_slice(F.linear(copied, self.local_shard("weight"), self.local_shard("bias")), self.out_features)
 
 
 class GatheredColwiseLinear(ColwiseLinear):
@@ -111,10 +100,10 @@ class GatheredColwiseLinear(ColwiseLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute this rank's columns, and gather all."""
-        return self._columns(x).full_tensor("asked for")
+        return full_tensor(super().forward(x), "asked for")
 
 
-class RowwiseLinear(SplitModule):
+class RowwiseLinear(SplitModule, nn.Linear):
     """A Linear of which each rank has the weights of some inputs; the ranks' terms are all-reduced."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +114,8 @@ class RowwiseLinear(SplitModule):
             local = x.local
         else:
             local = scatter_to_group(full_tensor(x, "linear"), -1, group)
-        y = reduce_from_group(F.linear(local, self.local_weight()), group)
-        bias = self.local_bias()
+        y = reduce_from_group(F.linear(local, self.local_shard("weight")), group)
+        bias = self.local_shard("bias")
         return y if bias is None else y + bias
 
 
@@ -134,10 +123,9 @@ def _is_columns(x: torch.Tensor) -> TypeGuard[Slice]:
     return isinstance(x, Slice) and x.shard_dim == -1
 
 
-class UndecidedLinear(ColwiseLinear, RowwiseLinear):
+class UndecidedLinear(SplitModule, nn.Linear):
     """A Linear that chooses its split while a plan is tried: rowwise if its input is sharded, else colwise."""
 
-    in_features: int
     _split: LayerSplit | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,14 +133,11 @@ class UndecidedLinear(ColwiseLinear, RowwiseLinear):
         if self._split is None:
             self._split = ROWWISE_LINEAR if _is_columns(x) else COLWISE_LINEAR
             self._shard_dims = self._split.shard_dims
-        return RowwiseLinear.forward(self, x) if self._split is ROWWISE_LINEAR else self._columns(x)
+        return self._split.base.forward(self, x)  # type: ignore[no-any-return]
 
 
-class RowwiseEmbedding(SplitModule):
+class RowwiseEmbedding(SplitModule, nn.Embedding):
     """An Embedding of which each rank has some rows: the rank with a token has its vector, the others zeros."""
-
-    num_embeddings: int
-    padding_idx: int | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the vectors of this rank's tokens, all-reduced."""
@@ -160,22 +145,18 @@ class RowwiseEmbedding(SplitModule):
         first, count = group.shard_range(self.num_embeddings)
         is_here = (x >= first) & (x < first + count)
         padding = self.padding_idx
-        vectors = F.embedding((x - first).masked_fill(~is_here, 0), self.local_weight())
+        vectors = F.embedding((x - first).masked_fill(~is_here, 0), self.local_shard("weight"))
         if padding is not None and first <= padding < first + count:  # its vector takes no gradient
             vectors = torch.where((x == padding)[..., None], vectors.detach(), vectors)
         return reduce_from_group(vectors.masked_fill(~is_here[..., None], 0.0), group)
 
 
-class ColwiseEmbedding(SplitModule):
+class ColwiseEmbedding(SplitModule, nn.Embedding):
     """An Embedding of which each rank has some columns; returns the whole tensor."""
-
-    embedding_dim: int
-    padding_idx: int | None
-    scale_grad_by_freq: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the columns of all ranks."""
-        weight = self.local_weight()
+        weight = self.local_shard("weight")
         columns = F.embedding(x, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         return self.to_slice(columns, self.embedding_dim).full_tensor("asked for")
 
@@ -207,9 +188,7 @@ def change_class(module: nn.Module, split: LayerSplit | None, forward_pass: Forw
         body: dict[str, Any] = {name: property(_opened(name)) for name in names}
         if isinstance(module, nn.RNNBase):  # it keeps a list of its weights, which would be outdated by the next step
             body["_flat_weights"] = property(_flat_weights, lambda _self, _value: None)
-        if base is not None:
-            body["forward"] = base.forward
-        _classes[key] = type(kind.__name__, (kind,) if base is None else (kind, base), body)
+        _classes[key] = type(kind.__name__, (kind,) if base is None else (base, kind), body)
     module.__class__ = _classes[key]
     changed: Any = module
     changed._pass, changed._path = forward_pass, path

@@ -15,23 +15,15 @@ from torch import nn
 from instep.core.errors import TaskError
 
 COLWISE, COLWISE_REP, ROWWISE, HEADS, REPLICATE = "colwise", "colwise_rep", "rowwise", "heads", "replicate"
-_STYLES = {
-    "colwise": COLWISE,
-    "local_colwise": COLWISE,
-    "packed_colwise": COLWISE,
-    "local_packed_colwise": COLWISE,
-    "colwise_rep": COLWISE_REP,
-    "colwise_gather_output": COLWISE_REP,
-    "rowwise": ROWWISE,
-    "rowwise_rep": ROWWISE,
-    "rowwise_split_input": ROWWISE,
-    "local_rowwise": ROWWISE,
-    "embedding_rowwise": ROWWISE,
-    "heads": HEADS,
-    "replicate": REPLICATE,
-    "sequence_parallel": REPLICATE,  # the same result, with more memory for activations
+_SYNONYMS = {
+    COLWISE: ("colwise", "local_colwise", "packed_colwise", "local_packed_colwise"),
+    COLWISE_REP: ("colwise_rep", "colwise_gather_output"),
+    ROWWISE: ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "embedding_rowwise"),
+    HEADS: ("heads",),
+    REPLICATE: ("replicate", "sequence_parallel"),  # the same result, with more memory for activations
 }
-"""What each style means here. A Slice looks whole to the code between layers, so several of them mean the same."""
+"""A Slice looks whole to the code between layers, so several styles mean the same here."""
+_STYLES = {name: style for style, names in _SYNONYMS.items() for name in names}
 _DESCRIPTIONS = {
     COLWISE: "by columns",
     COLWISE_REP: "by columns, joined after each",
