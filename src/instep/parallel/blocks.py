@@ -37,14 +37,12 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks with their names, in the model's order; empty if nothing repeats.
 
     Blocks are neighbours of one class in a ModuleList, Sequential or ModuleDict. Without such neighbours, they are all
-    modules of the repeated class that holds most parameters. Modules with children are preferred to single layers,
-    outer modules to inner ones. Modules without parameters do not count.
+    modules of the repeated class that holds most parameters. Outer modules are preferred to inner ones. Single layers
+    do not count: their weights are often used from outside (two embeddings, one of which is the head). Nor do modules
+    without parameters.
     """
-    modules = {name: module for name, module in model.named_modules() if name and _num_parameters(module)}
-    composed = {name: module for name, module in modules.items() if any(True for _ in module.children())}
-    layers = {name: module for name, module in modules.items() if name not in composed}
-    beside = _outermost(_beside_others(model, composed.values()), composed)
-    return beside or _largest(composed) or _largest(layers)
+    modules = {n: m for n, m in model.named_modules() if n and list(m.children()) and _num_parameters(m)}
+    return _outermost(_beside_others(model, modules.values()), modules) or _largest(modules)
 
 
 def _beside_others(model: nn.Module, candidates: Iterable[nn.Module]) -> set[int]:

@@ -31,15 +31,7 @@ from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
-from instep.parallel.strategy import (
-    HALF_DTYPES,
-    NO_HINTS,
-    DistributedReducer,
-    ModelHints,
-    Reducer,
-    StepSums,
-    Strategy,
-)
+from instep.parallel.strategy import HALF_DTYPES, DistributedReducer, ModelHints, Reducer, StepSums, Strategy
 from instep.world.grid import Grid
 
 
@@ -119,7 +111,7 @@ class Fsdp(Strategy):
         self._deferred = build_deferred(make)
         return self._deferred.model
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
         deferred, self._deferred = self._deferred, None
         model = super().spread(model, hints) if deferred is None else self.replace_layers(model)
         self.connect(model, connected=True)  # every rank must run every backward pass
@@ -238,9 +230,7 @@ def own_blocks(model: nn.Module, given: Blocks | None = None) -> list[tuple[str,
     def is_closed(block: nn.Module) -> bool:
         return all(users[p] == count for p, count in _uses(block).items())
 
-    # Not single layers: their weights are often used from outside (two embeddings, one of which is the head).
-    blocks = blocks_of(model, given)
-    return [(name, b) for name, b in blocks if is_closed(b) and (given is not None or any(True for _ in b.children()))]
+    return [(name, block) for name, block in blocks_of(model, given) if is_closed(block)]
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:

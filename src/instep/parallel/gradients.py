@@ -24,6 +24,14 @@ def from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def by_dtype(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+    """Return the parameters of each dtype, in their order."""
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.dtype, []).append(p)
+    return groups
+
+
 def copy_gradients(views: list[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Copy gradients into views of a flat buffer: zeros for a missing one, a sparse one made dense."""
     dense = [grad for grad in grads if grad is not None and not grad.is_sparse]

@@ -86,14 +86,9 @@ class _Synced(_BatchNorm):
     _world: World
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        context = self._context
-        if not self.training or not context.num_rows:
+        if not computes_statistics(self, x, self._context) or self._world.world_size == 1:
             return super().forward(x)
-        self._check_input_dim(x)
-        refuse_single_values(x, context)
-        if self._world.world_size == 1:
-            return super().forward(x)
-        world = None if context.replicated else self._world
+        world = None if self._context.replicated else self._world
         y, mean, variance, count = SyncedBatchNorm.apply(x, self.weight, self.bias, self.eps, world)
         if self.track_running_stats:
             update_running(self, mean, variance * (count / (count - 1)))
@@ -108,10 +103,16 @@ def update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor) -> N
         running.mul_(1 - factor).add_(new.to(running.device, running.dtype), alpha=factor)
 
 
-def refuse_single_values(x: torch.Tensor, context: BatchContext) -> None:
-    """Raise, before the first update, if the smallest batch of an epoch would have one value for each channel."""
+def computes_statistics(module: _BatchNorm, x: torch.Tensor, context: BatchContext) -> bool:
+    """Return whether a BatchNorm computes statistics of a step's part, rather than leaving the call to torch.
+
+    Raise, before the first update, if the smallest batch of an epoch would have one value for each channel.
+    """
+    if not module.training or not context.num_rows:
+        return False
+    module._check_input_dim(x)
     if context.smallest_part * (x.numel() // (x.shape[1] * context.num_rows)) != 1:
-        return
+        return True
     what = "shard of one" if context.num_shards else "part of one, with --accumulate"
     remedy = "--drop-last, fewer --shards" if context.num_shards else "--drop-last"
     raise TaskError(
@@ -125,16 +126,12 @@ def sync_batch_norm(model: nn.Module, world: World, context: BatchContext) -> in
 
     In the method resolution order, the synchronised forward pass comes right before torch's own.
     """
-    num_synced = 0
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            if world.world_size > 1:
-                refuse_own_statistics(type(module))
-            add_base(module, _Synced, "Synced", before=False)
-            synced: Any = module
-            synced._context, synced._world = context, world
-            num_synced += 1
-    return num_synced
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    for module in norms:
+        if world.world_size > 1:
+            refuse_own_statistics(type(module))
+        add_base(module, _Synced, "Synced", before=False, _context=context, _world=world)
+    return len(norms)
 
 
 def refuse_own_statistics(kind: type) -> None:

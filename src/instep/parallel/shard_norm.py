@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.core.tree import run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.class_change import add_base
-from instep.parallel.norm import refuse_own_statistics, refuse_single_values, update_running
+from instep.parallel.norm import computes_statistics, refuse_own_statistics, update_running
 from instep.world.world import World
 
 Statistics = tuple[float, torch.Tensor, torch.Tensor]
@@ -34,11 +34,7 @@ class _ByShard(_BatchNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         context = self._context
-        if not self.training or not context.num_rows:
-            return super().forward(x)
-        self._check_input_dim(x)
-        refuse_single_values(x, context)
-        if not self.track_running_stats:
+        if not computes_statistics(self, x, context) or not self.track_running_stats:
             return super().forward(x)
         dtype = x.dtype if self.running_mean is None else self.running_mean.dtype
         mean, variance = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
@@ -59,9 +55,7 @@ def use_shard_statistics(model: nn.Module, context: BatchContext) -> None:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             refuse_own_statistics(type(module))
-            add_base(module, _ByShard, "Shard", before=False)
-            by_shard: Any = module
-            by_shard._context, by_shard._by_shard = context, {}
+            add_base(module, _ByShard, "Shard", before=False, _context=context, _by_shard={})
 
 
 def update_running_statistics(model: nn.Module, world: World, context: BatchContext, apply: bool) -> None:
