@@ -19,7 +19,7 @@ from instep.core.tree import TreeSum, cover, run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import by_dtype, copy_gradients
-from instep.parallel.shard_norm import gather_by_shard, use_shard_statistics
+from instep.parallel.norm import gather_by_shard, use_shard_statistics
 from instep.parallel.strategy import NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
 from instep.world.determinism import prepare_deterministic
 from instep.world.world import World

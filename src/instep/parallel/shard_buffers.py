@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from instep.core.errors import TaskError
-from instep.parallel.shard_norm import is_by_shard
+from instep.parallel.norm import ByShardNorm
 from instep.world.world import World
 
 
@@ -78,7 +78,8 @@ class ShardBuffers:
     """The buffers of a model, seen from one rank."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = [(module, name) for module in model.modules() if not is_by_shard(module) for name in module._buffers]
+        modules = [module for module in model.modules() if not isinstance(module, ByShardNorm)]
+        named = [(module, name) for module in modules for name in module._buffers]
         self._empty = [(module, name) for module, name in named if module._buffers[name] is None]
         distinct = {
             id(module._buffers[name]): (module, name) for module, name in named if module._buffers[name] is not None
