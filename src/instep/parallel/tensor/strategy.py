@@ -25,7 +25,7 @@ from instep.parallel.capture import Call
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.deferred import Deferred
 from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.strategy import DistributedReducer, ModelHints, Reducer, StepSums, Strategy
+from instep.parallel.strategy import ModelHints, Reducer, StepSums, Strategy
 from instep.parallel.tensor.apply import fit_plan, split_layers
 from instep.parallel.tensor.auto_plan import plan_by_trial, plan_without_example, without_slices
 from instep.parallel.tensor.check import Answer, answer_of, difference
@@ -40,7 +40,7 @@ def is_split(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(isinstance(placement, Shard) for placement in parameter.placements)
 
 
-class TensorReducer(DistributedReducer):
+class TensorReducer(Reducer):
     """Reduces gradients of shards over the ranks with the same shards; others over all ranks, one of each group."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid) -> None:
