@@ -23,25 +23,21 @@ class Call(NamedTuple):
 
     def to(self, device: torch.device) -> Call:
         """Return the call with its tensors on a device."""
-        moved: Call = tree_map_only(torch.Tensor, lambda t: t.to(device), self)
-        return moved
+        return Call(*tree_map_only(torch.Tensor, lambda t: t.to(device), self))
 
 
 class _Captured(BaseException):
     """Leaves the user's function from the middle; not an Exception, which the user's code may catch."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
 
 
 def call_of(function: Callable[[Any, Any], Any], batch: Any) -> Call:
     """Return the arguments with which `function(model, batch)` calls its model."""
 
     def capture(*positional: Any, **named: Any) -> NoReturn:
-        raise _Captured(Call(positional, named))
+        raise _Captured(positional, named)
 
     try:
         function(capture, batch)
     except _Captured as captured:
-        return captured.call
+        return Call(*captured.args)
     raise TaskError("loss returned without having called its model; it must call it exactly once.")

@@ -142,7 +142,8 @@ class _Recorder(TorchDispatchMode):
         made = {s: place for place, t in enumerate(results) if t.is_meta and (s := _storage(t)) not in used}
         # A view makes and changes nothing: its values are found by its storage.
         if made or func._schema.is_mutable:
-            self.calls.append(_Call(func, args, kwargs, made, used, _overwritten(func, args)))
+            overwrites = _overwritten(args[0]) if func.overloadpacket.__name__ in _OVERWRITES else None
+            self.calls.append(_Call(func, args, kwargs, made, used, overwrites))
         return out
 
 
@@ -169,11 +170,9 @@ def _initialisers_recorded(recorder: _Recorder) -> Iterator[None]:
         def initialise(tensor: torch.Tensor, *positional: Any, **named: Any) -> torch.Tensor:
             if not tensor.is_meta:
                 return cast(torch.Tensor, function(tensor, *positional, **named))
-            storage = _storage(tensor)
-            whole = storage if _is_whole(tensor) else None
             now = _as_it_is_now(tensor)
             recorder.keep.append(now)
-            recorder.calls.append(_Call(function, (now, *positional), named, {}, (storage,), whole))
+            recorder.calls.append(_Call(function, (now, *positional), named, {}, (_storage(now),), _overwritten(now)))
             return tensor
 
         return initialise
@@ -207,15 +206,10 @@ def _refusal(why: str) -> TaskError:
     )
 
 
-def _overwritten(function: Any, positional: tuple[Any, ...]) -> int | None:
-    if function.overloadpacket.__name__ not in _OVERWRITES or not isinstance(positional[0], torch.Tensor):
-        return None
-    target = positional[0]
-    return _storage(target) if target.is_meta and _is_whole(target) else None
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
+def _overwritten(target: torch.Tensor) -> int | None:
+    """Return the storage that writing to all elements of a tensor overwrites completely."""
+    is_whole = target.nbytes == target.untyped_storage().nbytes() and target.is_contiguous()
+    return _storage(target) if target.is_meta and is_whole else None
 
 
 def _as_it_is_now(tensor: torch.Tensor) -> torch.Tensor:

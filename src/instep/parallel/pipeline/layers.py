@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dis
 import inspect
-import operator
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -105,7 +105,8 @@ class _NamedLayers:
             value: Any = None
             with evaluating(model), torch.no_grad():
                 for number, uses in enumerate(self._uses):
-                    with _UseRecorder(model, uses):
+                    recorder = _UseRecorder(model, uses)
+                    with recorder, register_module_forward_pre_hook(recorder.add_module):
                         value = self.stage(number, number + 1)(call, value)
         else:
             raise TaskError(
@@ -134,15 +135,10 @@ class _UseRecorder(TorchFunctionMode):
         super().__init__()
         self._tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._uses = uses
-        self._hook: Any = None
 
-    def __enter__(self) -> Any:
-        self._hook = register_module_forward_pre_hook(lambda module, _: self._uses.add_module(module))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._hook.remove()
-        super().__exit__(*error)
+    def add_module(self, module: nn.Module, _inputs: Any) -> None:
+        """Record a module, before its forward pass."""
+        self._uses.add_module(module)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -219,7 +215,7 @@ class _TracedLayers:
             if node.op == "call_module":
                 uses.add_module(self._model.get_submodule(str(node.target)))
             elif node.op == "get_attr":
-                uses.tensors.add(id(_attribute(self._model, str(node.target))))
+                uses.tensors.add(id(attrgetter(str(node.target))(self._model)))
         return uses
 
     def stage(self, first: int, last: int) -> StageFunction:
@@ -273,7 +269,7 @@ def _free_nodes(nodes: list[fx.Node], model: nn.Module) -> set[fx.Node]:
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             free.add(node)
-            if node.op == "get_attr" and isinstance(_attribute(model, str(node.target)), nn.Parameter):
+            if node.op == "get_attr" and isinstance(attrgetter(str(node.target))(model), nn.Parameter):
                 weights.add(node)
         elif _is_repeatable(node) and all(source in free - weights for source in node.all_input_nodes):
             free.add(node)
@@ -314,10 +310,6 @@ def _with_inputs(nodes: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
     for node in nodes:
         visit(node)
     return list(ordered)
-
-
-def _attribute(model: nn.Module, path: str) -> Any:
-    return operator.attrgetter(path)(model)
 
 
 def _name_of(nodes: Sequence[fx.Node]) -> str:

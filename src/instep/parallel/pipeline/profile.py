@@ -208,11 +208,9 @@ def _possible_ends(has_weights: Sequence[bool], sendable: Sequence[bool]) -> lis
     """
     ends: list[int] = []
     stage_has_weights = False
-    for number, has in enumerate(has_weights):
+    for end, (has, next_has) in enumerate(itertools.pairwise(has_weights), 1):
         stage_has_weights |= has
-        if number == len(has_weights) - 1:
-            break
-        if stage_has_weights and sendable[number] and has_weights[number + 1]:
-            ends.append(number + 1)
+        if stage_has_weights and sendable[end - 1] and next_has:
+            ends.append(end)
             stage_has_weights = False
-    return [*ends, len(has_weights)] if stage_has_weights or ends else []
+    return [*ends, len(has_weights)] if any(has_weights) else []

@@ -28,6 +28,12 @@ from instep.parallel.pipeline.layers import StageFunction
 from instep.world.tensors import nested_tensors
 from instep.world.world import World
 
+_SCHEDULES: dict[Schedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -74,22 +80,29 @@ class BusyClock:
 class _StageModule(nn.Module):
     """The submodule of one of PyTorch's stages: it looks the microbatch up, and computes the stage's layers."""
 
-    def __init__(self, number: int, function: StageFunction, sent: BufferSpec | None, world: World) -> None:
+    def __init__(
+        self, number: int, function: StageFunction, sent: BufferSpec | None, world: World, clock: BusyClock
+    ) -> None:
         super().__init__()
-        self.number, self._function = number, function
+        self._number, self._function, self._clock = number, function, clock
         self._sent = sent
         """None: it is the last stage."""
         self.device, self._wire = world.device, world.wire
         self.inputs: ScheduleInputs | None = None
         self._current = 0
 
-    def begin(self, chunk: int) -> None:
-        """Set the microbatch of the coming forward or backward pass."""
+    @contextmanager
+    def microbatch(self, number: int) -> Iterator[None]:
+        """Set the microbatch of a forward or backward pass, and count the time of the pass."""
         assert self.inputs is not None
-        self._current = chunk
-        microbatch = self.inputs.microbatches[chunk]
-        if microbatch.num_rows:
-            self.inputs.begin(microbatch, self.number)
+        self._current = number
+        if self.inputs.microbatches[number].num_rows:
+            self.inputs.begin(self.inputs.microbatches[number], self._number)
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._clock.busy_s += time.perf_counter() - begun
 
     def forward(self, *received: torch.Tensor) -> Any:
         assert self.inputs is not None
@@ -98,8 +111,8 @@ class _StageModule(nn.Module):
             return self._forward_empty(received)
         assert microbatch.call is not None
         value = None
-        if self.number:
-            meta = self.inputs.metas[self._current][self.number - 1]
+        if self._number:
+            meta = self.inputs.metas[self._current][self._number - 1]
             value = unpack([buffer.to(self.device) for buffer in received], meta)
         output = self._function(microbatch.call, value)
         if self._sent is None:
@@ -116,7 +129,7 @@ class _StageModule(nn.Module):
     def _forward_empty(self, received: Sequence[torch.Tensor]) -> Any:
         """Return zeros for an empty microbatch, connected to what was received, so that a backward pass runs."""
         zero = torch.zeros(1, device=self._wire, requires_grad=True)
-        for buffer in received if self.number else ():
+        for buffer in received if self._number else ():
             zero = zero + buffer[:1].float() * 0
         if self._sent is None:
             return zero.to(self.device)
@@ -131,10 +144,10 @@ def _zero_loss(output: Any) -> torch.Tensor:
 class _Stage(PipelineStage):
     """One of PyTorch's stages, which sets its microbatch and counts its time."""
 
-    clock: BusyClock
+    submod: _StageModule
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._chunk(fwd_chunk_id):
+        with self.submod.microbatch(fwd_chunk_id):
             try:
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             except RuntimeError as error:
@@ -144,19 +157,8 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # What is recomputed in backward belongs to the same rows. The backward pass has the precision of the forward
         # pass; autocast would cast once more.
-        with self._chunk(bwd_chunk_id) as module, torch.autocast(module.device.type, enabled=False):
+        with self.submod.microbatch(bwd_chunk_id), torch.autocast(self.submod.device.type, enabled=False):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    @contextmanager
-    def _chunk(self, number: int) -> Iterator[_StageModule]:
-        """Set the microbatch, and count the time of its pass."""
-        assert isinstance(self.submod, _StageModule)
-        self.submod.begin(number)
-        begun = time.perf_counter()
-        try:
-            yield self.submod
-        finally:
-            self.clock.busy_s += time.perf_counter() - begun
 
 
 class ScheduleRunner:
@@ -174,43 +176,37 @@ class ScheduleRunner:
     ) -> None:
         self._num_microbatches = num_microbatches
         self._clock = clock
-        self._modules = []
-        stages = []
+        self._stages = []
         last = len(buffers)
         for number, function in functions.items():
-            module = _StageModule(number, function, buffers[number] if number < last else None, world)
+            sent = buffers[number] if number < last else None
             stage = _Stage(
-                module,
+                _StageModule(number, function, sent, world, clock),
                 number,
                 last + 1,
                 world.wire,
                 input_args=_examples(buffers[number - 1]) if number else torch.zeros(1, dtype=torch.int64),
-                output_args=_examples(buffers[number]) if number < last else torch.zeros(1),
+                output_args=torch.zeros(1) if sent is None else _examples(sent),
                 group=group,
             )
-            stage.clock = clock
-            self._modules.append(module)
-            stages.append(stage)
+            self._stages.append(stage)
         self._has_first, self._has_last = 0 in functions, last in functions
+        stages: Any = self._stages if schedule == "interleaved" else self._stages[0]
         # The last stage has computed the loss.
-        options: dict[str, Any] = {"loss_fn": lambda output, _target: output, "scale_grads": False}
-        if schedule == "interleaved":
-            self._schedule: Any = ScheduleInterleaved1F1B(list(stages), num_microbatches, **options)
-        else:
-            self._schedule = (ScheduleGPipe if schedule == "gpipe" else Schedule1F1B)(
-                stages[0], num_microbatches, **options
-            )
+        self._schedule = _SCHEDULES[schedule](
+            stages, num_microbatches, loss_fn=lambda output, _target: output, scale_grads=False
+        )
 
     def run(self, inputs: ScheduleInputs) -> None:
         """Run all microbatches forward and back. Called on all ranks of the pipeline."""
-        for module in self._modules:
-            module.inputs = inputs
+        for stage in self._stages:
+            stage.submod.inputs = inputs
         numbers = torch.arange(self._num_microbatches)
         begun = time.perf_counter()
         self._schedule.step(*([numbers] if self._has_first else []), target=numbers if self._has_last else None)
         self._clock.total_s += time.perf_counter() - begun
-        for module in self._modules:
-            module.inputs = None
+        for stage in self._stages:
+            stage.submod.inputs = None
 
 
 def _examples(buffers: BufferSpec) -> tuple[torch.Tensor, ...]:

@@ -22,6 +22,7 @@ from instep.parallel.capture import Call, call_of
 from instep.parallel.class_change import add_base
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.dropout import replace_dropout
+from instep.parallel.gradients import clip_gradients
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.pipeline.layers import LayerSequence, StageFunction, find_layers
 from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership
@@ -29,7 +30,7 @@ from instep.parallel.pipeline.profile import LayerProfile, StagePlan, estimate_p
 from instep.parallel.pipeline.schedule import Microbatch
 from instep.parallel.pipeline.stages import LocalStages, Staged
 from instep.parallel.single import LocalReducer
-from instep.parallel.strategy import DistributedReducer, LossOf, ModelHints, Reducer, StepPart, StepSums, Strategy
+from instep.parallel.strategy import LossOf, ModelHints, Reducer, StepPart, StepSums, Strategy
 from instep.world.grid import Grid
 from instep.world.world import World
 
@@ -171,24 +172,24 @@ class Pipeline(Strategy):
         num_ranks, pp_rank = self.grid.mesh.pp, self._pp_world.rank
         runs = list(itertools.pairwise(plan.bounds))
         by_stage = [Uses.union(map(layers.uses, range(first, last))) for first, last in runs]
-        ownership = plan_ownership(model, [Uses.union(by_stage[rank::num_ranks]) for rank in range(num_ranks)])
+        owned, shared = plan_ownership(model, [Uses.union(by_stage[rank::num_ranks]) for rank in range(num_ranks)])
         named = dict(model.named_parameters())
-        keep_only(model, ownership.by_rank[pp_rank])
+        keep_only(model, owned[pp_rank])
         gc.collect()  # tracing leaves reference cycles that keep the rest alive
         model.to(self.grid.world.device)
         functions = {stage: layers.stage(*runs[stage]) for stage in range(pp_rank, self.num_stages, num_ranks)}
         # The seed gives every rank the same weights; the broadcast is for what a model drew from elsewhere.
         self.grid.data.broadcast([*model.parameters(), *model.buffers()])
-        for owners in sorted({ranks for _, ranks in ownership.shared}):
+        for owners, names in sorted(shared.items()):
             world = self._pp_world if len(owners) == num_ranks else self.grid.among(owners)
             if world is not None:
-                parameters = [named[name] for name, ranks in ownership.shared if ranks == owners]
+                parameters = [named[name] for name in names]
                 world.broadcast(parameters)
                 self._shared.append((parameters, world))
         return functions
 
 
-class PipelineReducer(DistributedReducer):
+class PipelineReducer(Reducer):
     """Reduces gradients over the replicas of a stage; those of shared weights also over the stages that own them.
 
     The step's own sums (loss, weight, flags) are reduced over the replicas with the gradients, and then once along the
@@ -198,8 +199,9 @@ class PipelineReducer(DistributedReducer):
     def __init__(
         self, parameters: Sequence[nn.Parameter], grid: Grid, pp_world: World, shared: Sequence[SharedParameters]
     ) -> None:
-        super().__init__(parameters, grid, {p: world.world_size for group, world in shared for p in group})
+        super().__init__(parameters, grid)
         self._pp_world = pp_world
+        self._num_stages_with = {p: world.world_size for group, world in shared for p in group}
         self._replicas = DdpReducer(parameters, grid.data) if grid.data.world_size > 1 else LocalReducer(parameters)
         own = set(self.parameters)
         chosen = [([p for p in group if p in own], world) for group, world in shared]
@@ -211,3 +213,6 @@ class PipelineReducer(DistributedReducer):
             reducer.reduce(StepSums())
         row = torch.tensor(totals, dtype=torch.float64, device=self._pp_world.device)
         return StepSums(*self._pp_world.all_reduce(row).tolist())
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return clip_gradients(self.parameters, max_norm, self._grid, self._num_stages_with)
