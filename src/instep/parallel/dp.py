@@ -52,5 +52,5 @@ class Dp(Single):
             "and dropout see one GPU's rows. strategy=ddp with -n auto is faster and gives the same result as one GPU."
         )
         model = model.to(self.grid.world.device)
-        add_base(model, _Replicated, "Replicated")
+        add_base(model, _Replicated)
         return model

@@ -95,22 +95,16 @@ class RowDropout(nn.Dropout):
         mask = keep.to(x.dtype).mul_(_LEVELS / levels)
         return x * (x.with_local(mask) if is_local else mask)  # type: ignore[attr-defined]
 
-    def _keep(
-        self, shape: torch.Size, device: torch.device, levels: int, shard: ShardRange | None = None
-    ) -> torch.Tensor:
+    def _keep(self, shape: torch.Size, device: torch.device, levels: int, shard: ShardRange | None) -> torch.Tensor:
         """Return which elements stay, as bools; those of the shard only, where no pair is cut."""
         self.uses += 1
         salt = self._salt if self.uses == 1 else mix64(self._salt + self.uses)  # each use draws noise of its own
         row_dim, rows_each = self._find_rows(shape)
-        row_keys, pairs, wanted = _elements(shape, row_dim, shard, device)
-        halves = _halves(
-            _scramble(
-                (row_keys + self._context.noise[2] * rows_each) * _ODD_3 + (self._context.noise[0] ^ signed32(salt))
-            ),
-            _scramble(pairs * _ODD_3 + (self._context.noise[1] ^ signed32(salt >> 32))),
-        )
-        others = math.prod(wanted) // max(wanted[row_dim], 1)
-        keep = halves[:, :others] < levels - _LEVELS // 2
+        rows, pairs, wanted = _elements(shape, row_dim, shard, device)
+        noise, others = self._context.noise, math.prod(wanted) // max(wanted[row_dim], 1)
+        rows = _scramble((rows + noise[2] * rows_each) * _ODD_3 + (noise[0] ^ signed32(salt)))
+        pairs = _scramble(pairs * _ODD_3 + (noise[1] ^ signed32(salt >> 32)))
+        keep = _halves(rows, pairs)[:, :others] < levels - _LEVELS // 2
         if row_dim == 0:
             return keep.reshape(wanted)
         moved = (wanted[row_dim], *wanted[:row_dim], *wanted[row_dim + 1 :])

@@ -90,5 +90,4 @@ class ExactFsdp(Exact):
         return model
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
-        model = self._models[id(parameters[0])]
-        return ExactShardedReducer(model, parameters, self.grid, self.context)
+        return ExactShardedReducer(self._models[id(parameters[0])], parameters, self.grid, self.context)

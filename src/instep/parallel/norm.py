@@ -142,7 +142,7 @@ def sync_batch_norm(model: nn.Module, world: World, context: BatchContext) -> in
     for module in norms:
         if world.world_size > 1:
             refuse_own_statistics(type(module))
-        add_base(module, _Synced, "Synced", before=False, _context=context, _world=world)
+        add_base(module, _Synced, before=False, _context=context, _world=world)
     return len(norms)
 
 
@@ -155,7 +155,7 @@ def refuse_own_statistics(kind: type) -> None:
         )
 
 
-class ByShardNorm(_BatchNorm):
+class ByShard(_BatchNorm):
     """Comes between a BatchNorm class and torch's own forward pass, so that a subclass's forward still runs."""
 
     _context: BatchContext
@@ -179,12 +179,12 @@ def use_shard_statistics(model: nn.Module, context: BatchContext) -> None:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             refuse_own_statistics(type(module))
-            add_base(module, ByShardNorm, "Shard", before=False, _context=context, _by_shard={})
+            add_base(module, ByShard, before=False, _context=context, _by_shard={})
 
 
 def update_running_statistics(model: nn.Module, world: World, context: BatchContext, apply: bool) -> None:
     """Make the step's update of all running statistics, or drop it. Called on all ranks."""
-    norms: list[Any] = [m for m in model.modules() if isinstance(m, ByShardNorm) and m.track_running_stats]
+    norms: list[Any] = [m for m in model.modules() if isinstance(m, ByShard) and m.track_running_stats]
     if not norms:
         return
     if apply:

@@ -94,5 +94,5 @@ def recompute_blocks(model: nn.Module, context: BatchContext, given: Blocks | No
     blocks = [block for _, block in blocks_of(model, given)]
     names = Counter(type(block).__name__ for block in blocks)
     for block in blocks:
-        add_base(block, _Recomputed, "Recomputed", _context=context, _changing=None)
+        add_base(block, _Recomputed, _context=context, _changing=None)
     return ", ".join(f"{count} {name}" for name, count in names.items())

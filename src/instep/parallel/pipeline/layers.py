@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -172,11 +173,7 @@ class _Tracer(fx.Tracer):
             for number, leaf in enumerate(self.leaves)
         ]
         positional, named = tree_unflatten(proxies, self.spec)
-
-        def forward(*arguments: Any) -> Any:
-            return root_fn(*arguments, **named)
-
-        return forward, [self.root, *positional]
+        return partial(root_fn, **named), [self.root, *positional]
 
 
 def _is_asserted() -> bool:

@@ -59,7 +59,9 @@ def keep_only(model: nn.Module, uses: Uses) -> None:
     for name, child in list(model._modules.items()):
         if child is None:
             continue
-        if _is_used(child, uses):
+        inside = Uses()
+        inside.add_module(child)
+        if inside.modules & uses.modules or inside.tensors & uses.tensors:
             keep_only(child, uses)
         else:
             model._modules[name] = Elsewhere()
@@ -69,9 +71,3 @@ def keep_only(model: nn.Module, uses: Uses) -> None:
         for name, tensor in tensors.items():
             if tensor is not None and id(tensor) not in uses.tensors:
                 tensors[name] = None
-
-
-def _is_used(module: nn.Module, uses: Uses) -> bool:
-    if any(id(m) in uses.modules for m in module.modules()):
-        return True
-    return any(id(t) in uses.tensors for t in (*module.parameters(), *module.buffers()))

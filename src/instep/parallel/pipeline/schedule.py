@@ -28,11 +28,7 @@ from instep.parallel.pipeline.layers import StageFunction
 from instep.world.tensors import nested_tensors
 from instep.world.world import World
 
-_SCHEDULES: dict[Schedule, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-}
+_SCHEDULES: dict[Schedule, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ without gradients; each stage broadcasts the shapes of its output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
@@ -39,34 +40,28 @@ _MOST_KEPT = 32
 """Shapes that are remembered; each holds buffers for sending and receiving."""
 
 
+@dataclass(eq=False)
 class LocalStages:
     """This rank's stages, which run together with the other ranks' stages."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        functions: Mapping[int, StageFunction],
-        num_stages: int,
-        schedule: Schedule,
-        job_world: World,
-        group: dist.ProcessGroup,
-        context: BatchContext,
-        noise_uses: Mapping[int, Sequence[int]],
-    ) -> None:
-        self._model = model
-        self._functions = dict(functions)
-        self._num_stages = num_stages
-        self._schedule = schedule
-        self._job_world = job_world
-        self._world = job_world.within(group)
+    model: nn.Module
+    functions: dict[int, StageFunction]
+    """By stage."""
+    num_stages: int
+    schedule: Schedule
+    job_world: World
+    group: dist.ProcessGroup
+    context: BatchContext
+    noise_uses: Mapping[int, Sequence[int]]
+    """By stage: how often each noisy layer was used before it."""
+
+    def __post_init__(self) -> None:
+        self._world = self.job_world.within(self.group)
         """The ranks of this pipeline, in the order of the stages."""
-        self._context = context
-        self._noise_uses = noise_uses
-        """By stage: how often each noisy layer was used before it."""
         self._metas: dict[Any, tuple[ActivationMeta, ...]] = {}
         self.clock = BusyClock()
         self._runner_for = lru_cache(_MOST_KEPT)(
-            partial(ScheduleRunner, schedule, self._functions, self._world, group, self.clock)
+            partial(ScheduleRunner, self.schedule, self.functions, self._world, self.group, self.clock)
         )
         self._is_warm = False
 
@@ -79,27 +74,27 @@ class LocalStages:
     def train(self, microbatches: Sequence[Microbatch], replicated: bool, compute_loss: LossFunction) -> None:
         """Run microbatches forward and back; accumulate gradients. Called on all ranks of the pipeline."""
         metas = [self._metas_of(microbatch.call) for microbatch in microbatches if microbatch.call is not None]
-        count = scheduled(self._schedule, len(microbatches), self._world.world_size)
+        count = scheduled(self.schedule, len(microbatches), self._world.world_size)
         empty = [Microbatch(0, 0)] * (count - len(microbatches))
         buffers = tuple(_largest(boundary) for boundary in zip(*metas, strict=True))
 
         def begin(microbatch: Microbatch, stage: int) -> None:
-            self._context.begin_part(microbatch.first_row, microbatch.num_rows, replicated)
-            for layer, uses in zip(self._context.noisy, self._noise_uses.get(stage, ()), strict=False):
+            self.context.begin_part(microbatch.first_row, microbatch.num_rows, replicated)
+            for layer, uses in zip(self.context.noisy, self.noise_uses.get(stage, ()), strict=False):
                 layer.uses = uses
 
         runner = self._runner_for(count, buffers)
         idle_s = self.clock.idle_s
         runner.run(ScheduleInputs([*microbatches, *empty], metas, compute_loss, begin))
-        self._job_world.waited_s += self.clock.idle_s - idle_s
+        self.job_world.waited_s += self.clock.idle_s - idle_s
         if not self._is_warm:  # the first run opens connections
             self._is_warm, self.clock.total_s, self.clock.busy_s = True, 0.0, 0.0
 
     def infer(self, call: Call) -> Any:
         """Return the model's output, without gradients, on every rank of the pipeline. Called on all of them."""
         with torch.no_grad():
-            last = (self._num_stages - 1) % self._world.world_size
-            output = self._run_stages(call, self._num_stages)
+            last = (self.num_stages - 1) % self._world.world_size
+            output = self._run_stages(call, self.num_stages)
             is_last = self._world.rank == last
             structure = self._world.broadcast_object(describe_output(output) if is_last else None, source=last)
             if not is_last:
@@ -115,9 +110,9 @@ class LocalStages:
         value: Any = None
         for number in range(end):
             owner = number % self._world.world_size
-            if number in self._functions:
-                value = self._functions[number](call, value)
-            if number < self._num_stages - 1:
+            if number in self.functions:
+                value = self.functions[number](call, value)
+            if number < self.num_stages - 1:
                 meta = known[number] if known else self._broadcast_meta(value, owner)
                 value = self._send_recv(value, meta, owner)
                 metas.append(meta)
@@ -132,10 +127,8 @@ class LocalStages:
         if self._world.rank == owner:
             check_sendable(value)
             structure = describe_output(value if isinstance(value, torch.Tensor) else tuple(value))
-        meta: ActivationMeta = rebuild_output(
-            self._world.broadcast_object(structure, source=owner), torch.device("meta")
-        )
-        return meta
+        structure = self._world.broadcast_object(structure, source=owner)
+        return rebuild_output(structure, torch.device("meta"))  # type: ignore[no-any-return]
 
     def _send_recv(self, value: Any, meta: ActivationMeta, owner: int) -> Any:
         """Return what the next stage gets, on its rank."""
@@ -151,9 +144,9 @@ class LocalStages:
     def _metas_of(self, call: Call) -> tuple[ActivationMeta, ...]:
         key = self._signature(call)
         if key not in self._metas:
-            self._context.end_part()
-            with evaluating(self._model), torch.no_grad():
-                self._run_stages(call, self._num_stages - 1)
+            self.context.end_part()
+            with evaluating(self.model), torch.no_grad():
+                self._run_stages(call, self.num_stages - 1)
         return self._metas[key]
 
     def _signature(self, call: Call) -> tuple[Any, ...]:

@@ -81,12 +81,11 @@ class Pipeline(Strategy):
         profile = self._profile(model, layers, call)
         plan = plan_stages(layers, profile, model, self.num_stages)
         functions = self._keep_local(model, layers, plan)
-        ends = {stage: plan.bounds[stage] for stage in functions if stage and profile.noise_uses}
-        noise_uses = {stage: profile.noise_uses[end - 1] for stage, end in ends.items()}
+        noise_uses = {s: profile.noise_uses[plan.bounds[s] - 1] for s in functions if s and profile.noise_uses}
         self._local_stages[model] = LocalStages(
             model, functions, self.num_stages, self._schedule, self.grid.world, self._group, self.context, noise_uses
         )
-        add_base(model, Staged, "Staged", local_stages=self._local_stages[model])
+        add_base(model, Staged, local_stages=self._local_stages[model])
         self._layouts.append(plan.describe(layers.names))
         return model
 

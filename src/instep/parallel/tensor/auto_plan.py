@@ -57,17 +57,14 @@ def _unify_tied(plans: dict[str, LayerPlan], model: nn.Module, group: TensorPara
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), []).append((path, module))
+    whole = LayerPlan(REPLICATE, "its weight is another layer's, too")
     for shared in users.values():
         if len(shared) == 1:
             continue
         styles = {path: ROWWISE if isinstance(module, nn.Embedding) else COLWISE_REP for path, module in shared}
         by_tokens = all(path in plans and not why_not(module, styles[path], group) for path, module in shared)
         for path in styles.keys() & plans.keys():
-            plans[path] = (
-                LayerPlan(styles[path], tied=True)
-                if by_tokens
-                else LayerPlan(REPLICATE, "its weight is another layer's, too")
-            )
+            plans[path] = LayerPlan(styles[path], tied=True) if by_tokens else whole
 
 
 def plan_without_example(model: nn.Module, group: TensorParallelGroup) -> TensorPlan:

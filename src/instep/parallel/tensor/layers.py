@@ -235,14 +235,11 @@ def _merge_masks(
     attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor | None:
     """Return one mask, to be added to the scores, for those that torch's attention takes."""
-    merged = None
-    num_rows, num_heads = q.shape[:2]
-    if attn_mask is not None:
-        attn_mask = _additive(attn_mask, q)
-        by_head = attn_mask.dim() == 3
-        merged = attn_mask.view(num_rows, num_heads, *attn_mask.shape[1:]) if by_head else attn_mask
+    merged = None if attn_mask is None else _additive(attn_mask, q)
+    if merged is not None and merged.dim() == 3:  # by row and head
+        merged = merged.unflatten(0, q.shape[:2])
     if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, q).view(num_rows, 1, 1, -1)
+        padding = _additive(key_padding_mask, q).view(q.shape[0], 1, 1, -1)
         merged = padding if merged is None else merged + padding
     return merged
 

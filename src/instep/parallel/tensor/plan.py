@@ -32,6 +32,8 @@ _DESCRIPTIONS = {
     REPLICATE: "whole on every rank",
 }
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -78,8 +80,7 @@ def compact(paths: list[str]) -> list[str]:
     """Return `blocks.0–11.out` for paths that differ in one number."""
     numbers: dict[str, list[tuple[int, ...]]] = {}
     for path in paths:
-        kind = kind_of(path)
-        numbers.setdefault(kind, []).append(tuple(map(int, re.findall(r"(?<![^.])\d+(?![^.])", path))))
+        numbers.setdefault(kind_of(path), []).append(tuple(map(int, _NUMBER.findall(path))))
     return [_fill(kind, tuples) for kind, tuples in numbers.items()]
 
 
@@ -99,7 +100,7 @@ def _fill(kind: str, numbers: list[tuple[int, ...]]) -> str:
 
 def kind_of(path: str) -> str:
     """Return a path without its numbers: the same for the same layer of all blocks."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+    return _NUMBER.sub("*", path)
 
 
 def given_plan(given: Mapping[str, Any], model: nn.Module, source: str, strict: bool) -> TensorPlan:
@@ -113,7 +114,9 @@ def given_plan(given: Mapping[str, Any], model: nn.Module, source: str, strict: 
         wanted = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
         paths = [path for path in modules if wanted.fullmatch(path)]
         if not paths and strict:
-            raise TaskError(f"tensor_plan: there is no layer {pattern!r} in the model. It has {_some(modules)}.")
+            names = compact([path for path in modules if path])
+            some = ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
+            raise TaskError(f"tensor_plan: there is no layer {pattern!r} in the model. It has {some}.")
         for path in paths:
             if not isinstance(style, str):
                 plan.torch_styles[path] = style
@@ -141,8 +144,3 @@ def model_plan(model: nn.Module) -> dict[str, Any]:
     if isinstance(own, Mapping):
         styles |= own
     return styles
-
-
-def _some(modules: Mapping[str, Any]) -> str:
-    names = compact([path for path in modules if path])
-    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")

@@ -44,7 +44,6 @@ _ELEMENTWISE = _names("""
     contiguous clone detach nan_to_num
 """)
 _WITH_DIM = _names("softmax log_softmax sum mean amax amin prod logsumexp norm cumsum std var any all")
-_KEEPS_DIMS = ("softmax", "log_softmax", "cumsum")
 
 
 def _slices_in(tree: Any) -> list[Slice]:
@@ -91,8 +90,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
 def _reduced(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute along other dimensions than the sharded one."""
     x, *rest = args
-    name = func.__name__
-    dims = _argument(args, kwargs, 2 if name == "norm" else 1, "dim", None)
+    dims = _argument(args, kwargs, 2 if func.__name__ == "norm" else 1, "dim", None)
     if dims is None or isinstance(dims, bool):
         return NotImplemented
     dims = {dim % x.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
@@ -101,7 +99,7 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> Any:
     local = func(x.local, *rest, **kwargs)
     if not isinstance(local, torch.Tensor):
         return NotImplemented
-    if name in _KEEPS_DIMS or local.dim() == x.dim():
+    if local.dim() == x.dim():
         return x.with_local(local)
     return x.with_local(local, x.shard_dim + sum(dim > x.positive_dim for dim in dims))
 
@@ -154,11 +152,8 @@ def _concatenated(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = args[0]
     like = _slices_in(tensors)[0]
     dim = _argument(args, kwargs, 1, "dim", 0) % like.dim()
-    if dim == like.positive_dim:
-        return NotImplemented
-    if any(x.dim() != like.dim() or x.shape[like.shard_dim] != like.full_size for x in tensors):
-        return NotImplemented
-    return _elementwise(func, (tensors, dim), {})
+    fits = all(x.dim() == like.dim() and x.shape[like.shard_dim] == like.full_size for x in tensors)
+    return _elementwise(func, (tensors, dim), {}) if fits and dim != like.positive_dim else NotImplemented
 
 
 def _dropout(_func: Any, args: Any, kwargs: Any) -> Any:
