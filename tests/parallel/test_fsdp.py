@@ -20,6 +20,7 @@ from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.parallel.fsdp import own_blocks
 from instep.parallel.gradients import to_local
+from instep.parallel.strategy import NO_HINTS
 from instep.train.engine import Engine
 from instep.train.worker import open_run, worker_main
 from instep.world.world import World
@@ -139,7 +140,7 @@ def test_parts_that_count_nothing_leave_a_second_model_alone(tmp_path: Path, opt
 
 def copy_it(world: World) -> str:
     engine = Engine(world, TrainSpec(strategy="fsdp"))
-    model = engine.strategy.spread(deep_model(4, 2))
+    model = engine.strategy.spread(deep_model(4, 2), NO_HINTS)
     with pytest.raises(TaskError) as caught:
         copy.deepcopy(model)
     return str(caught.value)
@@ -250,7 +251,7 @@ def units(world: World) -> list[str]:
     engine = Engine(world, TrainSpec(strategy="fsdp"))
     blocks, last = deep_model(4, 3), nn.Linear(4, 4)
     last.weight = blocks[2][0].weight
-    spread = engine.strategy.spread(nn.Sequential(nn.Linear(4, 4), blocks, last))
+    spread = engine.strategy.spread(nn.Sequential(nn.Linear(4, 4), blocks, last), NO_HINTS)
     return [name for name, module in spread.named_modules() if isinstance(module, FSDPModule)]
 
 
@@ -287,7 +288,7 @@ def build(world: World, meta_init: bool) -> tuple[float, list[float]]:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    model = engine.strategy.spread(engine.strategy.build(make))
+    model = engine.strategy.spread(engine.strategy.build(make), NO_HINTS)
     ended.set()
     watching.join()
     return (most - before) / 2**20, [float(p.detach().full_tensor().double().sum()) for p in model.parameters()]

@@ -177,9 +177,9 @@ def test_a_stage_keeps_its_own_under_their_names() -> None:
     by_rank = []
     for first, last in ((0, half), (half, len(layers.names))):
         by_rank.append(Uses.union(map(layers.uses, range(first, last))))
-    ownership = plan_ownership(model, by_rank)
-    assert ownership.shared == (("embed.weight", (0, 1)),)
-    keep_only(model, ownership.by_rank[1])
+    owned, shared = plan_ownership(model, by_rank)
+    assert shared == {(0, 1): ["embed.weight"]}
+    keep_only(model, owned[1])
     held = dict(model.named_parameters())
     assert all(names[name] is p for name, p in held.items())
     assert next(iter(held)) == "embed.weight"

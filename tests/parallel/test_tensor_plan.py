@@ -181,7 +181,7 @@ def gradients_agree(world: World) -> list[Any]:
     """Reduce gradients that differ between ranks for a parameter that each holds whole, as a kernel may make them."""
     grid = Grid.open(world, Mesh(dp=world.world_size // 2, tp=2))
     strategy = Tensor(grid, BatchContext(world.device, 0))
-    model = strategy.spread(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8)))
+    model = strategy.spread(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8)), ModelHints())
     parameters = list(model.parameters())
     for p in parameters:
         p.grad = torch.ones_like(p) if is_split(p) else torch.ones_like(p) * (1 + 1e-6 * world.rank)

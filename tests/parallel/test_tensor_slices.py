@@ -118,7 +118,7 @@ def tried(world: World, name: str) -> tuple[list[torch.Tensor], SliceRecord, boo
     weights = torch.randn(2, 3, 24, generator=generator, dtype=torch.float64)
     result: list[torch.Tensor] = []
     operation = {**BY_RULE, **GATHERED}[name]
-    group = TensorParallelGroup.of(grid_of(world))
+    group = TensorParallelGroup(grid_of(world))
     for split in (False, True):
         x, p = start.clone().requires_grad_(), weights[0, 0].clone().requires_grad_()
         given: torch.Tensor = Slice(scatter_to_group(x, -1, group), -1, 24, group, frozenset({"up"})) if split else x
@@ -136,7 +136,7 @@ def try_all(world: World) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def refuse_all(world: World) -> dict[str, str]:
-    group, message = TensorParallelGroup.of(grid_of(world)), {}
+    group, message = TensorParallelGroup(grid_of(world)), {}
     for name, operation in REFUSED.items():
         part = Slice(torch.ones(2, 3, 24 // world.world_size), -1, 24, group, frozenset({"up"}))
         try:

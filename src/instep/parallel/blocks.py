@@ -6,7 +6,8 @@ worth a collective or a second pass, small enough that only a fraction of the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
@@ -37,50 +38,41 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks with their names, in the model's order; empty if nothing repeats.
 
     Blocks are neighbours of one class in a ModuleList, Sequential or ModuleDict. Without such neighbours, they are all
-    modules of the repeated class that holds most parameters. Modules with children are preferred to single layers,
-    outer modules to inner ones. Modules without parameters do not count.
+    modules of the repeated class that holds most parameters. Outer modules are preferred to inner ones. Single layers
+    do not count: their weights are often used from outside (two embeddings, one of which is the head). Nor do modules
+    without parameters.
     """
-    modules = {name: module for name, module in model.named_modules() if name and _num_parameters(module)}
-    composed = {name: module for name, module in modules.items() if any(True for _ in module.children())}
-    layers = {name: module for name, module in modules.items() if name not in composed}
-    beside = _outermost(_beside_others(model, composed.values()), composed)
-    return beside or _largest(composed) or _largest(layers)
+    modules = {n: m for n, m in model.named_modules() if n and list(m.children()) and _num_parameters(m)}
+    return _outermost(_beside_others(model, set(modules.values())), modules) or _largest(modules)
 
 
-def _beside_others(model: nn.Module, candidates: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the candidates that have neighbours of their class in a list."""
-    wanted, repeated = {id(module) for module in candidates}, set()
+def _beside_others(model: nn.Module, candidates: Collection[nn.Module]) -> set[nn.Module]:
+    """Return the candidates that have neighbours of their class in a list."""
+    repeated: set[nn.Module] = set()
     for holder in model.modules():
         if isinstance(holder, _LISTS):
-            by_class: dict[type, set[int]] = {}
-            for child in holder.children():
-                if id(child) in wanted:
-                    by_class.setdefault(type(child), set()).add(id(child))
-            repeated |= {number for ids in by_class.values() if len(ids) > 1 for number in ids}
+            neighbours = [child for child in holder.children() if child in candidates]
+            num_of = Counter(map(type, neighbours))
+            repeated |= {child for child in neighbours if num_of[type(child)] > 1}
     # Lists of lists: a list of blocks is not a block itself.
-    stages = {
-        id(holder)
-        for holder in model.modules()
-        if type(holder) in _LISTS and any(id(child) in repeated for child in holder.children())
-    }
-    return repeated - stages
+    return {m for m in repeated if type(m) not in _LISTS or repeated.isdisjoint(m.children())}
 
 
 def _largest(modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules of the repeated class that holds most parameters; containers do not count."""
-    by_class: dict[type, list[tuple[str, nn.Module]]] = {}
+    by_class: dict[type, dict[str, nn.Module]] = {}
     for name, module in modules.items():
         if type(module) not in _LISTS:
-            by_class.setdefault(type(module), []).append((name, module))
-    repeated = [_outermost({id(m) for _, m in group}, dict(group)) for group in by_class.values()]
+            by_class.setdefault(type(module), {})[name] = module
+    repeated = [_outermost(set(group.values()), group) for group in by_class.values()]
     repeated = [group for group in repeated if len(group) > 1]
     return max(repeated, key=lambda group: sum(_num_parameters(m) for _, m in group), default=[])
 
 
-def _outermost(wanted: set[int], modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+def _outermost(wanted: set[nn.Module], modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     outermost: list[tuple[str, nn.Module]] = []
     for name, module in modules.items():  # outer modules come first
-        if id(module) in wanted and not any(name.startswith(f"{outer}.") for outer, _ in outermost):
+        if module in wanted and not any(name.startswith(f"{outer}.") for outer, _ in outermost):
             outermost.append((name, module))
     return outermost
 

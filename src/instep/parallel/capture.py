@@ -7,8 +7,7 @@ model would.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -16,8 +15,7 @@ from torch.utils._pytree import tree_map_only
 from instep.core.errors import TaskError
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of one call of a model."""
 
     positional: tuple[Any, ...]
@@ -25,24 +23,21 @@ class Call:
 
     def to(self, device: torch.device) -> Call:
         """Return the call with its tensors on a device."""
-        return Call(*tree_map_only(torch.Tensor, lambda t: t.to(device), (self.positional, self.named)))
+        return Call(*tree_map_only(torch.Tensor, lambda t: t.to(device), self))
 
 
 class _Captured(BaseException):
     """Leaves the user's function from the middle; not an Exception, which the user's code may catch."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
 
 
 def call_of(function: Callable[[Any, Any], Any], batch: Any) -> Call:
     """Return the arguments with which `function(model, batch)` calls its model."""
 
     def capture(*positional: Any, **named: Any) -> NoReturn:
-        raise _Captured(Call(positional, named))
+        raise _Captured(positional, named)
 
     try:
         function(capture, batch)
     except _Captured as captured:
-        return captured.call
+        return Call(*captured.args)
     raise TaskError("loss returned without having called its model; it must call it exactly once.")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.parallel.gradients import copy_gradients, from_local, to_local
+from instep.parallel.gradients import by_dtype, copy_gradients, from_local, to_local
 from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
 from instep.world.world import World
 
@@ -50,12 +50,15 @@ class _Bucket:
         return True
 
     @torch.no_grad()
-    def fill(self) -> list[bool]:
-        """Copy the gradients into the flat buffer; return which exist. A missing one counts as zero."""
+    def fill(self, counted: bool) -> list[bool]:
+        """Copy the gradients, if they count, into the flat buffer; return which exist. A missing one counts as zero."""
         if not self._views:
             self._allocate()
         grads = [None if p.grad is None else to_local(p.grad) for p in self.parameters]
-        copy_gradients(self._views, grads)
+        if counted:
+            copy_gradients(self._views, grads)
+        else:
+            torch._foreach_zero_(self._views)
         return [grad is not None for grad in grads]
 
     def _allocate(self) -> None:
@@ -64,11 +67,6 @@ class _Bucket:
         self._flat = self.extras.new_zeros(sum(sizes) + self.extras.numel())
         *pieces, self._tail = self._flat.split([*sizes, self.extras.numel()])
         self._views = [piece.view_as(p) for piece, p in zip(pieces, own, strict=True)]
-
-    def drop(self) -> None:
-        """Zero the copied gradients: another rank's are counted."""
-        for view in self._views:
-            view.zero_()
 
     def sum(self, world: World) -> None:
         """All-reduce the copied gradients, or those in place, with the extras. Called on all ranks."""
@@ -79,13 +77,13 @@ class _Bucket:
         world.all_reduce(self._flat)
         self.extras.copy_(self._tail)
 
-    def adopt(self, counts: Sequence[float] | None) -> None:
+    def adopt(self, counts: Sequence[float]) -> None:
         """Set the parameters' gradients to the sums; a parameter that no rank used has None."""
         if self._in_place:
             self._in_place = []
             return
-        for i, (p, view) in enumerate(zip(self.parameters, self._views, strict=True)):
-            p.grad = from_local(view, like=p) if counts is None or counts[i] > 0 else None
+        for p, view, count in zip(self.parameters, self._views, counts, strict=True):
+            p.grad = from_local(view, like=p) if count > 0 else None
 
 
 def _is_plain(grad: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -104,51 +102,39 @@ class DdpReducer(Reducer):
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, counted: bool = True) -> None:
         super().__init__(parameters)
         self._world, self._counted = world, counted
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for p in self.parameters:
-            by_dtype.setdefault(p.dtype, []).append(p)
+        groups = by_dtype(self.parameters)
         num_extras = NUM_SUMS + len(self.parameters)
-        carrier = next((dtype for dtype in by_dtype if dtype in _COUNTING), None)
-        self._buckets = [_Bucket(group, num_extras * (dtype is carrier)) for dtype, group in by_dtype.items()]
+        carrier = next((dtype for dtype in groups if dtype in _COUNTING), None)
+        self._buckets = [_Bucket(group, num_extras * (dtype is carrier)) for dtype, group in groups.items()]
         self._extras = next((bucket.extras for bucket in self._buckets if bucket.extras.numel()), None)
         """The step's sums, then one flag for each parameter; None: no bucket's dtype is precise enough."""
-        self._device = world.device
 
     def reduce(self, sums: StepSums) -> StepSums:
         used: list[bool] = []
         for bucket in self._buckets:
             in_place = self._counted and self._world.can_coalesce(bucket.dtype) and bucket.take_in_place()
-            used += [True] * len(bucket.parameters) if in_place else bucket.fill()
-        for bucket in () if self._counted else self._buckets:
-            bucket.drop()
+            used += [True] * len(bucket.parameters) if in_place else bucket.fill(self._counted)
         extras = self._extras
         if extras is None:
-            extras = torch.empty(len(sums) + len(used), device=self._device)
-        _write_extras(extras, sums, used)
+            extras = torch.empty(len(sums) + len(used), device=self._world.device)
+        array = _as_array(extras)
+        for i, value in enumerate(sums):  # a value on the GPU stays there
+            array[i] = value
+        array[len(sums) :] = 1.0 if all(used) else torch.tensor(used, dtype=extras.dtype)
         for bucket in self._buckets:
             bucket.sum(self._world)
         if self._extras is None:
             self._world.all_reduce(extras)
         # Reading the counts waits for the GPU; a rank that used every parameter knows them already.
-        counts = None if all(used) else extras[NUM_SUMS:].tolist()
-        first = 0
+        counts = iter([1.0] * len(used) if all(used) else extras[NUM_SUMS:].tolist())
         for bucket in self._buckets:
-            stop = first + len(bucket.parameters)
-            bucket.adopt(counts[first:stop] if counts is not None else None)
-            first = stop
-        return StepSums(*_as_array(extras)[:NUM_SUMS].tolist())
+            bucket.adopt(list(itertools.islice(counts, len(bucket.parameters))))
+        return StepSums(*array[:NUM_SUMS].tolist())
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
     """Return a small CPU tensor as a NumPy array in the same memory, which is many times as fast to index."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def _write_extras(extras: torch.Tensor, sums: StepSums, used: Sequence[bool]) -> None:
-    array = _as_array(extras)
-    for i, value in enumerate(sums):  # a value on the GPU stays there
-        array[i] = value
-    array[len(sums) :] = 1.0 if all(used) else torch.tensor(used, dtype=extras.dtype)
 
 
 class Ddp(Strategy):

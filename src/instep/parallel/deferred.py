@@ -20,7 +20,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
 
@@ -28,9 +28,10 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import TaskError
+from instep.world.tensors import nested_tensors
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
@@ -63,10 +64,8 @@ class Deferred:
     """A model on the meta device, and the operations that compute its values."""
 
     model: nn.Module
-    _calls: list[_Call]
+    _recorder: _Recorder
     _generator: torch.Tensor
-    _keep: list[torch.Tensor] = field(default_factory=list)
-    """All tensors that were made: a storage that is freed could give its number to another."""
 
     def materialize(self, wanted: list[torch.Tensor], deliver: Deliver) -> None:
         """Compute the values of `wanted` tensors of the model, one after the other, on the CPU."""
@@ -74,12 +73,13 @@ class Deferred:
         by_storage: dict[int, list[torch.Tensor]] = {}
         for tensor in wanted:
             by_storage.setdefault(_storage(tensor), []).append(tensor)
-        last = {storage: i for i, call in enumerate(self._calls) for storage in (*call.used, *call.made)}
-        begins = {call.overwrites: i for i, call in enumerate(self._calls) if call.overwrites is not None}
+        calls = self._recorder.calls
+        last = {storage: i for i, call in enumerate(calls) for storage in (*call.used, *call.made)}
+        begins = {call.overwrites: i for i, call in enumerate(calls) if call.overwrites is not None}
         # Read, or changed in part, before it is overwritten for the last time: needed from the beginning.
-        needed = {s for i, c in enumerate(self._calls) for s in c.used if i < begins.get(s, 0) and c.overwrites != s}
+        needed = {s for i, c in enumerate(calls) for s in c.used if i < begins.get(s, 0) and c.overwrites != s}
         real: dict[int, torch.Tensor] = {}
-        for i, call in enumerate(self._calls):
+        for i, call in enumerate(calls):
             self._run(call, real, lambda s, i=i: s in needed or i >= begins.get(s, 0))  # type: ignore[misc]
             for storage in {*call.used, *call.made}:
                 if last[storage] == i:
@@ -100,7 +100,7 @@ class Deferred:
             return
         if target is not None and target not in real:
             real[target] = _empty_for(call.positional[0])
-        results = _tensors_in(self._call(call, real))
+        results = list(nested_tensors(self._call(call, real)))
         for storage, place in call.made.items():
             real[storage] = results[place]
 
@@ -122,13 +122,14 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Call] = []
         self.keep: list[torch.Tensor] = []
+        """All tensors that were made: a storage that is freed could give its number to another."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        given = _tensors_in((args, kwargs))
+        given = list(nested_tensors((args, kwargs)))
         out = func(*args, **kwargs)
-        results = _tensors_in(out)
+        results = list(nested_tensors(out))
         if not any(t.is_meta for t in (*given, *results)):
             if _draws(func):
                 raise _refusal(f"{func} draws on the CPU, out of order")
@@ -141,7 +142,8 @@ class _Recorder(TorchDispatchMode):
         made = {s: place for place, t in enumerate(results) if t.is_meta and (s := _storage(t)) not in used}
         # A view makes and changes nothing: its values are found by its storage.
         if made or func._schema.is_mutable:
-            self.calls.append(_Call(func, args, kwargs, made, used, _overwritten(func, args)))
+            overwrites = _overwritten(args[0]) if func.overloadpacket.__name__ in _OVERWRITES else None
+            self.calls.append(_Call(func, args, kwargs, made, used, overwrites))
         return out
 
 
@@ -156,33 +158,30 @@ def build_deferred(build: Callable[[], nn.Module]) -> Deferred:
         raise _refusal(f"{type(error).__name__}: {error}") from error
     finally:
         torch.set_rng_state(state)
-    return Deferred(model, recorder.calls, state, recorder.keep)
+    return Deferred(model, recorder, state)
 
 
 @contextlib.contextmanager
 def _initialisers_recorded(recorder: _Recorder) -> Iterator[None]:
     """Record calls of torch.nn.init's functions as single operations."""
-    originals = {
-        function: name
-        for name, function in vars(nn.init).items()
-        if isinstance(function, FunctionType) and function.__module__ == nn.init.__name__ and name.endswith("_")
-    }
 
     def recorded(function: Any) -> Any:
         @functools.wraps(function)
         def initialise(tensor: torch.Tensor, *positional: Any, **named: Any) -> torch.Tensor:
             if not tensor.is_meta:
                 return cast(torch.Tensor, function(tensor, *positional, **named))
-            storage = _storage(tensor)
-            whole = storage if _is_whole(tensor) else None
             now = _as_it_is_now(tensor)
             recorder.keep.append(now)
-            recorder.calls.append(_Call(function, (now, *positional), named, {}, (storage,), whole))
+            recorder.calls.append(_Call(function, (now, *positional), named, {}, (_storage(now),), _overwritten(now)))
             return tensor
 
         return initialise
 
-    replacements = {function: recorded(function) for function in originals}
+    replacements = {
+        function: recorded(function)
+        for name, function in vars(nn.init).items()
+        if isinstance(function, FunctionType) and function.__module__ == nn.init.__name__ and name.endswith("_")
+    }
     changed = []
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -207,19 +206,10 @@ def _refusal(why: str) -> TaskError:
     )
 
 
-def _overwritten(function: Any, positional: tuple[Any, ...]) -> int | None:
-    if function.overloadpacket.__name__ not in _OVERWRITES or not isinstance(positional[0], torch.Tensor):
-        return None
-    target = positional[0]
-    return _storage(target) if target.is_meta and _is_whole(target) else None
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+def _overwritten(target: torch.Tensor) -> int | None:
+    """Return the storage that writing to all elements of a tensor overwrites completely."""
+    is_whole = target.nbytes == target.untyped_storage().nbytes() and target.is_contiguous()
+    return _storage(target) if target.is_meta and is_whole else None
 
 
 def _as_it_is_now(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from instep.core.mesh import Mesh
 from instep.core.spec import TrainSpec
 from instep.parallel.class_change import add_base
 from instep.parallel.single import Single
-from instep.parallel.strategy import NO_HINTS, ModelHints
+from instep.parallel.strategy import ModelHints
 from instep.world.device import accelerator_of
 
 
@@ -38,7 +38,7 @@ class Dp(Single):
     def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
         return spec.strategy == "dp" and super().serves(spec, mesh)
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
         accelerator = accelerator_of(self.grid.world.device)
         num_gpus = accelerator.device_count() if accelerator is not None else 0
         if num_gpus < 2:
@@ -52,5 +52,5 @@ class Dp(Single):
             "and dropout see one GPU's rows. strategy=ddp with -n auto is faster and gives the same result as one GPU."
         )
         model = model.to(self.grid.world.device)
-        add_base(model, _Replicated, "Replicated")
+        add_base(model, _Replicated)
         return model

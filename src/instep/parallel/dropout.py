@@ -46,24 +46,20 @@ ShardRange = tuple[int, int, int]
 """Consecutive columns of a larger tensor: their dimension, the first one, how many."""
 
 
-def _has_whole_pairs(shape: Sequence[int], shard: ShardRange, row_dim: int) -> bool:
-    """Return whether the two elements of each hash are in the same shard."""
-    dim, first, count = shard
-    inner = math.prod(shape[dim + 1 :])
-    return dim > row_dim and not any(size * inner % 2 for size in (first, count, shape[dim]))
-
-
 def _elements(
     shape: Sequence[int], row_dim: int, shard: ShardRange | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return the numbers of the rows, those of the pairs of elements in a row of the shard, and the shard's shape."""
+    """Return the numbers of the rows, those of the pairs of elements in a row of the shard, and the shard's shape.
+
+    Return all pairs where the two elements of one, which share a hash, may be in different shards.
+    """
     others = math.prod(shape) // max(shape[row_dim], 1)
     rows = torch.arange(shape[row_dim], device=device, dtype=torch.int32)
     pairs = torch.arange((others + 1) // 2, device=device, dtype=torch.int32)
-    if shard is None:
-        return rows, pairs, list(shape)
-    dim, first, count = shard
+    dim, first, count = shard or (row_dim, 0, 0)
     inner = math.prod(shape[dim + 1 :])
+    if dim <= row_dim or any(size * inner % 2 for size in (first, count, shape[dim])):
+        return rows, pairs, list(shape)
     local = pairs.view(-1, shape[dim] * inner // 2)[:, first * inner // 2 : (first + count) * inner // 2]
     return rows, local.reshape(-1), [*shape[:dim], count, *shape[dim + 1 :]]
 
@@ -99,22 +95,16 @@ class RowDropout(nn.Dropout):
         mask = keep.to(x.dtype).mul_(_LEVELS / levels)
         return x * (x.with_local(mask) if is_local else mask)  # type: ignore[attr-defined]
 
-    def _keep(
-        self, shape: torch.Size, device: torch.device, levels: int, shard: ShardRange | None = None
-    ) -> torch.Tensor:
+    def _keep(self, shape: torch.Size, device: torch.device, levels: int, shard: ShardRange | None) -> torch.Tensor:
         """Return which elements stay, as bools; those of the shard only, where no pair is cut."""
-        salt = self._next_salt()
+        self.uses += 1
+        salt = self._salt if self.uses == 1 else mix64(self._salt + self.uses)  # each use draws noise of its own
         row_dim, rows_each = self._find_rows(shape)
-        shard = shard if shard is not None and _has_whole_pairs(shape, shard, row_dim) else None
-        row_keys, pairs, wanted = _elements(shape, row_dim, shard, device)
-        halves = _halves(
-            _scramble(
-                (row_keys + self._context.noise[2] * rows_each) * _ODD_3 + (self._context.noise[0] ^ signed32(salt))
-            ),
-            _scramble(pairs * _ODD_3 + (self._context.noise[1] ^ signed32(salt >> 32))),
-        )
-        others = math.prod(wanted) // max(wanted[row_dim], 1)
-        keep = halves[:, :others] < levels - _LEVELS // 2
+        rows, pairs, wanted = _elements(shape, row_dim, shard, device)
+        noise, others = self._context.noise, math.prod(wanted) // max(wanted[row_dim], 1)
+        rows = _scramble((rows + noise[2] * rows_each) * _ODD_3 + (noise[0] ^ signed32(salt)))
+        pairs = _scramble(pairs * _ODD_3 + (noise[1] ^ signed32(salt >> 32)))
+        keep = _halves(rows, pairs)[:, :others] < levels - _LEVELS // 2
         if row_dim == 0:
             return keep.reshape(wanted)
         moved = (wanted[row_dim], *wanted[:row_dim], *wanted[row_dim + 1 :])
@@ -143,11 +133,6 @@ class RowDropout(nn.Dropout):
                 "row. If its first dimension is not the batch's, its noise differs with the number of processes."
             )
         return 0, each
-
-    def _next_salt(self) -> int:
-        """Return the salt of this use of the layer in the pass."""
-        self.uses += 1
-        return self._salt if self.uses == 1 else mix64(self._salt + self.uses)
 
 
 _BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -18,9 +18,9 @@ from torch import nn
 from instep.core.tree import TreeSum, cover, run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import replace_dropout
-from instep.parallel.gradients import copy_gradients
-from instep.parallel.shard_norm import gather_by_shard, use_shard_statistics
-from instep.parallel.strategy import NO_HINTS, NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
+from instep.parallel.gradients import by_dtype, copy_gradients
+from instep.parallel.norm import gather_by_shard, use_shard_statistics
+from instep.parallel.strategy import NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
 from instep.world.determinism import prepare_deterministic
 from instep.world.world import World
 
@@ -29,38 +29,13 @@ class _FlatGradients:
     """The gradients of all parameters, one flat buffer for each dtype."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for number, p in enumerate(parameters):
-            by_dtype.setdefault(p.dtype, []).append(number)
         self.flats: list[torch.Tensor] = []
-        views: dict[int, torch.Tensor] = {}
-        for dtype, numbers in by_dtype.items():
-            sizes = [parameters[number].numel() for number in numbers]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
-            self.flats.append(flat)
-            for number, piece in zip(numbers, flat.split(sizes), strict=True):
-                views[number] = piece.view_as(parameters[number])
-        self.views = [views[number] for number in range(len(parameters))]
-
-
-class _Pool:
-    """Flat gradients for reuse: allocating them in every step would cost more than the additions."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._free: list[_FlatGradients] = []
-
-    def get(self) -> _FlatGradients:
-        return self._free.pop() if self._free else _FlatGradients(self._parameters)
-
-    def put_back(self, gradients: _FlatGradients) -> None:
-        self._free.append(gradients)
-
-    def add(self, left: _FlatGradients, right: _FlatGradients) -> _FlatGradients:
-        for one, other in zip(left.flats, right.flats, strict=True):
-            one.add_(other)
-        self._free.append(right)
-        return left
+        pieces: dict[nn.Parameter, torch.Tensor] = {}
+        for dtype, group in by_dtype(parameters).items():
+            sizes = [p.numel() for p in group]
+            self.flats.append(torch.empty(sum(sizes), dtype=dtype, device=group[0].device))
+            pieces |= zip(group, self.flats[-1].split(sizes), strict=True)
+        self.views = [pieces[p].view_as(p) for p in parameters]
 
 
 class ExactReducer(Reducer):
@@ -69,7 +44,8 @@ class ExactReducer(Reducer):
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext) -> None:
         super().__init__(parameters)
         self._world, self._context = world, context
-        self._pool = _Pool(self.parameters)
+        self._free: list[_FlatGradients] = []
+        """For reuse: allocating them in every step would cost more than the additions."""
         self._passes: list[TreeSum[_FlatGradients]] = []
         self._counted: list[list[list[float | torch.Tensor]]] = []
         """By pass and shard: the step's sums, then which parameters the shard used."""
@@ -77,21 +53,29 @@ class ExactReducer(Reducer):
         """What the parameters' gradients are views of."""
 
     def forget(self) -> None:
-        for gradients in [gradients for subtotal in self._passes for _, gradients in subtotal.parts]:
-            self._pool.put_back(gradients)
+        self._free += [gradients for subtotal in self._passes for _, gradients in subtotal.parts]
         if self._total is not None:
-            self._pool.put_back(self._total)
+            self._free.append(self._total)
         self._passes, self._counted, self._total = [], [], None
+
+    def _allocate(self) -> _FlatGradients:
+        return self._free.pop() if self._free else _FlatGradients(self.parameters)
+
+    def _add(self, left: _FlatGradients, right: _FlatGradients) -> _FlatGradients:
+        for one, other in zip(left.flats, right.flats, strict=True):
+            one.add_(other)
+        self._free.append(right)
+        return left
 
     def end_shard(self, sums: StepSums) -> None:
         """Take a shard's gradient and its sums."""
         shard = self._context.shard
         if not self._passes or shard < self._passes[-1].parts[-1][0][1]:  # the step repeats its shards
-            self._passes.append(TreeSum(self._context.num_shards, self._pool.add))
+            self._passes.append(TreeSum(self._context.num_shards, self._add))
             self._counted.append([])
         grads = [p.grad for p in self.parameters]
         self._counted[-1].append([*sums, *(float(grad is not None) for grad in grads)])
-        gradients = self._pool.get()
+        gradients = self._allocate()
         copy_gradients(gradients.views, grads)
         for p in self.parameters:
             p.grad = None
@@ -111,9 +95,9 @@ class ExactReducer(Reducer):
             counted = self._counted[number] if number < len(self._counted) else []
             parts = self._passes[number].parts if number < len(self._passes) else []
             by_shard = gather_by_shard(_to_cpu(counted, len(totals)), self._world, self._context.num_shards)
-            totals += _add_in_order(by_shard)
+            totals += sum(by_shard.unbind())  # from the first to the last
             root = self._add_subtrees([gradients for _, gradients in parts])
-            total = root if total is None else self._pool.add(total, root)
+            total = root if total is None else self._add(total, root)
         self._passes, self._counted = [], []
         if total is not None:
             for p, view, count in zip(self.parameters, total.views, totals[NUM_SUMS:].tolist(), strict=True):
@@ -139,11 +123,10 @@ class ExactReducer(Reducer):
             for flat in parts[0].flats:
                 self._world.all_reduce(flat)
             return parts[0]
-        total = self._pool.get()
+        total = self._allocate()
         for number, out in enumerate(total.flats):
             self._world.ordered_reduce([gradients.flats[number] for gradients in parts], counts, add_tree, out)
-        for gradients in parts:
-            self._pool.put_back(gradients)
+        self._free += parts
         return total
 
 
@@ -156,27 +139,19 @@ def _to_cpu(rows: list[list[float | torch.Tensor]], width: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64).view(-1, width)
 
 
-def _add_in_order(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of rows, added from the first to the last."""
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total += row
-    return total
-
-
 class Exact(Strategy):
     """The whole model on every rank, with the same bits at any number of ranks."""
 
     name = "exact"
     is_exact = True
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
-        del hints  # the model is not examined
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
         prepare_deterministic(self.grid.world.device)
+        return super().spread(model, hints)
+
+    def replace_layers(self, model: nn.Module) -> nn.Module:
         model = replace_dropout(model, self.context)
         use_shard_statistics(model, self.context)
-        model = model.to(self.grid.world.device)
-        self.grid.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

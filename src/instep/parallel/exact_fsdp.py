@@ -21,7 +21,7 @@ from instep.parallel.batch_context import BatchContext
 from instep.parallel.exact import Exact, ExactReducer
 from instep.parallel.fsdp import Fsdp, Sharding
 from instep.parallel.gradients import from_local
-from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums
+from instep.parallel.strategy import ModelHints, Reducer, StepSums
 from instep.world.grid import Grid
 
 
@@ -83,12 +83,11 @@ class ExactFsdp(Exact):
         self._sharding = Fsdp(grid, context, Sharding())
         self._models: dict[int, nn.Module] = {}
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
         model = super().spread(model, hints)
         self._sharding.shard(model, hints)
         self._models |= {id(p): model for p in model.parameters()}
         return model
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
-        model = self._models[id(parameters[0])]
-        return ExactShardedReducer(model, parameters, self.grid, self.context)
+        return ExactShardedReducer(self._models[id(parameters[0])], parameters, self.grid, self.context)

@@ -31,15 +31,7 @@ from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
-from instep.parallel.strategy import (
-    HALF_DTYPES,
-    NO_HINTS,
-    DistributedReducer,
-    ModelHints,
-    Reducer,
-    StepSums,
-    Strategy,
-)
+from instep.parallel.strategy import HALF_DTYPES, ModelHints, Reducer, StepSums, Strategy
 from instep.world.grid import Grid
 
 
@@ -54,22 +46,22 @@ class UnitOrder:
         self.hash = (self.hash * 31 + number + 1) % 1000003  # its square, summed over ranks, is still exact
 
 
-class ShardedReducer(DistributedReducer):
+class ShardedReducer(Reducer):
     """All-reduces the step's sums; FSDP2 has reduced the gradients when backward is over."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid, order: UnitOrder) -> None:
         super().__init__(parameters, grid)
-        self._order = order
+        self._world, self._order = grid.world, order
 
     def reduce(self, sums: StepSums) -> StepSums:
         for number, p in enumerate(self.parameters):
             if p.grad is None:
                 self._order.add(number)
-        local_hash, device = float(self._order.hash), self._grid.world.device
+        local_hash, device = float(self._order.hash), self._world.device
         values = (*sums, local_hash, local_hash * local_hash)
         row = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
-        *totals, hashes, squares = self._grid.world.all_reduce(row).tolist()
-        if hashes * hashes != squares * self._grid.world.world_size:  # equal only if all ranks' hashes are
+        *totals, hashes, squares = self._world.all_reduce(row).tolist()
+        if hashes * hashes != squares * self._world.world_size:  # equal only if all ranks' hashes are
             raise TaskError(
                 "the ranks did not use the same parameters of the model in the same order, so gradients of different "
                 "parameters were added. With fsdp, the modules that a forward pass runs must not depend on its rows: "
@@ -119,7 +111,7 @@ class Fsdp(Strategy):
         self._deferred = build_deferred(make)
         return self._deferred.model
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
         deferred, self._deferred = self._deferred, None
         model = super().spread(model, hints) if deferred is None else self.replace_layers(model)
         self.connect(model, connected=True)  # every rank must run every backward pass
@@ -233,14 +225,8 @@ def _guard_outputs(model: nn.Module) -> None:
 
 def own_blocks(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, nn.Module]]:
     """Return the blocks, named or repeated, that share no parameter with a module outside of them."""
-    users = _uses(model)
-
-    def is_closed(block: nn.Module) -> bool:
-        return all(users[p] == count for p, count in _uses(block).items())
-
-    # Not single layers: their weights are often used from outside (two embeddings, one of which is the head).
-    blocks = blocks_of(model, given)
-    return [(name, b) for name, b in blocks if is_closed(b) and (given is not None or any(True for _ in b.children()))]
+    uses = _uses(model).items()
+    return [(name, block) for name, block in blocks_of(model, given) if _uses(block).items() <= uses]
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:

@@ -24,6 +24,14 @@ def from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def by_dtype(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+    """Return the parameters of each dtype, in their order."""
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.dtype, []).append(p)
+    return groups
+
+
 def copy_gradients(views: list[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Copy gradients into views of a flat buffer: zeros for a missing one, a sparse one made dense."""
     dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
@@ -40,23 +48,6 @@ def copy_gradients(views: list[torch.Tensor], grads: Sequence[torch.Tensor | Non
 def local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's shards of the gradients that exist."""
     return [to_local(p.grad) for p in parameters if p.grad is not None]
-
-
-def total_norm(
-    parameters: Sequence[nn.Parameter], grid: Grid, num_stages_with: Mapping[nn.Parameter, int] | None = None
-) -> torch.Tensor:
-    """Return the global norm of the gradients, the same on all ranks. Called on all ranks.
-
-    Each rank adds up its own shards; one that several ranks hold counts by its share. `num_stages_with` is the number
-    of stages that hold a parameter, where that is more than one.
-    """
-    square = torch.zeros((), dtype=torch.float64, device=grid.world.device)
-    held = [p for p in parameters if p.grad is not None and to_local(p.grad).numel()]
-    if held:
-        norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(local_gradients(held))])
-        copies = [_num_copies(p, grid) * (num_stages_with or {}).get(p, 1) for p in held]
-        square += (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
-    return grid.world.all_reduce(square).sqrt()
 
 
 def _num_copies(parameter: nn.Parameter, grid: Grid) -> float:
@@ -79,11 +70,18 @@ def clip_gradients(
     """Clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; return the norm before.
 
     With a grid the gradients are shards, or belong to a stage: the norm is that of all ranks' together, and all ranks
-    call this. `num_stages_with` as in `total_norm`.
+    call this. Each rank adds up its own shards; one that several ranks hold counts by its share. `num_stages_with` is
+    the number of stages that hold a parameter, where that is more than one.
     """
     if grid is None:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = total_norm(parameters, grid, num_stages_with)
+    square = torch.zeros((), dtype=torch.float64, device=grid.world.device)
+    held = [p for p in parameters if p.grad is not None and to_local(p.grad).numel()]
+    if held:
+        norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(local_gradients(held))])
+        copies = [_num_copies(p, grid) * (num_stages_with or {}).get(p, 1) for p in held]
+        square += (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
+    norm = grid.world.all_reduce(square).sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if gradients := local_gradients(parameters):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))

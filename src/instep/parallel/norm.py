@@ -1,7 +1,14 @@
-"""BatchNorm over the rows of a micro-batch on all ranks; also on gloo, which torch's SyncBatchNorm refuses.
+"""BatchNorm over the rows of a micro-batch on all ranks, or in exact mode over those of one shard.
 
-Each rank sends its mean, its sum of squared deviations and its count, and all combine them in rank order (Chan's
-formula: stable where sums of squares are not). Backward all-reduces two sums for each channel.
+It works on gloo, too, which torch's SyncBatchNorm refuses. Each rank sends its mean, its sum of squared deviations and
+its count, and all combine them in rank order (Chan's formula: stable where sums of squares are not). Backward
+all-reduces two sums for each channel.
+
+[Note: Shard statistics]
+A shard's output may depend on the shard alone, so a BatchNorm normalises by the shard's own mean and variance (ghost
+batch normalisation). The running statistics, which evaluation uses, are those of the whole step: at its end the ranks
+gather the statistics of their shards, and each rank combines them in the order of the shards (Chan's formula, in
+float64) and makes one update. Until then no buffer changes, so no shard depends on another one.
 """
 
 from __future__ import annotations
@@ -9,14 +16,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import TaskError
+from instep.core.tree import run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.class_change import add_base
 from instep.world.world import World
+
+Statistics = tuple[float, torch.Tensor, torch.Tensor]
+"""Count, mean and variance (unbiased) by channel."""
 
 
 class SyncedBatchNorm(torch.autograd.Function):
@@ -86,14 +98,9 @@ class _Synced(_BatchNorm):
     _world: World
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        context = self._context
-        if not self.training or not context.num_rows:
+        if not computes_statistics(self, x, self._context) or self._world.world_size == 1:
             return super().forward(x)
-        self._check_input_dim(x)
-        refuse_single_values(x, context)
-        if self._world.world_size == 1:
-            return super().forward(x)
-        world = None if context.replicated else self._world
+        world = None if self._context.replicated else self._world
         y, mean, variance, count = SyncedBatchNorm.apply(x, self.weight, self.bias, self.eps, world)
         if self.track_running_stats:
             update_running(self, mean, variance * (count / (count - 1)))
@@ -108,10 +115,16 @@ def update_running(module: Any, mean: torch.Tensor, variance: torch.Tensor) -> N
         running.mul_(1 - factor).add_(new.to(running.device, running.dtype), alpha=factor)
 
 
-def refuse_single_values(x: torch.Tensor, context: BatchContext) -> None:
-    """Raise, before the first update, if the smallest batch of an epoch would have one value for each channel."""
+def computes_statistics(module: _BatchNorm, x: torch.Tensor, context: BatchContext) -> bool:
+    """Return whether a BatchNorm computes statistics of a step's part, rather than leaving the call to torch.
+
+    Raise, before the first update, if the smallest batch of an epoch would have one value for each channel.
+    """
+    if not module.training or not context.num_rows:
+        return False
+    module._check_input_dim(x)
     if context.smallest_part * (x.numel() // (x.shape[1] * context.num_rows)) != 1:
-        return
+        return True
     what = "shard of one" if context.num_shards else "part of one, with --accumulate"
     remedy = "--drop-last, fewer --shards" if context.num_shards else "--drop-last"
     raise TaskError(
@@ -125,16 +138,12 @@ def sync_batch_norm(model: nn.Module, world: World, context: BatchContext) -> in
 
     In the method resolution order, the synchronised forward pass comes right before torch's own.
     """
-    num_synced = 0
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            if world.world_size > 1:
-                refuse_own_statistics(type(module))
-            add_base(module, _Synced, "Synced", before=False)
-            synced: Any = module
-            synced._context, synced._world = context, world
-            num_synced += 1
-    return num_synced
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    for module in norms:
+        if world.world_size > 1:
+            refuse_own_statistics(type(module))
+        add_base(module, _Synced, before=False, _context=context, _world=world)
+    return len(norms)
 
 
 def refuse_own_statistics(kind: type) -> None:
@@ -144,3 +153,77 @@ def refuse_own_statistics(kind: type) -> None:
             f"{kind.__name__} computes its own batch statistics, so they would cover one process's rows only. "
             "Let its forward call super().forward(x), or train on one process."
         )
+
+
+class ByShard(_BatchNorm):
+    """Comes between a BatchNorm class and torch's own forward pass, so that a subclass's forward still runs."""
+
+    _context: BatchContext
+    _by_shard: dict[int, list[Statistics]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        context = self._context
+        if not computes_statistics(self, x, context) or not self.track_running_stats:
+            return super().forward(x)
+        dtype = x.dtype if self.running_mean is None else self.running_mean.dtype
+        mean, variance = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
+        # With a momentum of 1 the kernel writes the batch's own statistics into the running ones that it is given.
+        y = F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
+        if not context.again:
+            self._by_shard.setdefault(context.shard, []).append((x.numel() / x.shape[1], mean, variance))
+        return y
+
+
+def use_shard_statistics(model: nn.Module, context: BatchContext) -> None:
+    """Make the BatchNorms of a model normalise by one shard's statistics, in place."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            refuse_own_statistics(type(module))
+            add_base(module, ByShard, before=False, _context=context, _by_shard={})
+
+
+def update_running_statistics(model: nn.Module, world: World, context: BatchContext, apply: bool) -> None:
+    """Make the step's update of all running statistics, or drop it. Called on all ranks."""
+    norms: list[Any] = [m for m in model.modules() if isinstance(m, ByShard) and m.track_running_stats]
+    if not norms:
+        return
+    if apply:
+        widths = [2 * m.num_features + 1 for m in norms]
+        first, last = run_of(world.rank, world.world_size, context.num_shards)
+        local = torch.zeros(last - first, sum(widths), dtype=torch.float64)
+        for row, shard in zip(local, range(first, last), strict=True):
+            row.copy_(torch.cat([_flat(_pooled(m._by_shard.get(shard, []), m.num_features)) for m in norms]))
+        by_shard = gather_by_shard(local, world, context.num_shards)
+        for module, columns in zip(norms, by_shard.split(widths, dim=1), strict=True):
+            count, *pooled = _pooled([(float(row[0]), *row[1:].chunk(2)) for row in columns], module.num_features)
+            if count:
+                update_running(module, *pooled)
+    for module in norms:
+        module._by_shard.clear()
+
+
+def gather_by_shard(local: torch.Tensor, world: World, num_shards: int) -> torch.Tensor:
+    """Return the rows of all shards, in their order, on the CPU; `local` has this rank's. Called on all ranks."""
+    runs = [run_of(rank, world.world_size, num_shards) for rank in range(world.world_size)]
+    padded = torch.zeros(max(last - first for first, last in runs), local.shape[1], dtype=torch.float64)
+    padded[: len(local)] = local
+    gathered = world.all_gather(padded.to(world.device))
+    return torch.cat([rows[: last - first] for rows, (first, last) in zip(gathered, runs, strict=True)]).cpu()
+
+
+def _pooled(statistics: list[Statistics], num_features: int) -> Statistics:
+    """Combine the statistics of several sets of values, in their order, in float64."""
+    statistics = [(count, mean, variance) for count, mean, variance in statistics if count]
+    if not statistics:
+        return 0.0, *torch.zeros(2, num_features, dtype=torch.float64)
+    total = sum(count for count, _, _ in statistics)
+    mean = sum(mean.double() * count for count, mean, _ in statistics) / total
+    squares = sum(v.double() * (count - 1) + (m.double() - mean).square() * count for count, m, v in statistics)
+    assert isinstance(mean, torch.Tensor)
+    assert isinstance(squares, torch.Tensor)
+    return total, mean, squares / max(total - 1, 1)
+
+
+def _flat(statistics: Statistics) -> torch.Tensor:
+    count, mean, variance = statistics
+    return torch.cat([torch.tensor([count], dtype=torch.float64), mean.cpu(), variance.cpu()])

@@ -43,12 +43,11 @@ def evaluating(model: nn.Module) -> Iterator[SavedBuffers]:
     model.eval()
     try:
         yield buffers
+        buffers.restore()
     except BaseException:
         with contextlib.suppress(RuntimeError):  # a device that failed restores nothing
             buffers.restore()
         raise
-    else:
-        buffers.restore()
     finally:
         for module, training in modes:
             module.training = training

@@ -91,11 +91,8 @@ class _StartState:
 
 def recompute_blocks(model: nn.Module, context: BatchContext, given: Blocks | None = None) -> str:
     """Make the repeated blocks of a model recompute, in place; return their names and number, empty if none repeats."""
-    named = blocks_of(model, given)
-    blocks = [block for _, block in named if given is not None or any(True for _ in block.children())]
+    blocks = [block for _, block in blocks_of(model, given)]
     names = Counter(type(block).__name__ for block in blocks)
     for block in blocks:
-        add_base(block, _Recomputed, "Recomputed")
-        recomputed: Any = block
-        recomputed._context, recomputed._changing = context, None
+        add_base(block, _Recomputed, _context=context, _changing=None)
     return ", ".join(f"{count} {name}" for name, count in names.items())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from instep.core.errors import TaskError
-from instep.parallel.shard_norm import is_by_shard
+from instep.parallel.norm import ByShard
 from instep.world.world import World
 
 
@@ -78,11 +78,10 @@ class ShardBuffers:
     """The buffers of a model, seen from one rank."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = [(module, name) for module in model.modules() if not is_by_shard(module) for name in module._buffers]
-        self._empty = [(module, name) for module, name in named if module._buffers[name] is None]
-        distinct = {
-            id(module._buffers[name]): (module, name) for module, name in named if module._buffers[name] is not None
-        }
+        modules = [module for module in model.modules() if not isinstance(module, ByShard)]
+        named = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+        self._empty = [(module, name) for module, name, buffer in named if buffer is None]
+        distinct = {id(buffer): (module, name) for module, name, buffer in named if buffer is not None}
         self._buffers = [_TrackedBuffer(module, name) for module, name in distinct.values()]
         self._is_new = True
 

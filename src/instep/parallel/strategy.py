@@ -76,10 +76,14 @@ NUM_SUMS = len(StepSums._fields)
 
 
 class Reducer(ABC):
-    """Makes the gradients of one optimizer's parameters the same on all ranks."""
+    """Makes the gradients of one optimizer's parameters the same on all ranks.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    Where gradients are shards, or those of a stage, `grid` has the ranks that hold the others.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid | None = None) -> None:
         self.parameters = list(parameters)
+        self._grid = grid
 
     @abstractmethod
     def reduce(self, sums: StepSums) -> StepSums:
@@ -100,30 +104,12 @@ class Reducer(ABC):
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
-        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients by their global norm; return the norm before. Called on all ranks."""
-        return clip_gradients(self.parameters, max_norm)
-
-
-class DistributedReducer(Reducer):
-    """Scales and clips this rank's shards of the gradients, by the norm of all of them."""
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], grid: Grid, num_stages_with: Mapping[nn.Parameter, int] | None = None
-    ) -> None:
-        super().__init__(parameters)
-        self._grid = grid
-        self._num_stages_with = num_stages_with
-        """Stages that hold a shared parameter: it counts once in the norm."""
-
-    def scale(self, factor: float) -> None:
         if gradients := local_gradients(self.parameters):
             torch._foreach_mul_(gradients, factor)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        return clip_gradients(self.parameters, max_norm, self._grid, self._num_stages_with)
+        """Clip the gradients by their global norm; return the norm before. Called on all ranks."""
+        return clip_gradients(self.parameters, max_norm, self._grid)
 
 
 class StepPart(Protocol):
@@ -205,7 +191,7 @@ class Strategy(ABC):
         """Build a model that is to be distributed."""
         return make()
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
         """Move a model to this rank, with the same layers, weights and answer as on one rank. Called on all ranks."""
         del hints  # for strategies that have to look into the model
         model = self.replace_layers(model)

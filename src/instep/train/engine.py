@@ -14,10 +14,10 @@ from instep.core.splitmix import mix64
 from instep.data.order import BatchPlan, PartPlan
 from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext
+from instep.parallel.norm import update_running_statistics
 from instep.parallel.preserve import SavedBuffers
 from instep.parallel.registry import choose_strategy
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.shard_norm import update_running_statistics
 from instep.parallel.strategy import StepSums
 from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState

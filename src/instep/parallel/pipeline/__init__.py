@@ -1,7 +1,6 @@
 """Pipeline parallelism: a model's layers are split into consecutive stages, each on another rank.
 
     layers.py       a model as a sequence of layers, named by the Task
-    trace.py        the same, found by tracing the forward pass
     profile.py      what each layer costs, and where the sequence is split into stages
     ownership.py    the modules and tensors that a stage owns; a rank drops the others
     activations.py  what stages send to each other

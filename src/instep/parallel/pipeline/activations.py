@@ -8,54 +8,18 @@ which are not read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
 from instep.core.errors import TaskError
 
-
-@dataclass(frozen=True)
-class ActivationMeta:
-    """Shapes and dtypes of the tensors that a stage sends to the next, for one microbatch."""
-
-    shapes: Sequence[Sequence[int]]
-    dtypes: Sequence[str]
-    is_single: bool
-    """Whether it is one tensor, and no tuple."""
-
-    @classmethod
-    def of(cls, value: Any) -> ActivationMeta:
-        """Describe a stage's output; raise if it cannot be sent."""
-        if not is_sendable(value):
-            what = f"a tensor of {_dtype(value)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise TaskError(
-                f"a stage of the pipeline ends with {what}, which cannot be sent to the next: it must be a "
-                "floating-point tensor, or a tuple of them. Split the model elsewhere, by layers(model)."
-            )
-        tensors = tensors_of(value)
-        shapes = tuple(tuple(t.shape) for t in tensors)
-        return cls(shapes, tuple(_dtype(t) for t in tensors), isinstance(value, torch.Tensor))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of elements of each tensor."""
-        return tuple(torch.Size(shape).numel() for shape in self.shapes)
-
-    def empty(self, device: torch.device) -> list[torch.Tensor]:
-        """Return tensors to receive into."""
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs]
-
-    def assemble(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return tensors as the stage's output: one, or a tuple."""
-        return tensors[0] if self.is_single else tuple(tensors)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+ActivationMeta = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a stage sends to the next for one microbatch, on the meta device: shapes and dtypes without values."""
+BufferSpec = tuple[tuple[int, torch.dtype], ...]
+"""Lengths and dtypes of the flat buffers that one stage sends to the next."""
 
 
 def tensors_of(value: Any) -> tuple[Any, ...]:
@@ -69,34 +33,44 @@ def is_sendable(value: Any) -> bool:
     return bool(tensors) and all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors)
 
 
-def pack(value: Any, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return a stage's output as flat buffers of given lengths."""
+def check_sendable(value: Any) -> None:
+    """Raise if a stage's output cannot be sent to the next."""
+    if not is_sendable(value):
+        what = f"a tensor of {_dtype(value)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise TaskError(
+            f"a stage of the pipeline ends with {what}, which cannot be sent to the next: it must be a "
+            "floating-point tensor, or a tuple of them. Split the model elsewhere, by layers(model)."
+        )
+
+
+def pack(value: Any, buffers: BufferSpec) -> list[torch.Tensor]:
+    """Return a stage's output as flat buffers."""
     flats = [tensor.reshape(-1) for tensor in tensors_of(value)]
-    return tuple(
+    return [
         flat if flat.numel() == length else F.pad(flat, (0, length - flat.numel()))
-        for flat, length in zip(flats, lengths, strict=True)
-    )
+        for flat, (length, _) in zip(flats, buffers, strict=True)
+    ]
 
 
 def unpack(buffers: Sequence[torch.Tensor], meta: ActivationMeta) -> Any:
     """Return the output that was packed."""
-    triples = zip(buffers, meta.sizes, meta.shapes, strict=True)
-    return meta.assemble([buffer[:size].view(tuple(shape)) for buffer, size, shape in triples])
+    flats = iter(buffers)
+    return tree_map(lambda like: next(flats)[: like.numel()].view(like.shape), meta)
 
 
-_PLAIN = (bool, int, float, str, type(None))
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def describe_output(output: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the structure of a model's output as plain values, and append its tensors to `tensors`."""
+def describe_output(output: Any) -> Any:
+    """Return the structure of an output as plain values, with the shapes and dtypes of its tensors."""
     if isinstance(output, torch.Tensor):
-        tensors.append(output.contiguous())
         return {"tensor": [list(output.shape), _dtype(output)]}
-    if isinstance(output, dict) and type(output) is dict and all(isinstance(key, str) for key in output):
-        return {"dict": {key: describe_output(item, tensors) for key, item in output.items()}}
+    if type(output) is dict and all(isinstance(key, str) for key in output):
+        return {"dict": {key: describe_output(item) for key, item in output.items()}}
     if type(output) in (tuple, list):
-        return {type(output).__name__: [describe_output(item, tensors) for item in output]}
-    if isinstance(output, _PLAIN):
+        return {type(output).__name__: [describe_output(item) for item in output]}
+    if output is None or isinstance(output, bool | int | float | str):
         return {"plain": output}
     raise TaskError(
         f"the model returns a {type(output).__name__}, which cannot be sent to the other ranks of a pipeline. Let it "
@@ -104,16 +78,15 @@ def describe_output(output: Any, tensors: list[torch.Tensor]) -> Any:
     )
 
 
-def rebuild_output(structure: Any, device: torch.device, tensors: list[torch.Tensor]) -> Any:
-    """Return an output of the described structure with empty tensors, and append these to `tensors`."""
+def rebuild_output(structure: Any, device: torch.device) -> Any:
+    """Return an output of the described structure, with empty tensors."""
     ((kind, content),) = structure.items()
     if kind == "tensor":
         shape, dtype = content
-        tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
-        return tensors[-1]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     if kind == "dict":
-        return {key: rebuild_output(item, device, tensors) for key, item in content.items()}
+        return {key: rebuild_output(item, device) for key, item in content.items()}
     if kind == "plain":
         return content
-    items = [rebuild_output(item, device, tensors) for item in content]
+    items = [rebuild_output(item, device) for item in content]
     return tuple(items) if kind == "tuple" else items

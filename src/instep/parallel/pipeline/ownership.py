@@ -38,26 +38,20 @@ class Elsewhere(nn.Module):
     """Replaces a module that another stage owns."""
 
 
-@dataclass(frozen=True)
-class StageOwnership:
-    """What each rank of a pipeline owns."""
+def plan_ownership(model: nn.Module, by_rank: Sequence[Uses]) -> tuple[list[Uses], dict[tuple[int, ...], list[str]]]:
+    """Return what each rank owns, and the names of the trainable parameters that several ranks own, by these ranks.
 
-    by_rank: tuple[Uses, ...]
-    shared: tuple[tuple[str, tuple[int, ...]], ...]
-    """Trainable parameters that several ranks own: name and ranks."""
-
-
-def plan_ownership(model: nn.Module, by_rank: Sequence[Uses]) -> StageOwnership:
-    """Decide what each rank owns. The first rank owns what no layer uses, so that it is saved with the rest."""
+    The first rank owns what no layer uses, so that it is saved with the rest.
+    """
     used = Uses.union(by_rank).tensors
     unused = Uses(set(), {id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in used})
-    owned = (Uses.union([by_rank[0], unused]), *by_rank[1:])
-    shared = []
+    owned = [Uses.union([by_rank[0], unused]), *by_rank[1:]]
+    shared: dict[tuple[int, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         ranks = tuple(rank for rank, uses in enumerate(owned) if id(parameter) in uses.tensors)
         if len(ranks) > 1 and parameter.requires_grad:
-            shared.append((name, ranks))
-    return StageOwnership(owned, tuple(shared))
+            shared.setdefault(ranks, []).append(name)
+    return owned, shared
 
 
 def keep_only(model: nn.Module, uses: Uses) -> None:
@@ -65,7 +59,9 @@ def keep_only(model: nn.Module, uses: Uses) -> None:
     for name, child in list(model._modules.items()):
         if child is None:
             continue
-        if _is_used(child, uses):
+        inside = Uses()
+        inside.add_module(child)
+        if inside.modules & uses.modules or inside.tensors & uses.tensors:
             keep_only(child, uses)
         else:
             model._modules[name] = Elsewhere()
@@ -75,9 +71,3 @@ def keep_only(model: nn.Module, uses: Uses) -> None:
         for name, tensor in tensors.items():
             if tensor is not None and id(tensor) not in uses.tensors:
                 tensors[name] = None
-
-
-def _is_used(module: nn.Module, uses: Uses) -> bool:
-    if any(id(m) in uses.modules for m in module.modules()):
-        return True
-    return any(id(t) in uses.tensors for t in (*module.parameters(), *module.buffers()))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from instep.core.balance import balance
 from instep.core.errors import TaskError
@@ -25,6 +25,7 @@ from instep.parallel.pipeline.activations import is_sendable
 from instep.parallel.pipeline.layers import LayerSequence
 from instep.parallel.preserve import evaluating
 from instep.world.device import synchronize
+from instep.world.tensors import nested_tensors
 
 _REPEATS, _MOST_REPEATS = 3, 20
 _ENOUGH_S = 2e-3
@@ -105,8 +106,7 @@ class _PlacedLayer:
 def _kinds(model: nn.Module, layers: LayerSequence, call: Call, values: Sequence[Any]) -> list[Any]:
     """Return a key for each layer: the shapes of its input, output and weights."""
     shapes = {id(t): tuple(t.shape) for t in (*model.parameters(), *model.buffers())}
-    activations = ((call.positional, call.named), *values[1:])
-    passed = [tuple(tuple(t.shape) for t in tree_flatten(v)[0] if isinstance(t, torch.Tensor)) for v in activations]
+    passed = [tuple(tuple(t.shape) for t in nested_tensors(value)) for value in (call, *values[1:])]
     return [
         (passed[number], passed[number + 1], tuple(sorted(shapes[t] for t in layers.uses(number).tensors)))
         for number in range(len(layers.names))
@@ -145,7 +145,7 @@ def _noise_uses(layers: Sequence[_PlacedLayer], call: Call, context: BatchContex
 
 
 def _check_same(model: nn.Module, expected: Any, actual: Any) -> None:
-    ours, theirs = tree_flatten(actual)[0], tree_flatten(expected)[0]
+    ours, theirs = tree_leaves(actual), tree_leaves(expected)
     if len(ours) == len(theirs) and all(map(_is_close, ours, theirs)):
         return
     raise TaskError(
@@ -208,11 +208,9 @@ def _possible_ends(has_weights: Sequence[bool], sendable: Sequence[bool]) -> lis
     """
     ends: list[int] = []
     stage_has_weights = False
-    for number, has in enumerate(has_weights):
+    for end, (has, next_has) in enumerate(itertools.pairwise(has_weights), 1):
         stage_has_weights |= has
-        if number == len(has_weights) - 1:
-            break
-        if stage_has_weights and sendable[number] and has_weights[number + 1]:
-            ends.append(number + 1)
+        if stage_has_weights and sendable[end - 1] and next_has:
+            ends.append(end)
             stage_has_weights = False
-    return [*ends, len(has_weights)] if stage_has_weights or ends else []
+    return [*ends, len(has_weights)] if any(has_weights) else []

@@ -11,7 +11,8 @@ of its own, in which it unpickles what neighbours send, calls the loss once more
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.utils._pytree import tree_flatten
 
 from instep.core.microbatches import Schedule
 from instep.parallel.capture import Call
-from instep.parallel.pipeline.activations import ActivationMeta, pack, unpack
+from instep.parallel.pipeline.activations import ActivationMeta, BufferSpec, check_sendable, pack, unpack
 from instep.parallel.pipeline.layers import StageFunction
+from instep.world.tensors import nested_tensors
 from instep.world.world import World
+
+_SCHEDULES: dict[Schedule, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,6 @@ class Microbatch:
     """The arguments of the model's call for these rows."""
 
 
-BufferSpec = tuple[tuple[int, ...], tuple[str, ...]]
-"""Lengths and dtypes of the flat buffers that one stage sends to the next."""
 LossFunction = Callable[[Callable[..., Any], Microbatch], torch.Tensor | None]
 """Computes a microbatch's loss, from a function that replays the model's output; None: it has weight 0."""
 
@@ -59,47 +60,45 @@ class ScheduleInputs:
     """Sets the batch context for a microbatch in a stage."""
 
 
+@dataclass
 class BusyClock:
     """How long a rank's stages compute, and how long the schedule takes, waiting included."""
 
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.total_s = 0.0
+    busy_s: float = 0.0
+    total_s: float = 0.0
 
     @property
-    def idle_share(self) -> float:
-        """The share of the time in which this rank waited."""
-        return max(0.0, 1 - self.busy_s / self.total_s) if self.total_s else 0.0
+    def idle_s(self) -> float:
+        """The time in which this rank waited."""
+        return max(0.0, self.total_s - self.busy_s)
 
 
 class _StageModule(nn.Module):
     """The submodule of one of PyTorch's stages: it looks the microbatch up, and computes the stage's layers."""
 
     def __init__(
-        self,
-        number: int,
-        num_stages: int,
-        function: StageFunction,
-        buffers: Sequence[BufferSpec],
-        device: torch.device,
-        wire: torch.device,
+        self, number: int, function: StageFunction, sent: BufferSpec | None, world: World, clock: BusyClock
     ) -> None:
         super().__init__()
-        self.number = number
-        self.device, self._wire = device, wire
+        self._number, self._function, self._clock = number, function, clock
+        self._sent = sent
+        """None: it is the last stage."""
+        self.device, self._wire = world.device, world.wire
         self.inputs: ScheduleInputs | None = None
-        self._is_first, self._is_last = number == 0, number == num_stages - 1
-        self._function = function
-        self._sent = None if self._is_last else buffers[number]
         self._current = 0
 
-    def begin(self, chunk: int) -> None:
-        """Set the microbatch of the coming forward or backward pass."""
+    @contextmanager
+    def microbatch(self, number: int) -> Iterator[None]:
+        """Set the microbatch of a forward or backward pass, and count the time of the pass."""
         assert self.inputs is not None
-        self._current = chunk
-        microbatch = self.inputs.microbatches[chunk]
-        if microbatch.num_rows:
-            self.inputs.begin(microbatch, self.number)
+        self._current = number
+        if self.inputs.microbatches[number].num_rows:
+            self.inputs.begin(self.inputs.microbatches[number], self._number)
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._clock.busy_s += time.perf_counter() - begun
 
     def forward(self, *received: torch.Tensor) -> Any:
         assert self.inputs is not None
@@ -107,8 +106,10 @@ class _StageModule(nn.Module):
         if not microbatch.num_rows:
             return self._forward_empty(received)
         assert microbatch.call is not None
-        received = tuple(buffer.to(self.device) for buffer in received)
-        value = None if self._is_first else unpack(received, self.inputs.metas[self._current][self.number - 1])
+        value = None
+        if self._number:
+            meta = self.inputs.metas[self._current][self._number - 1]
+            value = unpack([buffer.to(self.device) for buffer in received], meta)
         output = self._function(microbatch.call, value)
         if self._sent is None:
             loss = self.inputs.compute_loss(lambda *_, **__: output, microbatch)
@@ -116,64 +117,44 @@ class _StageModule(nn.Module):
             loss = _zero_loss(output) if loss is None else loss
             # The loss is counted already: from here on only its gradient matters, which is 1 in any precision.
             return torch.stack([loss.reshape(())]).float()
-        ActivationMeta.of(output)  # raises if it cannot be sent
-        packed = pack(output, self._sent[0])
-        return tuple((buffer if buffer.requires_grad else buffer + _leaf(buffer)).to(self._wire) for buffer in packed)
+        check_sendable(output)
+        packed = pack(output, self._sent)
+        connected = [b if b.requires_grad else b + torch.zeros_like(b[:1], requires_grad=True) for b in packed]
+        return tuple(buffer.to(self._wire) for buffer in connected)
 
     def _forward_empty(self, received: Sequence[torch.Tensor]) -> Any:
         """Return zeros for an empty microbatch, connected to what was received, so that a backward pass runs."""
         zero = torch.zeros(1, device=self._wire, requires_grad=True)
-        for buffer in () if self._is_first else received:
+        for buffer in received if self._number else ():
             zero = zero + buffer[:1].float() * 0
         if self._sent is None:
             return zero.to(self.device)
-        return tuple(
-            zero.to(getattr(torch, dtype)).expand(length).contiguous()
-            for length, dtype in zip(*self._sent, strict=True)
-        )
+        return tuple(zero.to(dtype).expand(length).contiguous() for length, dtype in self._sent)
 
 
 def _zero_loss(output: Any) -> torch.Tensor:
     """Return a loss whose gradient is zero everywhere, even where the output is not finite."""
-    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return torch.stack([(tensor * 0).sum().float() for tensor in tensors]).sum()
-
-
-def _leaf(like: torch.Tensor) -> torch.Tensor:
-    """Return a zero that requires a gradient."""
-    return torch.zeros(1, dtype=like.dtype, device=like.device, requires_grad=True)
+    return torch.stack([(t * 0).sum().float() for t in nested_tensors(output) if t.requires_grad]).sum()
 
 
 class _Stage(PipelineStage):
     """One of PyTorch's stages, which sets its microbatch and counts its time."""
 
-    clock: BusyClock
+    submod: _StageModule
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._module.begin(fwd_chunk_id)
-        begun = time.perf_counter()
-        try:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:
-            # PyTorch wraps whatever the model raises into an error about its own internals.
-            raise (error.__cause__ or error) from None
-        finally:
-            self.clock.busy_s += time.perf_counter() - begun
+        with self.submod.microbatch(fwd_chunk_id):
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:
+                # PyTorch wraps whatever the model raises into an error about its own internals.
+                raise (error.__cause__ or error) from None
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._module.begin(bwd_chunk_id)  # what is recomputed in backward belongs to the same rows
-        begun = time.perf_counter()
-        try:
-            # The backward pass has the precision of the forward pass; autocast would cast once more.
-            with torch.autocast(self._module.device.type, enabled=False):
-                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        finally:
-            self.clock.busy_s += time.perf_counter() - begun
-
-    @property
-    def _module(self) -> _StageModule:
-        assert isinstance(self.submod, _StageModule)
-        return self.submod
+        # What is recomputed in backward belongs to the same rows. The backward pass has the precision of the forward
+        # pass; autocast would cast once more.
+        with self.submod.microbatch(bwd_chunk_id), torch.autocast(self.submod.device.type, enabled=False):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class ScheduleRunner:
@@ -183,58 +164,47 @@ class ScheduleRunner:
         self,
         schedule: Schedule,
         functions: dict[int, StageFunction],
-        num_stages: int,
-        num_microbatches: int,
-        buffers: Sequence[BufferSpec],
         world: World,
         group: dist.ProcessGroup,
         clock: BusyClock,
+        num_microbatches: int,
+        buffers: Sequence[BufferSpec],
     ) -> None:
         self._num_microbatches = num_microbatches
         self._clock = clock
-        self._modules = []
-        stages = []
+        self._stages = []
+        last = len(buffers)
         for number, function in functions.items():
-            module = _StageModule(number, num_stages, function, buffers, world.device, world.wire)
+            sent = buffers[number] if number < last else None
             stage = _Stage(
-                module,
+                _StageModule(number, function, sent, world, clock),
                 number,
-                num_stages,
+                last + 1,
                 world.wire,
                 input_args=_examples(buffers[number - 1]) if number else torch.zeros(1, dtype=torch.int64),
-                output_args=_examples(buffers[number]) if number < num_stages - 1 else torch.zeros(1),
+                output_args=torch.zeros(1) if sent is None else _examples(sent),
                 group=group,
             )
-            stage.clock = clock
-            self._modules.append(module)
-            stages.append(stage)
-        self._has_first, self._has_last = 0 in functions, num_stages - 1 in functions
-        options: dict[str, Any] = {"n_microbatches": num_microbatches, "loss_fn": _own_loss, "scale_grads": False}
-        if schedule == "interleaved":
-            self._schedule: Any = ScheduleInterleaved1F1B(list(stages), **options)
-        else:
-            self._schedule = (ScheduleGPipe if schedule == "gpipe" else Schedule1F1B)(stages[0], **options)
+            self._stages.append(stage)
+        self._has_first, self._has_last = 0 in functions, last in functions
+        stages: Any = self._stages if schedule == "interleaved" else self._stages[0]
+        # The last stage has computed the loss.
+        self._schedule = _SCHEDULES[schedule](
+            stages, num_microbatches, loss_fn=lambda output, _target: output, scale_grads=False
+        )
 
     def run(self, inputs: ScheduleInputs) -> None:
         """Run all microbatches forward and back. Called on all ranks of the pipeline."""
-        for module in self._modules:
-            module.inputs = inputs
+        for stage in self._stages:
+            stage.submod.inputs = inputs
         numbers = torch.arange(self._num_microbatches)
         begun = time.perf_counter()
         self._schedule.step(*([numbers] if self._has_first else []), target=numbers if self._has_last else None)
         self._clock.total_s += time.perf_counter() - begun
-        for module in self._modules:
-            module.inputs = None
-
-
-def _own_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    del target  # the last stage has computed the loss
-    return output
+        for stage in self._stages:
+            stage.submod.inputs = None
 
 
 def _examples(buffers: BufferSpec) -> tuple[torch.Tensor, ...]:
     """Return meta tensors of the buffers: PyTorch expects examples, and reads their shape and dtype only."""
-    return tuple(
-        torch.empty(length, dtype=getattr(torch, dtype), device="meta", requires_grad=True)
-        for length, dtype in zip(*buffers, strict=True)
-    )
+    return tuple(torch.empty(length, dtype=dtype, device="meta", requires_grad=True) for length, dtype in buffers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,27 +19,23 @@ from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank,
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.capture import Call, call_of
+from instep.parallel.class_change import add_base
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.dropout import replace_dropout
+from instep.parallel.gradients import clip_gradients
 from instep.parallel.norm import sync_batch_norm
 from instep.parallel.pipeline.layers import LayerSequence, StageFunction, find_layers
 from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership
 from instep.parallel.pipeline.profile import LayerProfile, StagePlan, estimate_profile, plan_stages, profile_layers
 from instep.parallel.pipeline.schedule import Microbatch
-from instep.parallel.pipeline.stages import LocalStages, stage_model
+from instep.parallel.pipeline.stages import LocalStages, Staged
 from instep.parallel.single import LocalReducer
-from instep.parallel.strategy import (
-    NO_HINTS,
-    DistributedReducer,
-    LossOf,
-    ModelHints,
-    Reducer,
-    StepPart,
-    StepSums,
-    Strategy,
-)
+from instep.parallel.strategy import LossOf, ModelHints, Reducer, StepPart, StepSums, Strategy
 from instep.world.grid import Grid
 from instep.world.world import World
+
+SharedParameters = tuple[list[nn.Parameter], World]
+"""Parameters that this rank and the same other ranks of its pipeline own, and these ranks."""
 
 
 class Pipeline(Strategy):
@@ -76,7 +72,7 @@ class Pipeline(Strategy):
         """The number of stages of the whole pipeline."""
         return self.grid.mesh.pp * stages_a_rank(self._schedule)
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
         model = replace_dropout(model, self.context)
         self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.context) > 0
         call = hints.example() if hints.example is not None else None
@@ -85,16 +81,11 @@ class Pipeline(Strategy):
         profile = self._profile(model, layers, call)
         plan = plan_stages(layers, profile, model, self.num_stages)
         functions = self._keep_local(model, layers, plan)
-        noise_uses = {
-            stage: profile.noise_uses[plan.bounds[stage] - 1]
-            for stage in functions
-            if stage and len(profile.noise_uses) >= plan.bounds[stage]
-        }
-        local_stages = LocalStages(
+        noise_uses = {s: profile.noise_uses[plan.bounds[s] - 1] for s in functions if s and profile.noise_uses}
+        self._local_stages[model] = LocalStages(
             model, functions, self.num_stages, self._schedule, self.grid.world, self._group, self.context, noise_uses
         )
-        stage_model(model, local_stages)
-        self._local_stages[model] = local_stages
+        add_base(model, Staged, local_stages=self._local_stages[model])
         self._layouts.append(plan.describe(layers.names))
         return model
 
@@ -154,7 +145,7 @@ class Pipeline(Strategy):
         clock = next(iter(self._local_stages.values())).clock
         if self.grid.world.device.type != "cpu" or not clock.total_s:
             return []
-        shares = self.grid.world.all_gather_object(clock.idle_share)
+        shares = self.grid.world.all_gather_object(clock.idle_s / clock.total_s)
         mean, by_rank = f"{sum(shares) / len(shares):.0%}", ", ".join(f"{share:.0%}" for share in shares)
         return [
             f"the ranks of the pipeline were idle for {mean} of the time ({by_rank}); predicted {self._predicted:.0%}"
@@ -180,47 +171,24 @@ class Pipeline(Strategy):
         num_ranks, pp_rank = self.grid.mesh.pp, self._pp_world.rank
         runs = list(itertools.pairwise(plan.bounds))
         by_stage = [Uses.union(map(layers.uses, range(first, last))) for first, last in runs]
-        ownership = plan_ownership(model, [Uses.union(by_stage[rank::num_ranks]) for rank in range(num_ranks)])
+        owned, shared = plan_ownership(model, [Uses.union(by_stage[rank::num_ranks]) for rank in range(num_ranks)])
         named = dict(model.named_parameters())
-        keep_only(model, ownership.by_rank[pp_rank])
+        keep_only(model, owned[pp_rank])
         gc.collect()  # tracing leaves reference cycles that keep the rest alive
         model.to(self.grid.world.device)
         functions = {stage: layers.stage(*runs[stage]) for stage in range(pp_rank, self.num_stages, num_ranks)}
         # The seed gives every rank the same weights; the broadcast is for what a model drew from elsewhere.
         self.grid.data.broadcast([*model.parameters(), *model.buffers()])
-        for owners in sorted({ranks for _, ranks in ownership.shared}):
+        for owners, names in sorted(shared.items()):
             world = self._pp_world if len(owners) == num_ranks else self.grid.among(owners)
             if world is not None:
-                parameters = tuple(named[name] for name, ranks in ownership.shared if ranks == owners)
+                parameters = [named[name] for name in names]
                 world.broadcast(parameters)
-                self._shared.append(SharedParameters(parameters, world))
+                self._shared.append((parameters, world))
         return functions
 
 
-@dataclass(frozen=True)
-class SharedParameters:
-    """Parameters that this rank and the same other ranks of its pipeline own."""
-
-    parameters: tuple[nn.Parameter, ...]
-    world: World
-    """The ranks that own them."""
-
-    def all_reduce(self, ids: set[int]) -> None:
-        """All-reduce the gradients of those parameters whose ids are given. Called on all ranks that own them."""
-        chosen = [p for p in self.parameters if id(p) in ids]
-        if not chosen:
-            return
-        counts = torch.tensor([float(p.grad is not None) for p in chosen], device=chosen[0].device)
-        is_used = self.world.all_reduce(counts).tolist()
-        for p, used in zip(chosen, is_used, strict=True):
-            if not used:
-                continue
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            grad = grad.to_dense() if grad.is_sparse else grad.contiguous()
-            p.grad = self.world.all_reduce(grad.detach())
-
-
-class PipelineReducer(DistributedReducer):
+class PipelineReducer(Reducer):
     """Reduces gradients over the replicas of a stage; those of shared weights also over the stages that own them.
 
     The step's own sums (loss, weight, flags) are reduced over the replicas with the gradients, and then once along the
@@ -228,24 +196,22 @@ class PipelineReducer(DistributedReducer):
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        grid: Grid,
-        pp_world: World,
-        shared: Sequence[SharedParameters],
+        self, parameters: Sequence[nn.Parameter], grid: Grid, pp_world: World, shared: Sequence[SharedParameters]
     ) -> None:
-        super().__init__(parameters, grid, {p: group.world.world_size for group in shared for p in group.parameters})
+        super().__init__(parameters, grid)
         self._pp_world = pp_world
-        self._shared = shared
+        self._num_stages_with = {p: world.world_size for group, world in shared for p in group}
         self._replicas = DdpReducer(parameters, grid.data) if grid.data.world_size > 1 else LocalReducer(parameters)
-        self._ids = {id(p) for p in self.parameters}
+        own = set(self.parameters)
+        chosen = [([p for p in group if p in own], world) for group, world in shared]
+        self._of_shared = [DdpReducer(group, world) for group, world in chosen if group]
 
     def reduce(self, sums: StepSums) -> StepSums:
         totals = self._replicas.reduce(sums)
-        for shared in self._shared:
-            shared.all_reduce(self._ids)
+        for reducer in self._of_shared:
+            reducer.reduce(StepSums())
         row = torch.tensor(totals, dtype=torch.float64, device=self._pp_world.device)
         return StepSums(*self._pp_world.all_reduce(row).tolist())
 
-    def forget(self) -> None:
-        self._replicas.forget()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return clip_gradients(self.parameters, max_norm, self._grid, self._num_stages_with)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
 
 from instep.core.errors import TaskError
-from instep.parallel.tensor import attention, layers
+from instep.parallel.tensor import layers
 from instep.parallel.tensor.group import TensorParallelGroup
 from instep.parallel.tensor.layers import ForwardPass, LayerSplit, change_class, distribute
 from instep.parallel.tensor.plan import COLWISE, COLWISE_REP, HEADS, REPLICATE, ROWWISE, LayerPlan, TensorPlan
@@ -42,7 +42,7 @@ def split_layers(model: nn.Module, group: TensorParallelGroup, plan: TensorPlan)
     undo, forward_pass = ExitStack(), ForwardPass(group)
     for path, style in plan.torch_styles.items():
         parallelize_module(model, group.mesh, {path: copy.copy(style)}, src_data_rank=None)
-    splits = {path: split for path, split in splits_of(model, plan).items() if split is not None}
+    splits = splits_of(model, plan)
     shard_dims = _shard_dims(model, splits)
     distributed: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -80,14 +80,11 @@ def _restore(module: nn.Module, kind: type, parameters: dict[str, nn.Parameter |
 def _hook_forward(model: nn.Module, forward_pass: ForwardPass, undo: ExitStack) -> None:
     """Track when the model computes, and gather its outputs."""
 
-    def begin(_module: nn.Module, _inputs: Any) -> None:
-        forward_pass.begin()
-
     def end(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         forward_pass.end()
         return full_outputs(output)
 
-    undo.callback(model.register_forward_pre_hook(begin).remove)
+    undo.callback(model.register_forward_pre_hook(lambda *_: forward_pass.begin()).remove)
     undo.callback(model.register_forward_hook(end, always_call=True).remove)
 
 
@@ -105,21 +102,21 @@ def full_outputs(output: Any) -> Any:
     return output
 
 
-def splits_of(model: nn.Module, plan: TensorPlan) -> dict[str, LayerSplit | None]:
-    """Return the split of each layer in a plan, its inner layers included; None: it is whole."""
-    splits: dict[str, LayerSplit | None] = {}
+def splits_of(model: nn.Module, plan: TensorPlan) -> dict[str, LayerSplit]:
+    """Return the split of each layer in a plan that is not whole, its inner layers included."""
+    splits: dict[str, LayerSplit] = {}
     for path, layer in plan.layers.items():
-        split = split_of(model.get_submodule(path), layer.style)
-        if split is not None and split.base is attention.HeadwiseAttention:
-            splits[f"{path}.out_proj"] = layers.ROWWISE_LINEAR
-        splits[path] = split
+        if (split := split_of(model.get_submodule(path), layer.style)) is not None:
+            splits[path] = split
+            if split.base is layers.HeadwiseAttention:
+                splits[f"{path}.out_proj"] = layers.ROWWISE_LINEAR
     return splits
 
 
 def split_of(module: nn.Module, style: str) -> LayerSplit | None:
     """Return the split of a module for a style; None: it is whole, or there is none."""
     if isinstance(module, nn.MultiheadAttention) and is_plain(module, nn.MultiheadAttention) and style == HEADS:
-        return attention.PACKED if module._qkv_same_embed_dim else attention.UNPACKED
+        return layers.PACKED_ATTENTION if module._qkv_same_embed_dim else layers.SEPARATE_ATTENTION
     return next((split for (kind, name), split in _SPLITS.items() if name == style and is_plain(module, kind)), None)
 
 
@@ -176,17 +173,16 @@ def fit_plan(plan: TensorPlan, model: nn.Module, group: TensorParallelGroup, str
 
 def _shard_dims(model: nn.Module, splits: Mapping[str, LayerSplit]) -> dict[int, int]:
     """Return the dimension along which each parameter is sharded, by its id; raise if two layers disagree."""
-    shard_dims: dict[int, int] = {}
-    first: dict[int, str] = {}
+    placed: dict[int, tuple[int, str]] = {}
     for path, split in splits.items():
         for name, dim in split.shard_dims.items():
             parameter = model.get_submodule(path)._parameters.get(name)
             if parameter is None:
                 continue
-            if shard_dims.setdefault(id(parameter), dim) != dim:
+            first_dim, first = placed.setdefault(id(parameter), (dim, path))
+            if first_dim != dim:
                 raise TaskError(
-                    f"tensor_plan: {first[id(parameter)]} and {path} share a weight, and the plan shards it by rows "
+                    f"tensor_plan: {first} and {path} share a weight, and the plan shards it by rows "
                     "for one and by columns for the other. Leave one of them out."
                 )
-            first.setdefault(id(parameter), path)
-    return shard_dims
+    return {number: dim for number, (dim, _) in placed.items()}

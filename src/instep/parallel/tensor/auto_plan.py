@@ -8,6 +8,7 @@ of other layers are gathered, which is right for any code around them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -56,17 +57,14 @@ def _unify_tied(plans: dict[str, LayerPlan], model: nn.Module, group: TensorPara
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), []).append((path, module))
+    whole = LayerPlan(REPLICATE, "its weight is another layer's, too")
     for shared in users.values():
         if len(shared) == 1:
             continue
         styles = {path: ROWWISE if isinstance(module, nn.Embedding) else COLWISE_REP for path, module in shared}
         by_tokens = all(path in plans and not why_not(module, styles[path], group) for path, module in shared)
         for path in styles.keys() & plans.keys():
-            plans[path] = (
-                LayerPlan(styles[path], tied=True)
-                if by_tokens
-                else LayerPlan(REPLICATE, "its weight is another layer's, too")
-            )
+            plans[path] = LayerPlan(styles[path], tied=True) if by_tokens else whole
 
 
 def plan_without_example(model: nn.Module, group: TensorParallelGroup) -> TensorPlan:
@@ -107,14 +105,12 @@ def plan_by_trial(model: nn.Module, group: TensorParallelGroup, call: Call) -> T
         with try_splits(model, group, splits), record_slices() as record:
             try:
                 answer_of(model, call, with_gradients=False)
-                chosen = {path: _chosen_style(model, path, splits) for path in plans}
+                found = {path: _plan_after_trial(path, model, plans[path], record, group) for path in plans}
                 break
             except Exception as error:
                 if not _gather_refused(plans, record, error):
                     raise
-    plan = TensorPlan(
-        source, {path: _plan_after_trial(path, plans[path], chosen[path], record, group) for path in plans}
-    )
+    plan = TensorPlan(source, found)
     plan.pairs = [set(map(kind_of, {consumer, *origins})) for consumer, origins in record.used.items()]
     plan.pairs = [pair for number, pair in enumerate(plan.pairs) if pair not in plan.pairs[:number]]
     _replicate_small(plan, model)
@@ -122,23 +118,12 @@ def plan_by_trial(model: nn.Module, group: TensorParallelGroup, call: Call) -> T
 
 
 def _trial_splits(model: nn.Module, plan: TensorPlan) -> dict[str, LayerSplit]:
-    splits = {path: split for path, split in splits_of(model, plan).items() if split is not None}
+    splits = splits_of(model, plan)
     for path, layer in plan.layers.items():
         if splits.get(path) is layers.GATHERED_COLWISE_LINEAR and not layer.why:
             # A weight that is also an embedding's can be colwise only.
             splits[path] = layers.COLWISE_LINEAR if layer.tied else layers.UNDECIDED_LINEAR
     return splits
-
-
-def _chosen_style(model: nn.Module, path: str, splits: dict[str, LayerSplit]) -> str | None:
-    """Return the style that an undecided layer has chosen; None: it was not undecided."""
-    if splits.get(path) is not layers.UNDECIDED_LINEAR:
-        return None
-    module = model.get_submodule(path)
-    assert isinstance(module, UndecidedLinear)
-    if module._split is None:  # it was not called
-        return REPLICATE
-    return ROWWISE if module._split is layers.ROWWISE_LINEAR else COLWISE
 
 
 def _gather_refused(plans: dict[str, LayerPlan], record: SliceRecord, error: Exception) -> bool:
@@ -155,14 +140,16 @@ def _gather_refused(plans: dict[str, LayerPlan], record: SliceRecord, error: Exc
 
 
 def _plan_after_trial(
-    path: str, layer: LayerPlan, chosen: str | None, record: SliceRecord, group: TensorParallelGroup
+    path: str, model: nn.Module, layer: LayerPlan, record: SliceRecord, group: TensorParallelGroup
 ) -> LayerPlan:
     """Return the plan of a layer after a trial, with the reason if its output was gathered."""
-    if chosen == REPLICATE:
-        return LayerPlan(REPLICATE, "the example does not use it")
-    if chosen == ROWWISE:
-        return LayerPlan(ROWWISE)
-    if chosen is None and not (layer.tied and layer.style == COLWISE_REP):
+    module = model.get_submodule(path)
+    if isinstance(module, UndecidedLinear):
+        if module._split is None:  # it was not called
+            return LayerPlan(REPLICATE, "the example does not use it")
+        if module._split is layers.ROWWISE_LINEAR:
+            return LayerPlan(ROWWISE)
+    elif not (layer.tied and layer.style == COLWISE_REP):
         return layer
     if any(path in origins for origins in record.used.values()):
         return replace(layer, style=COLWISE)
@@ -176,10 +163,9 @@ def _plan_after_trial(
 def _replicate_small(plan: TensorPlan, model: nn.Module) -> None:
     """Replicate small layers whose output is gathered: they are not worth a collective."""
     total = sum(p.numel() for p in model.parameters())
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for path in plan.layers:
-        module = model.get_submodule(path)
-        sizes[kind_of(path)] = sizes.get(kind_of(path), 0) + sum(p.numel() for p in module.parameters())
+        sizes[kind_of(path)] += sum(p.numel() for p in model.get_submodule(path).parameters())
     for path, layer in plan.layers.items():
         if layer.style == COLWISE_REP and not layer.tied and sizes[kind_of(path)] < _SMALL * total:
             plan.layers[path] = LayerPlan(REPLICATE, "small")

@@ -20,7 +20,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from instep.world.grid import Grid
 from instep.world.world import World
@@ -31,18 +30,12 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 class TensorParallelGroup:
     """The ranks along the axis tp, seen from one of them."""
 
-    def __init__(self, world: World, mesh: DeviceMesh) -> None:
-        self.world = world
-        """These ranks only."""
-        self.mesh = mesh
-        self.size, self.rank = world.world_size, world.rank
-
-    @classmethod
-    def of(cls, grid: Grid) -> TensorParallelGroup:
-        """Return the group of this rank."""
+    def __init__(self, grid: Grid) -> None:
         assert grid.devices is not None
-        mesh = grid.devices["tp"]
-        return cls(grid.world.within(mesh.get_group()), mesh)
+        self.mesh = grid.devices["tp"]
+        self.world = grid.world.within(self.mesh.get_group())
+        """These ranks only."""
+        self.size, self.rank = self.world.world_size, self.world.rank
 
     def __deepcopy__(self, _memo: object) -> TensorParallelGroup:
         return self  # a copy of a module refers to the same ranks

@@ -61,26 +61,20 @@ class ForwardPass:
 
 
 class SplitModule(nn.Module):
-    """The attributes and helpers of all split modules."""
+    """The attributes and helpers of all split modules; a subclass comes before a module's own class."""
 
     _pass: ForwardPass
     _path: str
     _shard_dims: dict[str, int]
 
-    def local_bias(self, name: str = "bias") -> torch.Tensor | None:
+    def local_shard(self, name: str) -> Any:
         """Return this rank's shard of a parameter, which is still whole while a plan is tried; None: there is none."""
-        parameter = self._parameters[name]
-        if parameter is None or isinstance(parameter, DTensor):
-            return None if parameter is None else parameter.to_local()
-        return (
-            self._pass.group.local_shard(parameter, self._shard_dims[name]) if name in self._shard_dims else parameter
-        )
-
-    def local_weight(self, name: str = "weight") -> torch.Tensor:
-        """Return this rank's shard of a parameter that exists."""
-        weight = self.local_bias(name)
-        assert weight is not None
-        return weight
+        parameter: Any = self._parameters[name]
+        if isinstance(parameter, DTensor):
+            return parameter.to_local()
+        if parameter is None or name not in self._shard_dims:
+            return parameter
+        return self._pass.group.local_shard(parameter, self._shard_dims[name])
 
     def to_slice(self, local: torch.Tensor, size: int) -> Slice:
         """Return this rank's output columns as a Slice."""
@@ -92,18 +86,13 @@ def full_tensor(x: torch.Tensor, why: str) -> torch.Tensor:
     return x.full_tensor(why) if isinstance(x, Slice) else x
 
 
-class ColwiseLinear(SplitModule):
+class ColwiseLinear(SplitModule, nn.Linear):
     """A Linear of which each rank has some output columns; returns a Slice."""
-
-    out_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute this rank's columns."""
-        return self._columns(x)
-
-    def _columns(self, x: torch.Tensor) -> Slice:
         copied = self._pass.copy_to_group(full_tensor(x, "linear"))
-        return self.to_slice(F.linear(copied, self.local_weight(), self.local_bias()), self.out_features)
+        return self.to_slice(F.linear(copied, self.local_shard("weight"), self.local_shard("bias")), self.out_features)
 
 
 class GatheredColwiseLinear(ColwiseLinear):
@@ -111,10 +100,10 @@ class GatheredColwiseLinear(ColwiseLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute this rank's columns, and gather all."""
-        return self._columns(x).full_tensor("asked for")
+        return full_tensor(super().forward(x), "asked for")
 
 
-class RowwiseLinear(SplitModule):
+class RowwiseLinear(SplitModule, nn.Linear):
     """A Linear of which each rank has the weights of some inputs; the ranks' terms are all-reduced."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +114,8 @@ class RowwiseLinear(SplitModule):
             local = x.local
         else:
             local = scatter_to_group(full_tensor(x, "linear"), -1, group)
-        y = reduce_from_group(F.linear(local, self.local_weight()), group)
-        bias = self.local_bias()
+        y = reduce_from_group(F.linear(local, self.local_shard("weight")), group)
+        bias = self.local_shard("bias")
         return y if bias is None else y + bias
 
 
@@ -134,10 +123,9 @@ def _is_columns(x: torch.Tensor) -> TypeGuard[Slice]:
     return isinstance(x, Slice) and x.shard_dim == -1
 
 
-class UndecidedLinear(ColwiseLinear, RowwiseLinear):
+class UndecidedLinear(SplitModule, nn.Linear):
     """A Linear that chooses its split while a plan is tried: rowwise if its input is sharded, else colwise."""
 
-    in_features: int
     _split: LayerSplit | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,14 +133,11 @@ class UndecidedLinear(ColwiseLinear, RowwiseLinear):
         if self._split is None:
             self._split = ROWWISE_LINEAR if _is_columns(x) else COLWISE_LINEAR
             self._shard_dims = self._split.shard_dims
-        return RowwiseLinear.forward(self, x) if self._split is ROWWISE_LINEAR else self._columns(x)
+        return self._split.base.forward(self, x)  # type: ignore[no-any-return]
 
 
-class RowwiseEmbedding(SplitModule):
+class RowwiseEmbedding(SplitModule, nn.Embedding):
     """An Embedding of which each rank has some rows: the rank with a token has its vector, the others zeros."""
-
-    num_embeddings: int
-    padding_idx: int | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the vectors of this rank's tokens, all-reduced."""
@@ -160,24 +145,109 @@ class RowwiseEmbedding(SplitModule):
         first, count = group.shard_range(self.num_embeddings)
         is_here = (x >= first) & (x < first + count)
         padding = self.padding_idx
-        vectors = F.embedding((x - first).masked_fill(~is_here, 0), self.local_weight())
+        vectors = F.embedding((x - first).masked_fill(~is_here, 0), self.local_shard("weight"))
         if padding is not None and first <= padding < first + count:  # its vector takes no gradient
             vectors = torch.where((x == padding)[..., None], vectors.detach(), vectors)
         return reduce_from_group(vectors.masked_fill(~is_here[..., None], 0.0), group)
 
 
-class ColwiseEmbedding(SplitModule):
+class ColwiseEmbedding(SplitModule, nn.Embedding):
     """An Embedding of which each rank has some columns; returns the whole tensor."""
-
-    embedding_dim: int
-    padding_idx: int | None
-    scale_grad_by_freq: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the columns of all ranks."""
-        weight = self.local_weight()
+        weight = self.local_shard("weight")
         columns = F.embedding(x, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         return self.to_slice(columns, self.embedding_dim).full_tensor("asked for")
+
+
+class HeadwiseAttention(SplitModule, nn.MultiheadAttention):
+    """An nn.MultiheadAttention of which each rank has some heads."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend, each rank with its heads; return what torch's own returns."""
+        batched = query.dim() == 3
+        same = (query is key, query is value, key is value)
+        query, key, value = (full_tensor(x, "attention") for x in (query, key, value))
+        q, k, v = self._project(query, key, value, same)
+        if not batched:
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        elif not self.batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        mask = _merge_masks(attn_mask, key_padding_mask, q)
+        p = self.dropout if self.training else 0.0
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, p, True) if p else weights
+            attended = weights @ v
+        else:
+            causal = is_causal and key_padding_mask is None
+            attended = F.scaled_dot_product_attention(q, k, v, None if causal else mask, p, causal)
+        attended = attended.transpose(1, 2).flatten(2)
+        if not batched:
+            attended = attended.squeeze(0)
+        elif not self.batch_first:
+            attended = attended.transpose(0, 1)
+        y = self.out_proj(attended)
+        if not need_weights:
+            return y, None
+        weights = full_tensor(weights, "attention weights")
+        weights = weights.mean(1) if average_attn_weights else weights
+        return y, weights if batched else weights.squeeze(0)
+
+    def _project(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, same: tuple[bool, bool, bool]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values, each a Slice of all heads."""
+        if not self._qkv_same_embed_dim:
+            biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None,) * 3
+            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            projected = []
+            for x, name, bias in zip((query, key, value), names, biases, strict=True):
+                local_bias = None if bias is None else scatter_to_group(bias, 0, self._pass.group)
+                local = F.linear(self._pass.copy_to_group(x), self.local_shard(name), local_bias)
+                projected.append(self.to_slice(local, self.embed_dim))
+            return tuple(projected)
+        if all(same):
+            return self._packed(query).chunk(3, -1)
+        # A rank's rows of the packed weights may belong to any of the three: each input is projected by all of them.
+        q, k = self._packed(query).chunk(3, -1)[0], self._packed(key).chunk(3, -1)
+        return q, k[1], k[2] if same[2] else self._packed(value).chunk(3, -1)[2]
+
+    def _packed(self, x: torch.Tensor) -> Slice:
+        weight, bias = self.local_shard("in_proj_weight"), self.local_shard("in_proj_bias")
+        return self.to_slice(F.linear(self._pass.copy_to_group(x), weight, bias), 3 * self.embed_dim)
+
+
+def _merge_masks(
+    attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, q: torch.Tensor
+) -> torch.Tensor | None:
+    """Return one mask, to be added to the scores, for those that torch's attention takes."""
+    merged = None if attn_mask is None else _additive(attn_mask, q)
+    if merged is not None and merged.dim() == 3:  # by row and head
+        merged = merged.unflatten(0, q.shape[:2])
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, q).view(q.shape[0], 1, 1, -1)
+        merged = padding if merged is None else merged + padding
+    return merged
+
+
+def _additive(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(q.dtype)
+    return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask, float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -194,6 +264,8 @@ ROWWISE_LINEAR = LayerSplit(RowwiseLinear, {"weight": 1})
 ROWWISE_EMBEDDING = LayerSplit(RowwiseEmbedding, {"weight": 0})
 COLWISE_EMBEDDING = LayerSplit(ColwiseEmbedding, {"weight": 1})
 UNDECIDED_LINEAR = LayerSplit(UndecidedLinear, {})
+PACKED_ATTENTION = LayerSplit(HeadwiseAttention, {"in_proj_weight": 0, "in_proj_bias": 0})
+SEPARATE_ATTENTION = LayerSplit(HeadwiseAttention, {"q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0})
 
 _classes: dict[tuple[type, type | None, tuple[str, ...]], type] = {}
 
@@ -207,9 +279,7 @@ def change_class(module: nn.Module, split: LayerSplit | None, forward_pass: Forw
         body: dict[str, Any] = {name: property(_opened(name)) for name in names}
         if isinstance(module, nn.RNNBase):  # it keeps a list of its weights, which would be outdated by the next step
             body["_flat_weights"] = property(_flat_weights, lambda _self, _value: None)
-        if base is not None:
-            body["forward"] = base.forward
-        _classes[key] = type(kind.__name__, (kind,) if base is None else (kind, base), body)
+        _classes[key] = type(kind.__name__, (kind,) if base is None else (base, kind), body)
     module.__class__ = _classes[key]
     changed: Any = module
     changed._pass, changed._path = forward_pass, path

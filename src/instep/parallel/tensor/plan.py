@@ -15,23 +15,15 @@ from torch import nn
 from instep.core.errors import TaskError
 
 COLWISE, COLWISE_REP, ROWWISE, HEADS, REPLICATE = "colwise", "colwise_rep", "rowwise", "heads", "replicate"
-_STYLES = {
-    "colwise": COLWISE,
-    "local_colwise": COLWISE,
-    "packed_colwise": COLWISE,
-    "local_packed_colwise": COLWISE,
-    "colwise_rep": COLWISE_REP,
-    "colwise_gather_output": COLWISE_REP,
-    "rowwise": ROWWISE,
-    "rowwise_rep": ROWWISE,
-    "rowwise_split_input": ROWWISE,
-    "local_rowwise": ROWWISE,
-    "embedding_rowwise": ROWWISE,
-    "heads": HEADS,
-    "replicate": REPLICATE,
-    "sequence_parallel": REPLICATE,  # the same result, with more memory for activations
+_SYNONYMS = {
+    COLWISE: ("colwise", "local_colwise", "packed_colwise", "local_packed_colwise"),
+    COLWISE_REP: ("colwise_rep", "colwise_gather_output"),
+    ROWWISE: ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "embedding_rowwise"),
+    HEADS: ("heads",),
+    REPLICATE: ("replicate", "sequence_parallel"),  # the same result, with more memory for activations
 }
-"""What each style means here. A Slice looks whole to the code between layers, so several of them mean the same."""
+"""A Slice looks whole to the code between layers, so several styles mean the same here."""
+_STYLES = {name: style for style, names in _SYNONYMS.items() for name in names}
 _DESCRIPTIONS = {
     COLWISE: "by columns",
     COLWISE_REP: "by columns, joined after each",
@@ -39,6 +31,8 @@ _DESCRIPTIONS = {
     HEADS: "by heads",
     REPLICATE: "whole on every rank",
 }
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,7 @@ def compact(paths: list[str]) -> list[str]:
     """Return `blocks.0–11.out` for paths that differ in one number."""
     numbers: dict[str, list[tuple[int, ...]]] = {}
     for path in paths:
-        kind = kind_of(path)
-        numbers.setdefault(kind, []).append(tuple(map(int, re.findall(r"(?<![^.])\d+(?![^.])", path))))
+        numbers.setdefault(kind_of(path), []).append(tuple(map(int, _NUMBER.findall(path))))
     return [_fill(kind, tuples) for kind, tuples in numbers.items()]
 
 
@@ -107,7 +100,7 @@ def _fill(kind: str, numbers: list[tuple[int, ...]]) -> str:
 
 def kind_of(path: str) -> str:
     """Return a path without its numbers: the same for the same layer of all blocks."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+    return _NUMBER.sub("*", path)
 
 
 def given_plan(given: Mapping[str, Any], model: nn.Module, source: str, strict: bool) -> TensorPlan:
@@ -121,7 +114,9 @@ def given_plan(given: Mapping[str, Any], model: nn.Module, source: str, strict: 
         wanted = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
         paths = [path for path in modules if wanted.fullmatch(path)]
         if not paths and strict:
-            raise TaskError(f"tensor_plan: there is no layer {pattern!r} in the model. It has {_some(modules)}.")
+            names = compact([path for path in modules if path])
+            some = ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
+            raise TaskError(f"tensor_plan: there is no layer {pattern!r} in the model. It has {some}.")
         for path in paths:
             if not isinstance(style, str):
                 plan.torch_styles[path] = style
@@ -149,8 +144,3 @@ def model_plan(model: nn.Module) -> dict[str, Any]:
     if isinstance(own, Mapping):
         styles |= own
     return styles
-
-
-def _some(modules: Mapping[str, Any]) -> str:
-    names = compact([path for path in modules if path])
-    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")

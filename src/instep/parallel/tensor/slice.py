@@ -5,9 +5,9 @@ Splitting a layer changes its output: each rank has some of its columns. User co
 wrong without an error: `.view(rows, length, num_heads, -1)` makes as many heads as before, each too narrow. So a split
 layer returns a Slice. Its shape is that of the whole tensor, and each operation on it is done in one of three ways:
 
-    by rule      the result is a Slice, computed from the shards alone (rules.py, shapes.py) gathered     the shards are
-    all-gathered and the operation gets the whole tensor: right for any operation, but slower refused      an operation
-    that writes to a Slice, and has no rule: an error, never a wrong number
+    by rule    the result is a Slice, computed from the shards alone (rules.py)
+    gathered   the shards are all-gathered and the operation gets the whole tensor: right for any operation, but slower
+    refused    an operation that writes to a Slice, and has no rule: an error, never a wrong number
 
 Whatever the user's code does, its result is that of the whole model. Operations that gather are recorded, for the plan.
 

@@ -25,7 +25,7 @@ from instep.parallel.capture import Call
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.deferred import Deferred
 from instep.parallel.fsdp import Fsdp, Sharding
-from instep.parallel.strategy import NO_HINTS, DistributedReducer, ModelHints, Reducer, StepSums, Strategy
+from instep.parallel.strategy import ModelHints, Reducer, StepSums, Strategy
 from instep.parallel.tensor.apply import fit_plan, split_layers
 from instep.parallel.tensor.auto_plan import plan_by_trial, plan_without_example, without_slices
 from instep.parallel.tensor.check import Answer, answer_of, difference
@@ -40,7 +40,7 @@ def is_split(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(isinstance(placement, Shard) for placement in parameter.placements)
 
 
-class TensorReducer(DistributedReducer):
+class TensorReducer(Reducer):
     """Reduces gradients of shards over the ranks with the same shards; others over all ranks, one of each group."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], grid: Grid) -> None:
@@ -64,8 +64,8 @@ class Tensor(Strategy):
     is_partial = True
     axes = ("tp",)
 
-    def spread(self, model: nn.Module, hints: ModelHints = NO_HINTS) -> nn.Module:
-        model = super().spread(model)
+    def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
+        model = super().spread(model, hints)
         self.said.append(split_model(model, self.grid, hints))
         return model
 
@@ -100,7 +100,7 @@ def _gather_inputs(_module: nn.Module, args: Sequence[Any], kwargs: dict[str, An
     return tree_map_only(Slice, lambda x: x.full_tensor("a block of fsdp"), (args, kwargs))
 
 
-def split_model(model: nn.Module, grid: Grid, hints: ModelHints = NO_HINTS) -> str:
+def split_model(model: nn.Module, grid: Grid, hints: ModelHints) -> str:
     """Find a plan, apply it, check that the model computes the same, and describe the plan. Called on all ranks."""
     splitter = _Splitter(model, grid, hints)
     plan = splitter.split()
@@ -112,7 +112,7 @@ class _Splitter:
     """Splits one model, and compares it with itself before."""
 
     def __init__(self, model: nn.Module, grid: Grid, hints: ModelHints) -> None:
-        self.group = TensorParallelGroup.of(grid)
+        self.group = TensorParallelGroup(grid)
         self._model, self._grid, self._plan_of = model, grid, hints.tensor_plan
         self._call: Call | None = None
         self._expected = Answer([])
@@ -123,11 +123,11 @@ class _Splitter:
     def split(self) -> TensorPlan:
         """Apply the Task's plan, else the model's own, else one that is found. Called on all ranks."""
         given = self._plan_of(self._model) if self._plan_of is not None else None
-        own = model_plan(self._model) if given is None else None
-        if given is not None or own:
-            strict = given is not None
+        strict = given is not None
+        styles = model_plan(self._model) if given is None else given
+        if strict or styles:
             source = "as the Task gives it" if strict else "as the model brings it"
-            plan = given_plan(given or own or {}, self._model, source, strict)
+            plan = given_plan(styles, self._model, source, strict)
             fit_plan(plan, self._model, self.group, strict)
             self._apply_given(plan, strict)
             return plan
