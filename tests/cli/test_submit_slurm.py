@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from commands import ROOT, TESTS, run
-from instep.cli.jobs import cancel_jobs, show_jobs
+from instep.cli.jobs import cancel, jobs
 from instep.cli.submit_kubernetes import kubernetes
-from instep.cli.submit_slurm import OPTIONS, follow, plan_job, result_stamp, slurm, submit_task, with_processes
-from instep.core.errors import CheckpointError, EnvironmentFailed, SpecError
+from instep.cli.submit_slurm import OPTIONS, follow, plan_job, result_stamp, slurm, with_processes
+from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_SPEC, CheckpointError, EnvironmentFailed, SpecError
 from instep.core.options import OptionScope, options_of
 from instep.core.spec import TrainSpec
 from instep.launch.slurm import client
@@ -36,6 +36,12 @@ def slow(*values: str) -> Any:
 
 def plan(spec: TrainSpec, *values: str, sbatch: tuple[str, ...] = (), **asked: Any) -> Any:
     return plan_job(slow(*values), TASK, list(values), spec, DEFAULTS | asked, sbatch)
+
+
+def exit_code(command: Any, *words: str) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        command.main(list(words))
+    return ended.value.code
 
 
 @pytest.fixture
@@ -193,7 +199,9 @@ def test_the_run_that_lives_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("array", [None, "seed=1,2"])
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_refused_job_leaves_all_as_it_was(tmp_path: Path, programs: Any, array: str | None, fresh: bool) -> None:
+def test_a_refused_job_leaves_all_as_it_was(
+    tmp_path: Path, programs: Any, array: str | None, fresh: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     programs("sbatch", "echo 'sbatch: error: invalid partition specified: nope' >&2", "exit 1")
     for folder in (tmp_path / "run", tmp_path / "run" / "0", tmp_path / "run" / "0.old-1"):
         folder.mkdir()
@@ -201,9 +209,9 @@ def test_a_refused_job_leaves_all_as_it_was(tmp_path: Path, programs: Any, array
         (folder / "logs").mkdir()
     (tmp_path / "run" / "submit.sh").write_text("the one before")
     files = {path: path.read_text() if path.is_file() else "" for path in (tmp_path / "run").rglob("*[!k]")}
-    spec = TrainSpec(run_dir="run", fresh=fresh)
-    with pytest.raises(SpecError, match="nope"):
-        submit_task(slow(), TASK, [], spec, DEFAULTS | {"array": array}, ())
+    words = ["--fresh"] * fresh + (["--array", array] if array else [])
+    assert exit_code(slurm, str(ROOT / TASK), "--run-dir", "run", *words) == EXIT_SPEC
+    assert "nope" in capsys.readouterr().err
     found = {path: path.read_text() if path.is_file() else "" for path in (tmp_path / "run").rglob("*[!k]")}
     assert found == files
     assert sorted(path.name for path in tmp_path.iterdir()) == ["programs", "run"]
@@ -241,15 +249,16 @@ def hiccups(*after: str) -> list[str]:
 def test_cancel_asks_again(programs: Any, capsys: pytest.CaptureFixture[str]) -> None:
     programs("scancel", "[[ -e tried ]] || { : > tried; echo 'Unable to contact slurm controller' >&2; exit 1; }")
     programs("squeue", *hiccups(f"echo '{GONE}' >&2", "exit 1"))
-    assert cancel_jobs(["7"], False) == 0
+    assert exit_code(cancel, "7") == EXIT_DONE
     told = capsys.readouterr().err
     assert told.count("retrying in") == 4
     assert "job 7 is cancelled" in told
     programs("squeue", *hiccups(f"echo '{HICCUP}' >&2", "exit 1"))
     Path("count").unlink()
-    with pytest.raises(EnvironmentFailed, match="Zero Bytes"):
-        cancel_jobs(["7"], False)
-    assert "is cancelled" not in capsys.readouterr().err
+    assert exit_code(cancel, "7") == EXIT_ENVIRONMENT
+    told = capsys.readouterr().err
+    assert "Zero Bytes" in told
+    assert "is cancelled" not in told
 
 
 def test_follow_asks_again_and_minds_only_a_new_result(
@@ -272,5 +281,5 @@ def test_jobs_of_others_are_not_listed(programs: Any, capsys: pytest.CaptureFixt
     programs(
         "squeue", "echo '7|RUNNING|0:01|None|instep|/x/submit.sh'", "echo '8|RUNNING|0:01|None|(null)|/y/submit.sh'"
     )
-    assert show_jobs(False, True) == 0
+    assert exit_code(jobs, "--json") == EXIT_DONE
     assert [row["job_id"] for row in json.loads(capsys.readouterr().out)["jobs"]] == ["7"]

@@ -133,7 +133,6 @@ def test_rate_and_time_to_go() -> None:
         state.take(
             {"event": "step", "time": 1000 + step * 0.5, "step": step, "epoch": 0, "loss": 2.0, "num_samples": 8}
         )
-    assert state.samples_per_s == 16
-    assert state.eta_s == 45
+    assert state.speed() == (16, 45)
     assert state.line() == "step 10/100  epoch 1/1  loss 2  16 samples/s  45s left"
     assert [duration(s) for s in (5, 65, 3700)] == ["5.0s", "1m05s", "1h01m"]

@@ -6,8 +6,8 @@ import pytest
 
 from instep.core.errors import SpecError
 from instep.core.topology import Place
-from instep.world.environment import detect
-from instep.world.slurm import gpus_of_node, is_step, judge_allocation, port_of_step
+from instep.world.environment import detect, port_of_job
+from instep.world.slurm import gpus_of_node, is_step, judge_allocation
 
 STEP = {
     "SLURM_JOB_ID": "12",
@@ -70,8 +70,8 @@ def test_torchrun_inside_a_batch_script_is_torchruns() -> None:
 
 
 def test_ports() -> None:
-    assert len({port_of_step(str(job), "0") for job in range(40000, 41000)}) == 1000
-    assert len({port_of_step("77", str(step)) for step in range(100)}) == 100
-    near = {port_of_step(str(job), str(step)) for job in range(500, 600) for step in range(2)}
+    assert len({port_of_job(str(job)) for job in range(40000, 41000)}) == 1000
+    assert len({port_of_job("77", step) for step in range(100)}) == 100
+    near = {port_of_job(str(job), step) for job in range(500, 600) for step in range(2)}
     assert len(near) == 200
     assert all(15000 <= port < 30000 for port in near)

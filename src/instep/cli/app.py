@@ -7,7 +7,7 @@ command is used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
@@ -37,10 +37,7 @@ def _group(table: Mapping[str, tuple[str, str]], help: str) -> typer.Typer:
             super().__init__(**{**attributes, "commands": dict.fromkeys(table)})
 
         def get_command(self, _ctx: Any, name: str) -> Any:
-            if name not in table:
-                return None
-            module, _, attribute = table[name][0].partition(":")
-            return getattr(import_module(module), attribute)
+            return resolve_name(table[name][0]) if name in table else None
 
         def format_commands(self, _ctx: Any, formatter: Any) -> None:
             with formatter.section("Commands"):

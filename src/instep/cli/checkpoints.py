@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from instep.checkpoint.inventory import Entry, Inventory, Kind, newest_good, take_inventory, verify
-from instep.cli.command import argument, command, option
+from instep.cli.command import argument, command, option, print_json
 from instep.core.errors import EXIT_DONE, EXIT_USER, CheckpointError, SpecError
-from instep.monitor.reading import reading, size_text
+from instep.monitor.reading import ReadingDisplay, size_text
 
 if TYPE_CHECKING:  # they need torch, and a list does not
-    from instep.checkpoint.export import ExportResult, ExportSpec
+    from instep.checkpoint.export import ExportResult
     from instep.checkpoint.prune import PrunePlan
+    from instep.checkpoint.rundir import RunDirectory
 
 _STYLES = {"good": "green", "sizes agree": "green", "damaged": "bold red", "other format": "yellow"}
 
@@ -47,29 +47,26 @@ class CheckpointsSpec:
             raise SpecError(f"{' and '.join(given)} cannot be combined. Give one: --prune and --export also verify.")
         if self.prune is not None and self.prune < 1:
             raise SpecError(f"--prune {self.prune} would leave no checkpoint. Keep 1 or more, or delete the run.")
-        self._need("--prune", asked["--prune"], {"--damaged": self.damaged, "--dry-run": self.dry_run})
-        more = {"--step": self.step is not None, "--max-shard": self.max_shard is not None, "--force": self.force}
-        self._need("--export", asked["--export"], more)
-
-    @staticmethod
-    def _need(option: str, is_given: bool, more: dict[str, bool]) -> None:
-        given = [name for name, is_set in more.items() if is_set]
-        if given and not is_given:
-            raise SpecError(f"{', '.join(given)} is for {option}, which is not given. Add {option}.")
+        of_prune = {"--damaged": self.damaged, "--dry-run": self.dry_run}
+        of_export = {"--step": self.step is not None, "--max-shard": self.max_shard is not None, "--force": self.force}
+        for action, more in (("--prune", of_prune), ("--export", of_export)):
+            names = ", ".join(name for name, is_given in more.items() if is_given)
+            if names and not asked[action]:
+                raise SpecError(f"{names} is for {action}, which is not given. Add {action}.")
 
 
 @command(
     "List, verify, prune or export the checkpoints of a run.",
     argument("run", Path, "RUN", "a run directory, or the directory of one checkpoint"),
-    option("verify", bool, False, "read every file and compare its size and hash", "--verify"),
+    option("verify", bool, False, "read every file and compare its size and hash"),
     option("prune", int | None, None, "keep only the newest N good ones", metavar="N"),
-    option("damaged", bool, False, "also prune damaged and half-written ones", "--damaged"),
-    option("dry_run", bool, False, "only print what --prune would delete", "--dry-run"),
+    option("damaged", bool, False, "also prune damaged and half-written ones"),
+    option("dry_run", bool, False, "only print what --prune would delete"),
     option("export", Path | None, None, "write the weights to a folder or a .safetensors file", metavar="TARGET"),
     option("step", int | None, None, "export this step, not the newest good one"),
     option("max_shard", str | None, None, "size of an exported file [default: 5GB]", metavar="SIZE"),
-    option("force", bool, False, "replace the files of an earlier export", "--force"),
-    option("json", bool, False, "print the outcome as one line of JSON", "--json"),
+    option("force", bool, False, "replace the files of an earlier export"),
+    option("json", bool, False, "print the outcome as one line of JSON"),
 )
 def checkpoints(**options: Any) -> int:
     """List, verify, prune or export checkpoints."""
@@ -82,7 +79,7 @@ def checkpoints(**options: Any) -> int:
     else:
         ok, outcome = _list(spec, console)
     if spec.json:
-        print(json.dumps({"ok": ok, **outcome}), flush=True)
+        print_json({"ok": ok, **outcome})
     return EXIT_DONE if ok else EXIT_USER
 
 
@@ -90,7 +87,7 @@ def _list(spec: CheckpointsSpec, console: Console) -> tuple[bool, dict[str, Any]
     inventory = take_inventory(spec.run)
     if spec.verify:
         total = sum(entry.num_bytes for entry in inventory.entries if entry.kind is not Kind.UNFINISHED)
-        with reading("verifying", total) as progress:
+        with ReadingDisplay("verifying", total) as progress:
             checked = [verify(entry, progress) for entry in inventory.entries]
         inventory = replace(inventory, entries=tuple(entry for entry in checked if entry is not None))
     _show_entries(console, inventory.entries)
@@ -105,9 +102,11 @@ def _prune(spec: CheckpointsSpec, keep: int, console: Console) -> tuple[bool, di
     inventory = take_inventory(spec.run)
     if not inventory.is_run:
         raise SpecError(f"{spec.run} is a single checkpoint, and --prune needs a run. Give the run.")
-    with _locked(inventory.path, spec.dry_run):
+    with ExitStack() as stack:
+        if not spec.dry_run:
+            stack.callback(_lock(inventory.path).unlock)
         inventory = take_inventory(inventory.path)  # again, now that no training can change it
-        with reading("verifying what is kept") as progress:
+        with ReadingDisplay("verifying what is kept") as progress:
             plan = plan_pruning(inventory, keep, spec.damaged, progress)
         for entry in plan.kept:
             _say(console, f"keep {entry.name}  good")
@@ -125,12 +124,8 @@ def _prune(spec: CheckpointsSpec, keep: int, console: Console) -> tuple[bool, di
     }
 
 
-@contextmanager
-def _locked(path: Path, dry_run: bool) -> Iterator[None]:
-    """Lock the run directory while checkpoints are deleted; a dry run needs no lock."""
-    if dry_run:
-        yield
-        return
+def _lock(path: Path) -> RunDirectory:
+    """Lock a run directory, so that checkpoints can be deleted."""
     from instep.checkpoint.rundir import RunDirectory
 
     directory = RunDirectory(path)
@@ -144,10 +139,7 @@ def _locked(path: Path, dry_run: bool) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be locked: {error.strerror}. Nothing was deleted.") from error
-    try:
-        yield
-    finally:
-        directory.unlock()
+    return directory
 
 
 def _prune_verdict(plan: PrunePlan, spec: CheckpointsSpec, ok: bool) -> str:
@@ -163,66 +155,44 @@ def _prune_verdict(plan: PrunePlan, spec: CheckpointsSpec, ok: bool) -> str:
 
 
 def _export(spec: CheckpointsSpec, target: Path, console: Console) -> tuple[bool, dict[str, Any]]:
-    from instep.checkpoint.export import check_target, export
+    from instep.checkpoint.export import ExportSpec, check_target, export, read_size
 
-    wanted = _export_spec(spec, target)
+    wanted = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force)
+    if wanted.is_file and spec.max_shard is not None:
+        raise SpecError(f"--export {target} asks for one file, and --max-shard for several. Give one of them.")
     inventory = take_inventory(spec.run)
     candidates = _candidates(inventory, spec.step)
     check_target(wanted, candidates[0].path)
-    with reading("verifying") as progress:
+    with ReadingDisplay("verifying") as progress:
         good, damaged = newest_good(candidates, 1, progress)
     for entry in damaged:
         _say(console, f"{entry.name} is {entry.state}: {'; '.join(map(str, entry.problems))}.", "bold red")
     skipped = [_as_json(entry) for entry in damaged]
     if not good:
-        _say(console, "Nothing was exported. " + _advice(inventory, spec))
+        advice = "No good checkpoint is left: restore one from a backup, or continue the training."
+        if spec.step is not None and len(inventory.checkpoints) > 1:
+            advice = "Without --step, the newest good one is exported."
+        _say(console, f"Nothing was exported. {advice}")
         return False, {"checkpoint": None, "files": [], "skipped": skipped}
     if damaged:
         _say(console, f"The older {good[0].name} is exported instead.", "yellow")
     done = export(good[0].path, wanted)
     _say_export(console, good[0], done)
-    return True, {"checkpoint": str(good[0].path), "step": good[0].step, **_export_json(done), "skipped": skipped}
-
-
-def _export_spec(spec: CheckpointsSpec, target: Path) -> ExportSpec:
-    from instep.checkpoint.export import ExportSpec, read_size
-
-    made = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force)
-    if made.is_file and spec.max_shard is not None:
-        raise SpecError(f"--export {target} asks for one file, and --max-shard for several. Give one of them.")
-    return made
+    paths = {"files": list(map(str, done.files)), "replaced": list(map(str, done.replaced))}
+    exported = {"checkpoint": str(good[0].path), "step": good[0].step, **asdict(done), **paths}
+    return True, {**exported, "skipped": skipped}
 
 
 def _candidates(inventory: Inventory, step: int | None) -> tuple[Entry, ...]:
     """Return the checkpoints that may be exported, newest first; with --step only that one."""
     entries = inventory.checkpoints if inventory.is_run else inventory.entries
-    if step is not None:
-        chosen = tuple(entry for entry in entries if entry.step == step)
-        if not chosen:
-            steps = ", ".join(str(entry.step) for entry in entries) or "none"
-            raise CheckpointError(f"{inventory.path} has no checkpoint of step {step}. It has: {steps}.")
-        return chosen
-    if not entries:
+    chosen = tuple(entry for entry in entries if step in (None, entry.step))
+    if step is not None and not chosen:
+        steps = ", ".join(str(entry.step) for entry in entries) or "none"
+        raise CheckpointError(f"{inventory.path} has no checkpoint of step {step}. It has: {steps}.")
+    if not chosen:
         raise CheckpointError(f"{inventory.path} has no checkpoint yet, so there is nothing to export.")
-    return entries
-
-
-def _advice(inventory: Inventory, spec: CheckpointsSpec) -> str:
-    if spec.step is not None and len(inventory.checkpoints) > 1:
-        return "Without --step, the newest good one is exported."
-    return "No good checkpoint is left: restore one from a backup, or continue the training."
-
-
-def _export_json(done: ExportResult) -> dict[str, Any]:
-    return {
-        "files": [str(path) for path in done.files],
-        "num_tensors": done.num_tensors,
-        "num_bytes": done.num_bytes,
-        "weights_sha256": done.weights_sha256,
-        "replaced": [str(path) for path in done.replaced],
-        "left_out": list(done.left_out),
-        "other_models": list(done.other_models),
-    }
+    return chosen
 
 
 def _say_export(console: Console, entry: Entry, done: ExportResult) -> None:
@@ -284,7 +254,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "saved_at": saved_at.isoformat(timespec="seconds"),
         "num_bytes": entry.num_bytes,
         "num_files": entry.num_files,
-        "problems": [{"file": problem.file, "text": problem.text} for problem in entry.problems],
+        "problems": [asdict(problem) for problem in entry.problems],
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -25,7 +26,7 @@ from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepErr
 from instep.core.options import GROUPS, OUTPUT, Option, options_of
 from instep.core.spec import LaunchSpec
 from instep.launch.failures import describe
-from instep.world.environment import is_launched
+from instep.world.environment import launcher_here
 
 if typing.TYPE_CHECKING:
     from instep.train.task import Task
@@ -72,7 +73,7 @@ def command(
 
     def decorate(function: Callable[..., int | None]) -> Any:
         guard = _guarded(function)
-        options = [_parameter(o, instead.get(o.name, {})) for o in (options_of(spec) if spec else ()) if takes(o)]
+        options = [_spec_option(o, instead.get(o.name, {})) for o in (options_of(spec) if spec else ()) if takes(o)]
         signature = inspect.Signature([*parameters, *options])
         guard.__signature__ = signature  # type: ignore[attr-defined]
         guard.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
@@ -83,20 +84,12 @@ def command(
     return decorate
 
 
-def _parameter(option: Option, instead: Mapping[str, Any]) -> inspect.Parameter:
-    default, kind = instead.get("default", option.default), option.type
-    argument = typer.Option(
-        *option.flags,
-        help=instead.get("help", option.help),
-        metavar=option.metavar,
-        show_default=default is not None,
-        rich_help_panel=option.group,
-    )
+def _spec_option(field: Option, instead: Mapping[str, Any]) -> inspect.Parameter:
+    default, kind = instead.get("default", field.default), field.type
     if _is_mixed(kind):
         default, kind = (None, str | None) if default is None else (str(default), str)
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, argument]
-    )
+    help = instead.get("help", field.help)
+    return option(field.name, kind, default, help, *field.flags, metavar=field.metavar, rich_help_panel=field.group)
 
 
 def _is_mixed(kind: Any) -> bool:
@@ -106,10 +99,10 @@ def _is_mixed(kind: Any) -> bool:
     return len([argument for argument in typing.get_args(kind) if argument is not type(None)]) > 1
 
 
-def option(name: str, kind: Any, default: Any, help: str, *flags: str, metavar: str | None = None) -> inspect.Parameter:
+def option(name: str, kind: Any, default: Any, help: str, *flags: str, **more: Any) -> inspect.Parameter:
     """Return an option of one command. `flags` are needed only where they do not follow from the name."""
     flags = flags or (f"--{name.replace('_', '-')}",)
-    argument = typer.Option(*flags, help=help, metavar=metavar, show_default=default is not None)
+    argument = typer.Option(*flags, help=help, show_default=default is not None, **more)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, argument]
     )
@@ -160,7 +153,7 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
         except InstepError as error:
             leave(error.exit_code, f"instep: {error}")
         except Exception as error:
-            if not is_launched():
+            if launcher_here() == "none":
                 raise
             leave(EXIT_USER, "".join(traceback.format_exception(error)))
         leave(code or EXIT_DONE)
@@ -176,7 +169,7 @@ def leave(exit_code: int, text: str = "") -> NoReturn:
     """
     if text:
         print(text, file=sys.stderr)
-    if not is_launched():
+    if launcher_here() == "none":
         sys.exit(exit_code)
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -187,3 +180,8 @@ def leave(exit_code: int, text: str = "") -> NoReturn:
 def say(text: str) -> None:
     """Print a message to standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def print_json(values: Any) -> None:
+    """Print values as one line of JSON."""
+    print(json.dumps(values), flush=True)

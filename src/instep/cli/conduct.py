@@ -6,14 +6,13 @@ The command `instep train`, a Task's own `instep.main` and `instep.train` in a p
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from instep.checkpoint.rundir import RunDirectory
-from instep.cli.command import make_spec, say
+from instep.cli.command import make_spec, print_json, say
 from instep.core.errors import EnvironmentFailed, SpecError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
@@ -64,11 +63,8 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
             return _be_a_rank(task, spec, place)
         spec.check_world(processes * spec.min_nodes)
     spec = launcher.prepare(spec, place)
-    return _launch_ranks(task, spec, _source(file, task), launcher, speaks=place.is_main)
-
-
-def _source(file: Path | None, task: Task) -> TaskSource:
-    return TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
+    source = TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
+    return _launch_ranks(task, spec, source, launcher, speaks=place.is_main)
 
 
 def _start(
@@ -102,25 +98,22 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, launcher: Lau
     """Train on new processes, and watch them from this one; of a node's launchers only the first `speaks`."""
     directory = prepare_directory(task, spec)
     try:
-        done = _complete(directory, task, spec, speaks)
-        if done is not None:
+        if (done := _complete(directory, task, spec, speaks)) is not None:
             return done
         with Follower(directory.path, _readers(spec, speaks)) as follower:
             output = follower.stream(sys.stderr if spec.json else sys.stdout)
             results = _start(directory, task, spec, source, launcher, output)
         if not results:  # the other nodes have done everything
-            return _complete(directory, task, spec) or _left_out(directory)
+            if (done := _complete(directory, task, spec)) is not None:
+                return done
+            raise EnvironmentFailed(
+                f"The other machines have ended the run in {directory.path} without this one, and not completed it. "
+                "The same command continues."
+            )
     finally:
         directory.unlock()
     result = Result.from_json(results[min(results)], task)
     return _show(result, spec) if speaks else result
-
-
-def _left_out(directory: RunDirectory) -> NoReturn:
-    raise EnvironmentFailed(
-        f"The other machines have ended the run in {directory.path} without this one, and not completed it. "
-        "The same command continues."
-    )
 
 
 def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
@@ -133,8 +126,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
     ):
         directory = agree_on_directory(world, lambda: prepare_directory(task, spec))
         try:
-            done = _complete(directory, task, spec, world.is_main)
-            if done is not None:
+            if (done := _complete(directory, task, spec, world.is_main)) is not None:
                 return done
             with Follower(directory.path, _readers(spec, world.is_main)):
                 result = worker_main(world, task, spec, directory, place.attempt)
@@ -162,7 +154,7 @@ def _show(result: Result, spec: TrainSpec) -> Result:
         parts = [f"{result.status}: {result.steps} steps", f"loss {result.loss:.4g}", metrics_text(result.metrics)]
         say("  ".join(filter(None, parts)) + f"  ({duration(result.wall_s)})\n{result.run_dir}")
     if spec.json:
-        print(json.dumps(result.to_json()), flush=True)
+        print_json(result.to_json())
     return result
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from instep.cli import findings
-from instep.cli.command import command, option
+from instep.cli.command import command, option, print_json
 from instep.cli.findings import Finding, TorchBuild
 from instep.core.durations import seconds_of
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
@@ -32,11 +31,13 @@ if TYPE_CHECKING:
 _PATIENCE_S = 2.0
 _PORTS = 16
 _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 @command(
     "Check what this machine, or the network between several nodes, can do, and what is wrong with it.",
-    option("json", bool, False, "print the findings as one line of JSON", "--json"),
+    option("json", bool, False, "print the findings as one line of JSON"),
     option("nnodes", int, 1, "also check the network between this many nodes"),
     option("rdzv_endpoint", str, "", "where these nodes meet", metavar="HOST:PORT"),
     option("node_rank", int | None, None, "rank of this node; 0: the endpoint is here"),
@@ -44,8 +45,22 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
     option("wait", str, "1m", "how long to wait for the other nodes"),
 )
 def doctor(json: bool, nnodes: int, rdzv_endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> int:
-    """Check this machine, and the network to other nodes."""
-    return examine(json, plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait))
+    """Check everything, print each finding as it comes, and return the exit code."""
+    network = plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait)
+    console = Console(stderr=json, highlight=False)
+    progress = Console(stderr=True, highlight=False)
+    # The network comes first: the other nodes wait for it.
+    checkup = _check_network(*network, progress) if network is not None else None
+    shown = []
+    for finding in chain([] if checkup is None else findings.judge_network(checkup), _findings(progress)):
+        shown.append(finding)
+        _show(console, finding)
+    red = ", ".join(finding.name for finding in shown if finding.level == "red")
+    verdict = Text(f"To be fixed: {red}.", "red") if red else Text("This machine is ready.", "green")
+    console.print(verdict, soft_wrap=True)
+    if json:
+        print_json(report(shown, checkup))
+    return EXIT_ENVIRONMENT if red else EXIT_DONE
 
 
 def plan_checkup(
@@ -72,64 +87,54 @@ def plan_checkup(
     return spec, StorePlan(host, port, "doctor", is_host, wait_s)
 
 
-def examine(as_json: bool, network: tuple[LaunchSpec, StorePlan] | None = None) -> int:
-    """Check everything, print each finding as it comes, and return the exit code."""
-    console = Console(stderr=as_json, highlight=False)
-    progress = Console(stderr=True, highlight=False)
-    # The network comes first: the other nodes wait for it.
-    checkup = _check_network(*network, progress) if network is not None else None
-    shown = []
-    for finding in chain([] if checkup is None else findings.judge_network(checkup), _findings(progress)):
-        shown.append(finding)
-        _show(console, finding)
-    console.print(_verdict(shown), soft_wrap=True)
-    if as_json:
-        print(json.dumps(report(shown) | _network_report(checkup)), flush=True)
-    return EXIT_ENVIRONMENT if any(finding.level == "red" for finding in shown) else EXIT_DONE
-
-
 def _check_network(spec: LaunchSpec, plan: StorePlan, progress: Console) -> Checkup | EnvironmentFailed:
     from instep.launch.membership.checkup import check_up
 
+    return _outcome(
+        lambda: check_up(spec, plan, lambda text: progress.print(f"{text} …", soft_wrap=True)), EnvironmentFailed
+    )
+
+
+def _outcome(call: Callable[[], T], error: type[E]) -> T | E:
+    """Return what a call returns, or the error that it raises."""
     try:
-        return check_up(spec, plan, lambda text: progress.print(f"{text} …", soft_wrap=True))
-    except EnvironmentFailed as error:
-        return error
+        return call()
+    except error as raised:
+        return raised
 
 
-def _network_report(checkup: Checkup | EnvironmentFailed | None) -> dict[str, Any]:
-    if checkup is None or isinstance(checkup, EnvironmentFailed):
-        return {}
-    links = [{"from": here, "to": there, **asdict(link)} for (here, there), link in checkup.links.items()]
-    return {"network": {"machines": checkup.nodes, "unreached": checkup.unreached, "links": links}}
-
-
-def report(shown: list[Finding]) -> dict[str, Any]:
+def report(shown: list[Finding], checkup: Checkup | EnvironmentFailed | None = None) -> dict[str, Any]:
     """Return the findings as plain values."""
-    return {
-        "ok": all(finding.level != "red" for finding in shown),
-        "instep": __version__,
-        "findings": [asdict(finding) for finding in shown],
-    }
+    ok = all(finding.level != "red" for finding in shown)
+    values = {"ok": ok, "instep": __version__, "findings": [asdict(finding) for finding in shown]}
+    if checkup is None or isinstance(checkup, EnvironmentFailed):
+        return values
+    links = [{"from": here, "to": there, **asdict(link)} for (here, there), link in checkup.links.items()]
+    return {**values, "network": {"machines": checkup.nodes, "unreached": checkup.unreached, "links": links}}
 
 
 def _findings(progress: Console) -> Iterator[Finding]:
     """Yield one finding after the other: first what is quick, then what starts processes."""
-    from instep.launch.probe import probe
+    import torch
 
-    machine, build = node_resources(), _torch_build()
+    from instep.launch.probe import probe
+    from instep.world.world import place_here
+
+    machine = node_resources()
+    gpus = tuple(gpu for accelerator in ACCELERATORS.values() for gpu in accelerator.devices())
+    build = TorchBuild(version=torch.__version__, toolkit=torch_build(), gpus=gpus)
     yield Finding("instep", "green", __version__)
     yield Finding("python", "green", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield findings.judge_torch(build, machine)
     yield findings.judge_cpu(machine)
     yield findings.judge_memory(machine)
     yield findings.judge_devices(build)
-    yield _launcher()
+    yield findings.judge_launcher(_outcome(place_here, SpecError))
     yield findings.judge_disk(check_folder(Path.cwd() / "runs"))
     yield findings.judge_scratch(check_temporary_folder())
     yield findings.judge_shared_memory(machine)
     yield findings.judge_threads(machine)
-    yield _ports()
+    yield findings.judge_ports(_outcome(lambda: free_ports(_PORTS), OSError))
     backends = ["gloo", "shared-memory"]
     accelerator = current_accelerator()
     if accelerator is not None and len(build.gpus) > 1:
@@ -140,41 +145,11 @@ def _findings(progress: Console) -> Iterator[Finding]:
         yield findings.judge_probe(outcome)
 
 
-def _torch_build() -> TorchBuild:
-    import torch
-
-    gpus = tuple(gpu for accelerator in ACCELERATORS.values() for gpu in accelerator.devices())
-    return TorchBuild(version=torch.__version__, toolkit=torch_build(), gpus=gpus)
-
-
-def _launcher() -> Finding:
-    from instep.world.world import place_here
-
-    try:
-        return findings.judge_launcher(place_here())
-    except SpecError as error:
-        return findings.judge_launcher(error)
-
-
-def _ports() -> Finding:
-    try:
-        return findings.judge_ports(free_ports(_PORTS))
-    except OSError as error:
-        return findings.judge_ports(error)
-
-
 def _show(console: Console, finding: Finding) -> None:
     line = Text.assemble((f"{_MARKS[finding.level]} {finding.name:<15}", finding.level), finding.text)
     if finding.advice:
         line.append(f"\n{'':17}{finding.advice}", style="bold" if finding.level == "red" else "")
     console.print(line, soft_wrap=True)
-
-
-def _verdict(shown: list[Finding]) -> Text:
-    red = [finding.name for finding in shown if finding.level == "red"]
-    if red:
-        return Text(f"To be fixed: {', '.join(red)}.", style="red")
-    return Text("This machine is ready.", style="green")
 
 
 @contextmanager

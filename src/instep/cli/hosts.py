@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import os
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +26,19 @@ def train_on_hosts(task: str, values: Sequence[str], spec: TrainSpec) -> int:
     file, _, class_name = task.partition(":")
     _check_file(file)
     if spec.run_dir is None:
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        spec = dataclasses.replace(spec, run_dir=f"runs/{(class_name or Path(file).stem).lower()}-{stamp}")
+        name = (class_name or Path(file).stem).lower()
+        spec = dataclasses.replace(spec, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     assert spec.run_dir is not None
     folder = str(Path(spec.run_dir).absolute().parent)
     result: list[str] = []
-    write = _collecting(result) if spec.json else _show
+
+    def collect(host: str, stream: str, text: str) -> None:
+        if stream == "stdout" and text.startswith("{"):  # the same on all hosts
+            result.append(text)
+        else:
+            _show(host, "stderr", text)
+
+    write = collect if spec.json else _show
     code = _on_hosts(spec, file, folder, lambda own: ["train", task, *values, *own.words()], write, spec.quiet)
     if result:
         print(result[-1], flush=True)
@@ -100,15 +107,3 @@ def _show(host: str, stream: str, text: str) -> None:
     """Print a line of a host, with the host's name before it."""
     with _LOCK, contextlib.suppress(OSError):  # a reader that is gone (| head) must not end the training
         print(f"[{host}] {text}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
-
-
-def _collecting(result: list[str]) -> Write:
-    """Collect the lines of JSON, which are the same on all hosts, and show everything else."""
-
-    def write(host: str, stream: str, text: str) -> None:
-        if stream == "stdout" and text.startswith("{"):
-            result.append(text)
-        else:
-            _show(host, "stderr", text)
-
-    return write

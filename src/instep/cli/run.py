@@ -23,18 +23,12 @@ from instep.core.spec import LaunchSpec
     allow_interspersed_args=False,
 )
 def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | None, **options: Any) -> int | None:
-    """Launch a script that does not use instep."""
+    """Launch a script that does not use instep on every process, and relay what they print."""
     spec = make_spec(LaunchSpec, options)
     if spec.hosts:
         from instep.cli.hosts import run_on_hosts
 
         return run_on_hosts(script, arguments or [], module, log_dir, spec)
-    _launch(script, arguments or [], module, log_dir, spec)
-    return None
-
-
-def _launch(script: str, arguments: list[str], as_module: bool, log_dir: str | None, spec: LaunchSpec) -> None:
-    """Launch the script on every process and relay what they print."""
     from instep.launch.launcher import LaunchJob, launch
     from instep.launch.logs import LogPlan
     from instep.launch.membership.node_info import JobRequest
@@ -43,10 +37,11 @@ def _launch(script: str, arguments: list[str], as_module: bool, log_dir: str | N
     from instep.world.device import device_count
 
     check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
-    if not as_module and not Path(script).is_file():
+    if not module and not Path(script).is_file():
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
     with tempfile.TemporaryDirectory(prefix="instep-run-") as scratch:
         logs = LogPlan(Path(log_dir or scratch), split=True)
-        request = JobRequest(code=() if as_module else (script,))
-        args = (script, arguments, as_module)
+        request = JobRequest(code=() if module else (script,))
+        args = (script, arguments or [], module)
         launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
+    return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from instep.cli.command import TASK, VALUES, command, make_spec, option, say
+from instep.cli.command import TASK, VALUES, command, make_spec, option, print_json, say
 from instep.core.errors import SpecError
 from instep.core.options import OptionScope
 from instep.core.spec import TrainSpec
@@ -55,17 +54,11 @@ OPTIONS = (
     option("cpus", str | None, None, "CPUs of each pod: 8, 500m"),
     option("memory", str | None, None, "memory of each pod: 16Gi"),
     option("grace", int, 120, "seconds that pods have to save when they are asked to stop"),
-    option(
-        "task_from_here",
-        bool,
-        False,
-        "TASK.py is a local file of at most 240 KiB; it is sent in a ConfigMap",
-        "--task-from-here",
-    ),
+    option("task_from_here", bool, False, "TASK.py is a local file of at most 240 KiB; it is sent in a ConfigMap"),
     option("write", str | None, None, "file to write the manifests to (runs/NAME/kubernetes.yaml)", metavar="FILE"),
-    option("apply", bool, False, "submit the manifests with kubectl apply", "--apply"),
-    option("dry_run", bool, False, "only print the manifests; write and submit nothing", "--dry-run"),
-    option("json", bool, False, "print the outcome as one line of JSON", "--json"),
+    option("apply", bool, False, "submit the manifests with kubectl apply"),
+    option("dry_run", bool, False, "only print the manifests; write and submit nothing"),
+    option("json", bool, False, "print the outcome as one line of JSON"),
 )
 
 
@@ -88,21 +81,22 @@ def kubernetes(task: str, values: list[str] | None, **options: Any) -> None:
         say(f"kind {kind}: {why}.")
     text = manifest_text(spec, kind)
     if asked["dry_run"]:
-        print(json.dumps({"manifests": text}) if asked["json"] else text.rstrip("\n"), flush=True)
+        if asked["json"]:
+            print_json({"manifests": text})
+        else:
+            print(text.rstrip("\n"), flush=True)
         return
     path = Path(asked["write"] or f"runs/{spec.name}/kubernetes.yaml")
     _write(path, text)
     say(f"{path}: {spec.nodes} x {spec.processes} processes, run directory {spec.run_dir}")
     if asked["apply"]:
         say(apply(path))
-    where = ["--namespace", spec.namespace] if spec.namespace else []
-    follow = " ".join(
-        ["kubectl", *where, "logs", "--follow", "--prefix", f"--selector=app.kubernetes.io/name={spec.name}"]
-    )
+    where = f" --namespace {spec.namespace}" if spec.namespace else ""
+    follow = f"kubectl{where} logs --follow --prefix --selector=app.kubernetes.io/name={spec.name}"
     say(f"follow: {follow}" if asked["apply"] else f"submit: kubectl apply -f {path}\nfollow: {follow}")
     if asked["json"]:
         job = {"name": spec.name, "namespace": spec.namespace, "kind": kind, "resource": main_resource(spec, kind)}
-        print(json.dumps({**job, "file": str(path), "run_dir": spec.run_dir, "applied": asked["apply"]}), flush=True)
+        print_json({**job, "file": str(path), "run_dir": spec.run_dir, "applied": asked["apply"]})
 
 
 def _job_spec(task: str, values: Sequence[str], train: TrainSpec, asked: Mapping[str, Any]) -> KubernetesSpec:
@@ -111,27 +105,25 @@ def _job_spec(task: str, values: Sequence[str], train: TrainSpec, asked: Mapping
     for value in values:
         if not value.partition("=")[0].isidentifier() or "=" not in value:
             raise SpecError(f"{value!r} is neither an option nor name=value.")
-    name = asked["name"] or _fresh_name(file)
+    stem = as_name(PurePosixPath(file).stem)[:30].rstrip("-")
+    name = asked["name"] or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     volumes = tuple(Volume.parse(text) for text in asked["volume"] or ())
     base = volumes[0].path.rstrip("/") if volumes else ""
     processes = _processes(train, asked["gpus_per_node"])
+    path, text = _task_file(file, asked["task_from_here"])
+    alike = ("image", "nodes", "namespace", "gpus_per_node", "cpus", "memory")
     spec = KubernetesSpec(
+        **{option: asked[option] for option in alike},
         name=name,
-        image=asked["image"],
-        task=_place_task(file, asked["task_from_here"]) + colon + class_name,
+        task=path + colon + class_name,
         words=(*values, *dataclasses.replace(train, processes=1).words()),
-        nodes=asked["nodes"],
         processes=processes,
         run_dir=str(PurePosixPath(asked["run_dir"] or f"{base}/runs/{name}")),
         volumes=volumes,
-        namespace=asked["namespace"],
-        gpus_per_node=asked["gpus_per_node"],
-        cpus=asked["cpus"],
-        memory=asked["memory"],
         env=parse_env(asked["set_env"] or ()),
         grace_s=asked["grace"],
         max_restarts=train.max_restarts,
-        task_text=check_task_text(file, _read(file)) if asked["task_from_here"] else None,
+        task_text=text,
     )
     if isinstance(processes, int):
         train.check_world(processes * spec.min_nodes)
@@ -148,31 +140,22 @@ def _processes(train: TrainSpec, gpus_per_node: int) -> int | str:
     return gpus_per_node
 
 
-def _place_task(file: str, from_here: bool) -> str:
-    """Return the path of the Task's file in the pods."""
-    if not from_here:
-        if not file.startswith("/"):
-            raise SpecError(
-                f"{file} is not an absolute path. Give the path inside the image, for instance "
-                f"/workspace/{PurePosixPath(file).name}, or add --task-from-here to send a local file."
-            )
-        return file
-    return f"{TASK_FOLDER}/{task_key(file)}"
-
-
-def _read(file: str) -> bytes:
+def _task_file(file: str, from_here: bool) -> tuple[str, str | None]:
+    """Return the path of the Task's file in the pods, and its content if it is sent with the job."""
     path = Path(file)
-    if not path.is_file() or path.suffix != ".py":
+    if from_here:
+        if not path.is_file() or path.suffix != ".py":
+            raise SpecError(
+                f"{file} is not a local Python file to send with --task-from-here. Without it, give the path in the "
+                "image."
+            )
+        return f"{TASK_FOLDER}/{task_key(file)}", check_task_text(file, path.read_bytes())
+    if not file.startswith("/"):
         raise SpecError(
-            f"{file} is not a local Python file to send with --task-from-here. Without it, give the path in the image."
+            f"{file} is not an absolute path. Give the path inside the image, for instance /workspace/{path.name}, or "
+            "add --task-from-here to send a local file."
         )
-    return path.read_bytes()
-
-
-def _fresh_name(file: str) -> str:
-    """Return a job's name from the Task's file and the time, as run directories are named."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return f"{as_name(PurePosixPath(file).stem)[:30].rstrip('-')}-{stamp}"
+    return file, None
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import inspect
-import json
 import os
 import shutil
 import sys
@@ -16,7 +14,7 @@ from typing import Any
 
 import typer
 
-from instep.cli.command import TASK, VALUES, Grouped, command, find_task, make_spec, option, say
+from instep.cli.command import TASK, VALUES, Grouped, command, find_task, make_spec, option, print_json, say
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INTERRUPTED, InstepError, SpecError
 from instep.core.options import Option, OptionScope, options_of
 from instep.core.spec import TrainSpec
@@ -64,8 +62,8 @@ OPTIONS = (
     option("signal_before", int, 120, "seconds before the time limit at which to save and be requeued"),
     option("requeue", bool, True, "continue in another job until the training is complete", "--requeue/--no-requeue"),
     option("on_node_failure", str, "requeue", "requeue: restart the whole job; continue: use the nodes that are left"),
-    option("dry_run", bool, False, "print the script and submit nothing", "--dry-run"),
-    option("follow", bool, False, "show the progress until the job ends; Ctrl-C ends only the display", "--follow"),
+    option("dry_run", bool, False, "print the script and submit nothing"),
+    option("follow", bool, False, "show the progress until the job ends; Ctrl-C ends only the display"),
 )
 
 
@@ -84,25 +82,19 @@ def _takes(declared: Option) -> bool:
     cls=_WithSbatchOptions,
 )
 def slurm(context: typer.Context, task: str, values: list[str] | None, **options: Any) -> int:
-    """Submit a training to SLURM."""
+    """Write the job's script and submit it; return the exit code."""
     asked = {parameter.name: options.pop(parameter.name) for parameter in OPTIONS}
     spec = make_spec(TrainSpec, with_processes(options, asked["gpus_per_node"]))
     made, _ = find_task(task, values)
-    return submit_task(made, task, values or [], spec, asked, tuple(context.meta[_AFTER]))
-
-
-def submit_task(
-    task: Task, text: str, values: list[str], spec: TrainSpec, asked: dict[str, Any], sbatch: tuple[str, ...]
-) -> int:
-    """Write the job's script and submit it; return the exit code. `text` names the Task as on the command line."""
-    job = plan_job(task, text, values, spec, asked, sbatch)
+    job = plan_job(made, task, values or [], spec, asked, tuple(context.meta[_AFTER]))
     script = job.run_dir / SCRIPT
+    outcome = {"job_id": None, "run_dir": str(job.run_dir), "script": str(script)}
     if asked["follow"] and job.is_array:
         raise SpecError("--follow shows one run, and an array has several. Leave it out, and use instep jobs.")
     if asked["dry_run"]:
         print(batch_script(job), end="", file=sys.stderr if spec.json else sys.stdout)
         if spec.json:
-            print(json.dumps({"job_id": None, "run_dir": str(job.run_dir), "script": str(script)}))
+            print_json(outcome)
         return EXIT_DONE
     before = result_stamp(job.run_dir)
     number = _submit(job, spec.fresh)
@@ -111,7 +103,7 @@ def submit_task(
     if not asked["follow"] and not spec.quiet:
         say(f"instep jobs shows its progress; instep cancel {number} ends it.")
     if spec.json:
-        print(json.dumps({"job_id": number, "run_dir": str(job.run_dir), "script": str(script)}), flush=True)
+        print_json({**outcome, "job_id": number})
     return code
 
 
@@ -123,30 +115,29 @@ def with_processes(options: dict[str, Any], gpus_per_node: int | None) -> dict[s
 def plan_job(
     task: Task, text: str, values: list[str], spec: TrainSpec, asked: dict[str, Any], sbatch: tuple[str, ...]
 ) -> SubmitSpec:
-    """Return the job; raise SpecError now for what would fail after hours in the queue."""
+    """Return the job; raise SpecError now for what would fail after hours in the queue.
+
+    `text` names the Task as on the command line.
+    """
     name = type(task).__name__.lower()
     sweep, variants = _variants(asked["array"], task, values, spec)
     operational = dataclasses.replace(spec, processes=1, run_dir=None, fresh=False, json=False)
+    alike = ("nodes", "gpus_per_node", "time", "partition", "requeue", "on_node_failure")
     job = SubmitSpec(
+        **{option: asked[option] for option in alike},
         name=name,
         python=sys.executable,
         cwd=Path.cwd(),
-        run_dir=Path(spec.run_dir or _new_name(name)).absolute(),
+        run_dir=Path(spec.run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute(),
         task=text,
         values=tuple(values),
         options=tuple(operational.words()),
         processes=spec.processes,
-        nodes=asked["nodes"],
-        gpus_per_node=asked["gpus_per_node"],
         cpus_per_node=asked["cpus_per_node"] or _cores([variant for _, variant in variants]),
-        time=asked["time"],
-        partition=asked["partition"],
         env=tuple(asked["set_env"]),
         prelude=tuple(asked["prelude"]),
         sweep=sweep,
         signal_before_s=asked["signal_before"],
-        requeue=asked["requeue"],
-        on_node_failure=asked["on_node_failure"],
         sbatch_options=sbatch,
     )
     _check_variants(job, variants)
@@ -170,18 +161,13 @@ def _check_variants(job: SubmitSpec, variants: list[tuple[Task, TrainSpec]]) -> 
                 spec.check_world(spec.processes * nodes)
         if spec.fresh:
             continue
-        own = [job.run_dir / str(index)] if job.sweep else _run_dirs(job)
-        for path in own:
+        for path in [job.run_dir / str(index)] if job.sweep else _run_dirs(job):
             check_directory(path, task, spec)
 
 
 def _run_dirs(job: SubmitSpec) -> list[Path]:
     """Return the directories of a job's runs; of an array, those that exist already."""
     return [path for path in job.run_dir.glob("*") if path.name.isdigit()] if job.is_array else [job.run_dir]
-
-
-def _new_name(name: str) -> str:
-    return f"runs/{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def _variants(

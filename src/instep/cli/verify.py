@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option, say
+from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option, print_json, say
 from instep.core.errors import EXIT_DONE, EXIT_USER, SpecError
 from instep.core.spec import TrainSpec
 
@@ -84,7 +83,9 @@ def _compare(task: Task, path: Path, spec: TrainSpec, worlds: list[int]) -> int:
             console.print(text, soft_wrap=True, highlight=False, markup=False)
     console.print(_verdict(outcome, same, spec.exact), soft_wrap=True, highlight=False)
     if spec.json:
-        print(json.dumps(_comparison_json(outcome, same, spec.exact)), flush=True)
+        findings = [asdict(finding) for finding in outcome.findings]
+        comparison = {"same": same, "exact": spec.exact, "reference": outcome.reference, "findings": findings}
+        print_json(comparison)
     return EXIT_DONE if same else EXIT_USER
 
 
@@ -111,14 +112,6 @@ def _verdict(outcome: Verification, same: bool, exact: bool) -> str:
         return "the same: the number of processes changes only the speed." + (" To the last bit." if exact else "")
     rows = dict.fromkeys(finding.row for finding in outcome.findings if finding.kind == "different")
     return f"different: {', '.join(rows)}."
-
-
-def _comparison_json(outcome: Verification, same: bool, exact: bool) -> dict[str, Any]:
-    findings = [
-        {"row": finding.row, "run": finding.run, "kind": finding.kind.value, "text": finding.text}
-        for finding in outcome.findings
-    ]
-    return {"same": same, "exact": exact, "reference": outcome.reference, "findings": findings}
 
 
 def _disturb(task: Task, path: Path, values: list[str], spec: TrainSpec, worlds: list[int], num_faults: int) -> int:
@@ -149,7 +142,7 @@ def _disturb(task: Task, path: Path, values: list[str], spec: TrainSpec, worlds:
     for line in _summary(campaign):
         say(line)
     if as_json:
-        print(json.dumps(_campaign_json(campaign)), flush=True)
+        print_json(_campaign_json(campaign))
     if campaign.passed:
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -158,7 +151,7 @@ def _disturb(task: Task, path: Path, values: list[str], spec: TrainSpec, worlds:
 
 
 def _summary(campaign: Campaign) -> list[str]:
-    counts = Counter(fault.kind.value for fault, _ in campaign.faults)
+    counts = Counter(fault.kind.value for fault in campaign.faults)
     lines = [f"{sum(counts.values())} faults in {len(campaign.hashes)} runs:"]
     lines += [f"  {count:3} × {kind}" for kind, count in counts.most_common()]
     if campaign.recoveries_s:

@@ -8,32 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 SCHEMA_VERSION = 1
 RECORDS: dict[str, type[Record]] = {}
 """The kinds of events, by their names."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True)
 class Record:
-    """Something that happened. Each subclass is one kind of event, and registers itself."""
+    """Something that happened. Each subclass is one kind of event: a frozen dataclass that registers itself.
+
+    `event` is the name of the kind. `once_per_step`: a run has one such event for a step, which a restart may write
+    again; the record has a field `step`.
+    """
 
     event: ClassVar[str]
-    """The name of the kind."""
-    once_per_step: ClassVar[bool] = False
-    """Whether a run has one such event for a step, which a restart may write again. The record has a field `step`."""
+    once_per_step: ClassVar[bool]
 
-    def __init_subclass__(cls) -> None:
-        assert cls.event not in RECORDS
-        RECORDS[cls.event] = cls
+    def __init_subclass__(cls, *, event: str, once_per_step: bool = False) -> None:
+        assert event not in RECORDS
+        cls.event, cls.once_per_step = event, once_per_step
+        RECORDS[event] = dataclass(frozen=True, kw_only=True)(cls)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartRecord(Record):
+class StartRecord(Record, event="start"):
     """A process joined the run; the first line of every file and of every restart in it."""
 
-    event: ClassVar[str] = "start"
     rank: int
     world_size: int
     pid: int
@@ -46,11 +48,9 @@ class StartRecord(Record):
     schema: int = SCHEMA_VERSION
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeRecord(Record):
+class NodeRecord(Record, event="node"):
     """A description of a node; written by the node's first rank, after the start."""
 
-    event: ClassVar[str] = "node"
     host: str
     versions: dict[str, str]
     """Of instep, torch, numpy, Python and the accelerator's toolkit."""
@@ -64,11 +64,9 @@ class NodeRecord(Record):
     """Of all installed packages, with their versions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRecord(Record):
+class PlanRecord(Record, event="plan"):
     """What this process is going to do, and from which step."""
 
-    event: ClassVar[str] = "plan"
     task: str
     strategy: str
     first_step: int
@@ -81,12 +79,9 @@ class PlanRecord(Record):
     reading: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRecord(Record):
+class StepRecord(Record, event="step", once_per_step=True):
     """One optimizer step was made; also what `on_step` and `stop` of a Task receive."""
 
-    event: ClassVar[str] = "step"
-    once_per_step: ClassVar[bool] = True
     step: int
     """Counted from 1."""
     epoch: int
@@ -103,23 +98,17 @@ class StepRecord(Record):
     """The evaluation after this step, when there was one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalRecord(Record):
+class EvalRecord(Record, event="eval", once_per_step=True):
     """The evaluation set was evaluated."""
 
-    event: ClassVar[str] = "eval"
-    once_per_step: ClassVar[bool] = True
     step: int
     metrics: dict[str, float]
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveRecord(Record):
+class SaveRecord(Record, event="save", once_per_step=True):
     """A checkpoint is complete on disk."""
 
-    event: ClassVar[str] = "save"
-    once_per_step: ClassVar[bool] = True
     step: int
     path: str
     num_bytes: int
@@ -129,29 +118,23 @@ class SaveRecord(Record):
     """Of these, how long training waited."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveFailedRecord(Record):
+class SaveFailedRecord(Record, event="save_failed"):
     """A checkpoint could not be written; earlier ones are untouched, and the training continues."""
 
-    event: ClassVar[str] = "save_failed"
     step: int
     error: str
     retry_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoticeRecord(Record):
+class NoticeRecord(Record, event="notice"):
     """A message for a person, written once."""
 
-    event: ClassVar[str] = "notice"
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndRecord(Record):
+class EndRecord(Record, event="end"):
     """A process left the run in an orderly way."""
 
-    event: ClassVar[str] = "end"
     status: str
     step: int
     error: str = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from instep.guard.observation import Frame
 
 _WORLD_FILE = "instep/world/world.py"
@@ -24,15 +26,14 @@ def user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     return next((frame for frame in stack if frame.users), None)
 
 
+def library_frames(stack: tuple[Frame, ...]) -> list[Frame]:
+    """Return the calls since the user's code, the innermost first."""
+    return list(takewhile(lambda frame: not frame.users, stack))
+
+
 def explicit_depth(stack: tuple[Frame, ...]) -> int | None:
     """Return how deep on the stack, from the innermost call, a collective is; None: none since the user's code."""
-    collective = None
-    for depth, frame in enumerate(stack):
-        if frame.users:
-            break
-        if _name(frame):
-            collective = depth
-    return collective
+    return max((depth for depth, frame in enumerate(library_frames(stack)) if _name(frame)), default=None)
 
 
 def is_worlds(stack: tuple[Frame, ...]) -> bool:
@@ -49,12 +50,7 @@ def collective_of(stack: tuple[Frame, ...]) -> str:
     depth = explicit_depth(stack)
     if depth is not None:
         return _name(stack[depth])
-    for frame in stack:
-        if frame.users:
-            break
-        if frame.function == "_engine_run_backward":
-            return "backward"
-    return ""
+    return "backward" if any(frame.function == "_engine_run_backward" for frame in library_frames(stack)) else ""
 
 
 def _name(frame: Frame) -> str:

@@ -12,10 +12,11 @@ it signalled, through the pidfd.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Spent:
 
 def state_of(pid: int, start_ticks: int | None) -> str:
     """Return the kernel's letter for a process's state; empty: it has ended, or the pid was reused."""
-    fields = _stat(pid)
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if not fields or start_ticks not in (None, int(fields[19])) or fields[0] in "ZX":
         return ""
     return fields[0]
@@ -89,41 +90,36 @@ def spent_by(pids: list[int]) -> Spent:
 
 def ask_for_stack(pid: int, start_ticks: int | None, file: Path) -> bool:
     """Make a process append its stacks to the file; return whether it was signalled ([Note: Whom to signal])."""
-    with _opened(pid) as send:
+
+    def is_intended() -> bool:
         known = start_ticks is None or start_ticks_of(pid) == start_ticks
-        return known and _catches(pid, signal.SIGUSR2) and _has_open(pid, file) and send(signal.SIGUSR2)
+        return known and _catches(pid, signal.SIGUSR2) and _has_open(pid, file)
+
+    return _signal(pid, signal.SIGUSR2, is_intended)
 
 
 def kill(pid: int, start_ticks: int) -> None:
     """Kill a process, if it is still the intended one."""
-    with _opened(pid) as send:
-        if start_ticks_of(pid) == start_ticks:
-            send(signal.SIGKILL)
+    _signal(pid, signal.SIGKILL, lambda: start_ticks_of(pid) == start_ticks)
 
 
-@contextlib.contextmanager
-def _opened(pid: int) -> Iterator[Callable[[int], bool]]:
-    """Open a process as a pidfd; yield a function that signals it and returns whether it was there."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        yield lambda _: False
-        return
-    except OSError:  # an old kernel, or a container that forbids it: use the pid
-        yield lambda number: _sent(os.kill, pid, number)
-        return
-    try:
-        yield lambda number: _sent(signal.pidfd_send_signal, descriptor, number)
-    finally:
-        os.close(descriptor)
-
-
-def _sent(send: Callable[[int, int], None], target: int, number: int) -> bool:
-    try:
-        send(target, number)
-    except OSError:  # it has just ended
-        return False
-    return True
+def _signal(pid: int, number: signal.Signals, is_intended: Callable[[], bool]) -> bool:
+    """Signal a process if it is the intended one, which is checked while a pidfd holds it; return whether it was."""
+    with contextlib.ExitStack() as stack:
+        send = functools.partial(os.kill, pid)
+        try:
+            descriptor = os.pidfd_open(pid)
+            stack.callback(os.close, descriptor)
+            send = functools.partial(signal.pidfd_send_signal, descriptor)
+        except ProcessLookupError:
+            return False
+        except OSError:  # an old kernel, or a container that forbids it: use the pid
+            pass
+        with contextlib.suppress(OSError):  # it has just ended
+            if is_intended():
+                send(number)
+                return True
+    return False
 
 
 def _catches(pid: int, number: int) -> bool:
@@ -140,10 +136,6 @@ def _has_open(pid: int, file: Path) -> bool:
             if os.readlink(f"{folder}/{name}") == str(file):
                 return True
     return False
-
-
-def _stat(pid: int) -> list[str]:
-    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _listed(folder: str) -> list[str]:

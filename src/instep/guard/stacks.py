@@ -66,7 +66,7 @@ def collect_stacks(processes: Mapping[int, Asked]) -> dict[int, tuple[tuple[Fram
                 waiting[key], grew_at[key] = now, time.monotonic()
             elif size > before[key] and time.monotonic() - grew_at[key] > _COMPLETE_S:
                 del waiting[key]
-    texts = {key: _from(processes[key].file, before[key]) for key in asked_keys}
+    texts = {key: _content(processes[key].file)[before[key] :].decode(errors="replace") for key in asked_keys}
     return {key: (parse_stack(text, processes[key].main_thread), text) for key, text in texts.items()}
 
 
@@ -87,9 +87,5 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _from(path: Path, offset: int) -> str:
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""

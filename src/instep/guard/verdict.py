@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from instep.guard.collectives import collective_of, user_frame
+from instep.guard.collectives import collective_of, library_frames, user_frame
 from instep.guard.observation import Frame, Observation, Process
 from instep.guard.pulse import Phase
 
@@ -107,10 +107,11 @@ def _where(observation: Observation) -> _Where:
     if process.is_stopped:
         return _Where("stopped", f"stopped (SIGSTOP) {_moment(observation, 'in')}")
     users = user_frame(process.stack)
-    if name := collective_of(process.stack) or _collective_of_phase(observation):
+    queued = observation.phase == Phase.REDUCE and users is None  # it waits until its GPU has completed it
+    if name := collective_of(process.stack) or "all_reduce" * queued:
         return _Where("waiting", f"{name} {_moment(observation)}" + (f" ({_place(users)})" if users else ""))
     if _waits_for_data(process.stack):
-        return _Where("elsewhere", *_data_worker(observation))
+        return _Where("elsewhere", *_data_worker(observation, f" at {_place(users)}" if users else ""))
     if observation.phase == Phase.DONE and users is None:
         return _Where(
             "elsewhere", f"at its end, {_after(observation.step)}, where a thread of its own or an exit handler waits"
@@ -118,18 +119,8 @@ def _where(observation: Observation) -> _Where:
     return _Where("elsewhere", f"in {_position(process.stack, observation)}", _blocked(process, observation.quiet_s))
 
 
-def _collective_of_phase(observation: Observation) -> str:
-    """Return the collective of a rank that has queued it, and now waits until its GPU has completed it."""
-    assert observation.process is not None
-    ours = observation.phase == Phase.REDUCE and user_frame(observation.process.stack) is None
-    return "all_reduce" if ours else ""
-
-
-def _data_worker(observation: Observation) -> tuple[str, str]:
+def _data_worker(observation: Observation, at: str) -> tuple[str, str]:
     """Return which data worker does not deliver, with its line, and how long it has been there."""
-    assert observation.process is not None
-    users = user_frame(observation.process.stack)
-    at = f" at {_place(users)}" if users else ""
     for worker in sorted(observation.helpers, key=lambda process: not process.is_stopped):
         who = f"wait{at} for its data worker (process {worker.pid})"
         if worker.is_stopped:
@@ -140,26 +131,20 @@ def _data_worker(observation: Observation) -> tuple[str, str]:
         if frame is not None:
             return f"{who}, which is in {_place(frame)}", _blocked(worker, observation.quiet_s)
     known = any(_within_worker(worker.stack) for worker in observation.helpers)
-    return f"wait{at} for its data workers, " + (
-        "none of which is reading" if known else "whose stacks are unknown"
-    ), ""
+    return f"wait{at} for its data workers, {'none of which is reading' if known else 'whose stacks are unknown'}", ""
 
 
 def _within_worker(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Return a data worker's own calls; below are its parent's at the time of the fork."""
-    for depth, frame in enumerate(stack):
-        if frame.function == "_worker_loop":
-            return stack[:depth]
-    return ()
+    functions = [frame.function for frame in stack]
+    return stack[: functions.index("_worker_loop")] if "_worker_loop" in functions else ()
 
 
 def _waits_for_data(stack: tuple[Frame, ...]) -> bool:
-    for frame in stack:
-        if frame.users:
-            return False
-        if frame.file.endswith("torch/utils/data/dataloader.py") and "get_data" in frame.function:
-            return True
-    return False
+    return any(
+        frame.file.endswith("torch/utils/data/dataloader.py") and "get_data" in frame.function
+        for frame in library_frames(stack)
+    )
 
 
 def _position(stack: tuple[Frame, ...], observation: Observation) -> str:
@@ -174,9 +159,9 @@ def _position(stack: tuple[Frame, ...], observation: Observation) -> str:
 def _blocked(process: Process, quiet_s: float) -> str:
     if process.state == "D":
         return f" (blocked {quiet_s:.0f} s in the kernel: a disk or a network file system does not answer)"
-    return (
-        f" (blocked {quiet_s:.0f} s in {process.system_call}())" if process.system_call else f" (for {quiet_s:.0f} s)"
-    )
+    if process.system_call:
+        return f" (blocked {quiet_s:.0f} s in {process.system_call}())"
+    return f" (for {quiet_s:.0f} s)"
 
 
 def _place(frame: Frame) -> str:

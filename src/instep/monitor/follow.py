@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from instep.events.read import EventTail, path_of
@@ -42,9 +41,7 @@ class Follower:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread.is_alive():
             self._done.set()
             self._thread.join()

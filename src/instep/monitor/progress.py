@@ -57,33 +57,25 @@ class ProgressState:
             f"({event['reading']}), {self.num_steps:,} steps of {event['batch_size']}{start}"
         )
 
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples per second over the newest steps; None while there are too few steps."""
+    def speed(self) -> tuple[float | None, float | None]:
+        """Return samples per second, and the seconds left, by the newest steps; None while there are too few steps."""
         if len(self._recent) < 2:
-            return None
-        seconds = self._recent[-1][0] - self._recent[0][0]
-        samples = sum(entry[2] for entry in list(self._recent)[1:])
-        return samples / seconds if seconds > 0 else None
-
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds left, at the rate of the newest steps; None while there are too few steps."""
-        if len(self._recent) < 2:
-            return None
-        seconds = self._recent[-1][0] - self._recent[0][0]
-        steps = self._recent[-1][1] - self._recent[0][1]
-        return (self.num_steps - self.step) * seconds / steps if steps > 0 else None
+            return None, None
+        (begun, first, _), *_, (ended, last, _) = self._recent
+        seconds, samples = ended - begun, sum(entry[2] for entry in list(self._recent)[1:])
+        left_s = (self.num_steps - self.step) * seconds / (last - first) if last > first else None
+        return samples / seconds if seconds > 0 else None, left_s
 
     def line(self) -> str:
         """Return one line that says where the run is."""
         parts = [f"step {self.step}/{self.num_steps}", f"epoch {self.epoch + 1}/{self.num_epochs}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
-        if self.samples_per_s is not None:
-            parts.append(f"{self.samples_per_s:,.0f} samples/s")
-        if self.eta_s is not None:
-            parts.append(f"{duration(self.eta_s)} left")
+        samples_per_s, left_s = self.speed()
+        if samples_per_s is not None:
+            parts.append(f"{samples_per_s:,.0f} samples/s")
+        if left_s is not None:
+            parts.append(f"{duration(left_s)} left")
         return "  ".join(parts)
 
 

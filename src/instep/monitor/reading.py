@@ -6,8 +6,6 @@ Nothing is shown for a read that is over within two seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
 from rich.status import Status
@@ -18,7 +16,7 @@ PLAIN_EVERY_S = 5.0
 
 
 class ReadingDisplay:
-    """Called with the number of bytes of every read."""
+    """Shows the progress while the `with` block lasts; called with the number of bytes of every read."""
 
     def __init__(self, what: str, total_bytes: int | None = None) -> None:
         self._what, self._total_bytes, self._done_bytes = what, total_bytes, 0
@@ -43,20 +41,12 @@ class ReadingDisplay:
             self._status.start()
         self._status.update(text)
 
-    def stop(self) -> None:
-        """Remove the live line."""
+    def __enter__(self) -> ReadingDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
-
-
-@contextmanager
-def reading(what: str, total_bytes: int | None = None) -> Iterator[ReadingDisplay]:
-    """Show the progress of reading while the block lasts."""
-    display = ReadingDisplay(what, total_bytes)
-    try:
-        yield display
-    finally:
-        display.stop()
 
 
 def size_text(num_bytes: int) -> str:

@@ -44,7 +44,10 @@ class TerminalDisplay(EventReader):
         if not self._state.num_steps:
             return
         if self._bar is not None:
-            self._draw(self._bar)
+            if self._task is None:
+                self._task = self._bar.add_task(self._state.task, line="")
+            total, step = self._state.num_steps, self._state.step
+            self._bar.update(self._task, total=total, completed=step, line=self._state.line())
         elif time.monotonic() >= self._next_plain and self._state.step > self._state.first_step:
             self._next_plain = time.monotonic() + PLAIN_EVERY_S
             self._console.print(self._state.line(), markup=False, soft_wrap=True)
@@ -59,11 +62,6 @@ class TerminalDisplay(EventReader):
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
-
-    def _draw(self, bar: Progress) -> None:
-        if self._task is None:
-            self._task = bar.add_task(self._state.task, total=self._state.num_steps, line="")
-        bar.update(self._task, total=self._state.num_steps, completed=self._state.step, line=self._state.line())
 
 
 class _AboveBar(io.TextIOBase):

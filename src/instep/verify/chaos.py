@@ -1,7 +1,7 @@
 """A campaign of faults: trainings are disturbed, and must end with the bits of an undisturbed one.
 
 The trainings are real: `instep train` on several processes. They are disturbed from outside, with signals and by
-damaging files; only failing writes are made inside (sabotage.py). A training that ends early (killed, preempted, out of
+damaging files; only failing writes are made inside (`sabotaged`). A training that ends early (killed, preempted, out of
 restarts) is started again with another number of processes, as a person or a scheduler would do. The campaign fails
 when a training ends with other bits, makes no progress for too long, resumes from a damaged checkpoint, or leaves a
 process behind.
@@ -10,11 +10,14 @@ process behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,10 +32,13 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed
 from instep.core.spec import TrainSpec
 from instep.events.read import read_events
+from instep.events.schema import StepRecord
+from instep.train.source import load_file, task_class
+from instep.train.task import Task
 from instep.verify.faults import Fault, Kind, Moment
-from instep.verify.sabotage import WRAPPER, refuse_next_write
 
-PAUSE_S = 0.02
+_PAUSE_S = 0.02
+"""Added to each step, so that faults meet a running one."""
 HANG_AFTER_S = 4.0
 _PATIENCE_S = 40.0
 """The longest time without progress: a start on a busy machine, the detection of a hang and a restart."""
@@ -40,6 +46,15 @@ _ENDED_EARLY = (EXIT_ENVIRONMENT, -signal.SIGKILL, -signal.SIGTERM)
 """Out of restarts; killed; asked to stop before it could save. The same command resumes the run."""
 _FAULTS_A_RUN = 7
 _POLL_S = 0.02
+_WRAPPER = """\
+from instep.verify.chaos import sabotaged
+
+{name} = sabotaged({path!r}, {name!r}, {folder!r})
+"""
+"""Written in place of the Task's own file."""
+_REFUSE = "refuse"
+"""The file that makes the next write of a checkpoint fail; it holds the error's number."""
+_REFUSALS = {Kind.DISK_FULL: errno.ENOSPC, Kind.IO_ERROR: errno.EIO}
 
 
 @dataclass
@@ -48,8 +63,7 @@ class Campaign:
 
     reference: str
     hashes: list[str] = field(default_factory=list)
-    faults: list[tuple[Fault, str]] = field(default_factory=list)
-    """Each with a description of what was done."""
+    faults: list[Fault] = field(default_factory=list)
     recoveries_s: list[float] = field(default_factory=list)
     """From the SIGKILL of a rank to the next new step."""
     complaints: list[str] = field(default_factory=list)
@@ -86,10 +100,9 @@ def run_campaign(
     if done.returncode != EXIT_DONE:
         raise EnvironmentFailed(f"the undisturbed run failed:\n{done.stderr.strip()[-2000:]}")
     campaign = Campaign(json.loads(done.stdout.splitlines()[-1])["weights_sha256"])
-    left, number = deque(faults), 0
+    left = deque(faults)
     while left and not campaign.complaints:
-        number += 1
-        _DisturbedRun(job, folder / f"run-{number}", worlds[1:] or worlds, campaign, number, say).run(left)
+        _DisturbedRun(job, folder, worlds[1:] or worlds, campaign, say).run(left)
     return campaign
 
 
@@ -97,18 +110,13 @@ class _DisturbedRun:
     """One training, from its first start to its end, with its faults and restarts."""
 
     def __init__(
-        self,
-        job: Job,
-        folder: Path,
-        worlds: Sequence[int],
-        campaign: Campaign,
-        number: int,
-        say: Callable[[str], None],
+        self, job: Job, parent: Path, worlds: Sequence[int], campaign: Campaign, say: Callable[[str], None]
     ) -> None:
-        self._job, self._folder, self._worlds, self._say = job, folder, worlds, say
-        self._campaign, self._number = campaign, number
-        self._run_dir = folder / "run"
-        self._rng = random.Random(f"{job.spec.seed}-{number}")
+        self._job, self._worlds, self._campaign, self._say = job, worlds, campaign, say
+        self._number = len(campaign.hashes) + 1
+        self._folder = parent / f"run-{self._number}"
+        self._run_dir = self._folder / "run"
+        self._rng = random.Random(f"{job.spec.seed}-{self._number}")
         self._process: subprocess.Popen[str] | None = None
         self._seen: set[psutil.Process] = set()
         self._result: dict[str, Any] | None = None
@@ -117,10 +125,10 @@ class _DisturbedRun:
         self._damaged: tuple[float, int] | None = None
         """When a checkpoint was damaged, and its step: no attempt may resume from it."""
         self._begun = time.monotonic()
-        folder.mkdir(parents=True)
-        self._task_file = folder / job.path.name
-        values = {"name": job.name, "path": str(job.path.resolve()), "folder": str(folder), "pause_s": PAUSE_S}
-        self._task_file.write_text(WRAPPER.format(**values))
+        self._folder.mkdir(parents=True)
+        self._task_file = self._folder / job.path.name
+        path = str(job.path.resolve())
+        self._task_file.write_text(_WRAPPER.format(name=job.name, path=path, folder=str(self._folder)))
 
     def run(self, faults: deque[Fault]) -> None:
         """Train, apply the next faults, restart; then check the result."""
@@ -155,26 +163,24 @@ class _DisturbedRun:
         while self._is_running():
             self._supervise()
             trained = len(self._steps()) > num_steps + 2
-            if (moment is Moment.RECOVERY and self._seen) or (moment is Moment.ANY and trained):
+            saves = any((self._run_dir / "checkpoints").glob(".step-*")) or time.monotonic() - since > 5
+            come = {Moment.RECOVERY: bool(self._seen), Moment.ANY: trained, Moment.SAVE: trained and saves}
+            if come[moment]:
                 return
-            if moment is Moment.SAVE and trained and (self._is_saving() or time.monotonic() - since > 5):
-                return
-
-    def _is_saving(self) -> bool:
-        return any((self._run_dir / "checkpoints").glob(".step-*"))
 
     def _supervise(self) -> None:
         """Start the command if it does not run; otherwise check whether it has ended or makes no progress."""
         process = self._process
         if process is None:
-            return self._start()
+            self._start()
+            return
         self._seen |= set(_descendants(process.pid, "instep:", "python"))
         self._note_recovery()
         if process.poll() is None:
             if time.monotonic() - self._progressed_at() > _PATIENCE_S:
                 self._complain(f": no progress for {_PATIENCE_S:.0f} s")
             time.sleep(_POLL_S)
-            return None
+            return
         out, err = process.communicate()
         self._process = None
         if process.returncode == EXIT_DONE:
@@ -184,7 +190,6 @@ class _DisturbedRun:
                 self._result = result
         elif process.returncode not in _ENDED_EARLY:
             self._complain(f": exit code {process.returncode}: {err[-1500:]}")
-        return None
 
     def _start(self) -> None:
         count = self._rng.choice(self._worlds)
@@ -202,7 +207,7 @@ class _DisturbedRun:
             self._supervise()
             return False
         text = f"{fault.kind.value}, {fault.moment.value}, after step {step}{target}"
-        self._campaign.faults.append((fault, text))
+        self._campaign.faults.append(fault)
         self._log(f"fault {len(self._campaign.faults)}: {text}")
         self._killed = (time.time(), step) if fault.kind is Kind.KILL_RANK else None
         return True
@@ -210,8 +215,8 @@ class _DisturbedRun:
     def _hit(self, fault: Fault) -> str | None:
         """Apply a fault; return its target in brackets, or None: there was none."""
         process, kind = self._process, fault.kind
-        if kind in (Kind.DISK_FULL, Kind.IO_ERROR):
-            refuse_next_write(self._folder, kind.value)
+        if kind in _REFUSALS:
+            (self._folder / _REFUSE).write_text(str(_REFUSALS[kind]))
             return ""
         if kind in (Kind.FLIP, Kind.TRUNCATE, Kind.REMOVE):
             return self._damage(fault)
@@ -347,3 +352,26 @@ def _is_alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def sabotaged(path: str, name: str, folder: str) -> type[Task]:
+    """Return a Task's class whose steps are slow, and whose writes fail on demand. Called in the ranks."""
+    task = task_class(load_file(Path(path)), Path(path), name)
+    on_step: Any = task.on_step
+
+    def slow(self: Task, record: StepRecord) -> None:
+        time.sleep(_PAUSE_S)
+        on_step(self, record)
+
+    task.on_step = slow  # type: ignore[method-assign]
+    request, fsync = Path(folder) / _REFUSE, os.fsync
+
+    def fsync_or_refuse(fd: Any) -> None:
+        if threading.current_thread().name == "instep-save" and request.exists():
+            number = int(request.read_text())
+            request.unlink()
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    os.fsync = fsync_or_refuse
+    return task

@@ -59,11 +59,13 @@ class Limits:
 
 def compare(reference: Evidence, other: Evidence, limits: Limits) -> list[Finding]:
     """Return the findings about one training, compared with the reference: one for each row of the table."""
+    twin_losses = limits.twin.losses if limits.twin is not None else None
+    relative = _precision(reference) * limits.num_rows
     outcomes = {
         "sample order": _sample_order(reference, other),
         "samples exactly once": _exactly_once(other, limits),
         "learning rates": _numbers(_trajectory(reference.lrs, other.lrs, None, 0.0)),
-        "loss trajectory": _losses(reference, other, limits),
+        "loss trajectory": _numbers(_trajectory(reference.losses, other.losses, twin_losses, relative)),
         "gradients at step 1": _gradients(reference, other, limits),
         "final weights": _weights(reference, other, limits),
         "ranks agree": _ranks_agree(other),
@@ -146,11 +148,6 @@ def _equal(ours: float, theirs: float) -> bool:
     return ours == theirs or (math.isnan(ours) and math.isnan(theirs))
 
 
-def _losses(reference: Evidence, other: Evidence, limits: Limits) -> Outcome:
-    twin = limits.twin.losses if limits.twin is not None else None
-    return _numbers(_trajectory(reference.losses, other.losses, twin, _precision(reference) * limits.num_rows))
-
-
 def _trajectory(
     ours: Mapping[int, float], theirs: Mapping[int, float], twin: Mapping[int, float] | None, relative: float
 ) -> Iterator[Pair]:
@@ -166,25 +163,18 @@ def _trajectory(
 def _gradients(reference: Evidence, other: Evidence, limits: Limits) -> Outcome:
     if not other.gradients:
         return Kind.SKIPPED, "the first step was not recorded"
-    if limits.twin is None:
-        return _tensors(reference.gradients, other.gradients, {})
-    largest = max((_largest(grad) for grad in reference.gradients.values()), default=0.0)
+    ours = reference.gradients
+    largest = max((_largest(grad) for grad in ours.values()), default=0.0)
     eps, count = _precision(reference), limits.num_rows
-    allowed = {
-        name: eps * (count * _largest(grad) + math.sqrt(count) * largest) for name, grad in reference.gradients.items()
-    }
-    return _tensors(reference.gradients, other.gradients, allowed)
+    allowed = {name: eps * (count * _largest(grad) + math.sqrt(count) * largest) for name, grad in ours.items()}
+    return _tensors(ours, other.gradients, allowed if limits.twin is not None else {})
 
 
 def _weights(reference: Evidence, other: Evidence, limits: Limits) -> Outcome:
-    if limits.twin is None:
-        return _tensors(reference.weights, other.weights, {})
-    eps = _precision(reference) * limits.num_rows
-    allowed = {
-        name: MARGIN * _distance(limits.twin.weights[name], weight) + eps * _largest(weight)
-        for name, weight in reference.weights.items()
-    }
-    return _tensors(reference.weights, other.weights, allowed)
+    ours, eps = reference.weights, _precision(reference) * limits.num_rows
+    twin = {} if limits.twin is None else limits.twin.weights
+    allowed = {name: MARGIN * _distance(twin[name], ours[name]) + eps * _largest(ours[name]) for name in twin}
+    return _tensors(ours, other.weights, allowed)
 
 
 def _tensors(

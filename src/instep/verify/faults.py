@@ -31,19 +31,8 @@ class Moment(Enum):
     RECOVERY = "during recovery"
 
 
-_WEIGHTS = {
-    Kind.KILL_RANK: 5,
-    Kind.STOP_RANK: 1,  # takes as long as the detection of a hang
-    Kind.SLOW_RANK: 2,
-    Kind.KILL_SUPERVISOR: 2,
-    Kind.KILL_JOB: 2,
-    Kind.PREEMPT: 2,
-    Kind.FLIP: 1,
-    Kind.TRUNCATE: 1,
-    Kind.REMOVE: 1,
-    Kind.DISK_FULL: 1,
-    Kind.IO_ERROR: 1,
-}
+_TWICE = (Kind.SLOW_RANK, Kind.KILL_SUPERVISOR, Kind.KILL_JOB, Kind.PREEMPT)
+_WEIGHTS = dict.fromkeys(Kind, 1) | dict.fromkeys(_TWICE, 2) | {Kind.KILL_RANK: 5}
 _ANYTIME = (Kind.SLOW_RANK, Kind.DISK_FULL, Kind.IO_ERROR)
 
 
@@ -62,11 +51,8 @@ class Fault:
 def plan_faults(seed: int, count: int) -> list[Fault]:
     """Return the faults of a campaign. The first ones contain every kind once."""
     rng = random.Random(seed)
-    kinds: list[Kind] = []
-    while len(kinds) < count:
-        kinds += (
-            rng.sample(list(Kind), len(Kind)) if not kinds else rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
-        )
+    kinds = rng.sample(list(Kind), len(Kind))
+    kinds += rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=max(0, count - len(kinds)))
     return [_fault(rng, kind) for kind in kinds[:count]]
 
 

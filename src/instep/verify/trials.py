@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import shutil
@@ -77,16 +78,16 @@ def verify(
     trials = plan_trials(worlds, spec)
     folder = Path(tempfile.mkdtemp(prefix="instep-verify-"))
     trained = []
-    for number, trial in enumerate(trials):
-        say(f"{number + 1}/{len(trials)}  {_describe(trial)}, steps 1 to {spec.steps}")
-        try:
-            trained.append(_train(trial, task, source, spec, folder / str(number)))
-        except RanksFailed:
-            raise  # its message names the ranks' logs, which stay
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        for number, trial in enumerate(trials):
+            disturbed = ", with gradients disturbed by rounding errors" if trial.disturb else ""
+            say(f"{number + 1}/{len(trials)}  {trial.name}{disturbed}, steps 1 to {spec.steps}")
+            try:
+                trained.append(_train(trial, task, source, spec, folder / str(number)))
+            except RanksFailed:
+                stack.pop_all()  # its message names the ranks' logs, which stay
+                raise
     reference, *others = trained
     twin = None if spec.exact else others.pop(0)
     limits = Limits(spec.batch_size, _num_samples(task, spec), twin)
@@ -94,10 +95,6 @@ def verify(
     if twin is not None:
         findings.append(compare_twin(reference, limits))
     return Verification(reference.name, tuple(findings))
-
-
-def _describe(trial: Trial) -> str:
-    return f"{trial.name}, with gradients disturbed by rounding errors" if trial.disturb else trial.name
 
 
 def _num_samples(task: Task, spec: TrainSpec) -> int:

@@ -19,7 +19,9 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
 
 
-def _make(options: Any, backend_options: Any) -> Any:
-    from instep.world.group import make_group
+def _make(options: Any, _backend_options: Any) -> Any:
+    from instep.world.group import SharedGroup
 
-    return make_group(options, backend_options)
+    return SharedGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group
+    )

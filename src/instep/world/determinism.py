@@ -33,15 +33,21 @@ def deterministic() -> Iterator[None]:
     """
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings = [*_SETTINGS, *(row for a in ACCELERATORS.values() for row in a.deterministic_settings())]
-    before = [getattr(where, name) for where, name, _ in settings]
     variables = {name: value for a in ACCELERATORS.values() for name, value in a.deterministic_variables.items()}
     variables_before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables | variables_before)
-    torch.use_deterministic_algorithms(True)
+    restore = contextlib.ExitStack()
+    restore.callback(os.environ.update, variables_before)
+    for name in variables:
+        restore.callback(os.environ.pop, name, None)
     for where, name, value in settings:
+        restore.callback(setattr, where, name, getattr(where, name))
         setattr(where, name, value)
+    restore.callback(torch.use_deterministic_algorithms, was, warn_only=warns)
+    torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with restore:
+            yield
     except FailOnRecompileLimitHit as error:
         raise TaskError(
             f"exact mode compiles each shape by itself, and a compiled function met more than {_MAX_SHAPES} of them.\n"
@@ -54,13 +60,6 @@ def deterministic() -> Iterator[None]:
             f"exact mode needs deterministic kernels, and an operation of this Task has none: {error}\n"
             "Replace that operation, or train without --exact."
         ) from error
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warns)
-        for (where, name, _), value in zip(settings, before, strict=True):
-            setattr(where, name, value)
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(variables_before)
 
 
 def prepare_deterministic(device: torch.device) -> None:

@@ -16,19 +16,24 @@ from collections.abc import Mapping
 from instep.core.errors import SpecError
 from instep.core.topology import Launcher, Place
 from instep.world.mpi import NAMES, is_mpich, job_of, master_address
-from instep.world.slurm import is_step, port_of_step
+from instep.world.slurm import is_step
 
-_BY_HAND = ("RANK", "WORLD_SIZE")
+_NAMES: dict[Launcher, tuple[str, str, str, str]] = {
+    **dict.fromkeys(("torchrun", "env"), ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    **NAMES,
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""Rank, world size, local rank and local world size."""
 
 
 def detect(environ: Mapping[str, str]) -> Place:
     """Return this process's place from the variables that its launcher set; a world of one if there are none."""
-    by_hand = all(name in environ for name in _BY_HAND)
+    by_hand = "RANK" in environ and "WORLD_SIZE" in environ
     if by_hand and "TORCHELASTIC_RUN_ID" in environ:
         return _from_rank_variables(environ, "torchrun")
-    for launcher, rank, size in _candidates(environ):
+    if (launcher := _scheduler(environ)) is not None:
         if by_hand:
-            _refuse_contradiction(environ, launcher, rank, size)
+            _refuse_contradiction(environ, launcher)
         return _from_slurm(environ) if launcher == "slurm" else _from_mpi(environ, launcher)
     if by_hand:
         return _from_rank_variables(environ, "env")
@@ -40,100 +45,93 @@ def detect(environ: Mapping[str, str]) -> Place:
     return Place()
 
 
-def is_launched() -> bool:
-    """Return whether a launcher started this process as a rank; contradictory variables count as no."""
+def launcher_here() -> Launcher:
+    """Return what started this process as a rank; contradictory variables count as none."""
     try:
-        return detect(os.environ).launched
+        return detect(os.environ).launcher
     except SpecError:
-        return False
+        return "none"
 
 
-def _candidates(environ: Mapping[str, str]) -> list[tuple[Launcher, str, str]]:
-    """Return the schedulers whose variables are set, innermost first, with the names of rank and size."""
-    candidates: list[tuple[Launcher, str, str]] = []
+def _scheduler(environ: Mapping[str, str]) -> Launcher | None:
+    """Return the innermost scheduler whose variables are set."""
     if "OMPI_COMM_WORLD_RANK" in environ:
-        candidates.append(("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+        return "openmpi"
     if is_mpich(environ):
-        candidates.append(("mpich", "PMI_RANK", "PMI_SIZE"))
-    if is_step(environ):
-        candidates.append(("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-    return candidates
+        return "mpich"
+    return "slurm" if is_step(environ) else None
 
 
 def _from_rank_variables(environ: Mapping[str, str], launcher: Launcher) -> Place:
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
-    return _checked(
-        environ,
-        Place(
-            rank=rank,
-            local_rank=_number(environ, "LOCAL_RANK", default=rank % local_world_size),
-            node_rank=_number(environ, "GROUP_RANK", default=rank // local_world_size),
-            world_size=world_size,
-            local_world_size=local_world_size,
-            launcher=launcher,
-            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=_number(environ, "MASTER_PORT", default=29500),
-            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
-        ),
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    )
+    node_rank = _number(environ, "GROUP_RANK", default=rank // max(1, local_world_size))
+    host = environ.get("MASTER_ADDR", "127.0.0.1")
+    return _place(environ, launcher, local_world_size, node_rank, host, 29500, "TORCHELASTIC_RESTART_COUNT")
 
 
 def _from_mpi(environ: Mapping[str, str], launcher: Launcher) -> Place:
-    names = NAMES[launcher]
-    rank, world_size = _number(environ, names[0]), _number(environ, names[1])
-    local_world_size = max(1, _number(environ, names[3], default=world_size))
-    local_rank = _number(environ, names[2], default=rank % local_world_size)
+    rank, world_size = (_number(environ, name) for name in NAMES[launcher][:2])
+    local_world_size = max(1, _number(environ, NAMES[launcher][3], default=world_size))
+    local_rank = _number(environ, NAMES[launcher][2], default=rank % local_world_size)
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     host = environ.get("MASTER_ADDR") or master_address(
         first_host(nodes) if nodes else "", launcher, world_size, local_world_size
     )
-    return _checked(
-        environ,
-        Place(
-            rank=rank,
-            local_rank=local_rank,
-            # MPI does not number nodes; this is right where it fills one after the other, as it does by default.
-            node_rank=max(0, rank - local_rank) // local_world_size,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            launcher=launcher,
-            master_addr=host,
-            master_port=_number(environ, "MASTER_PORT", default=port_of_job(job_of(environ, launcher))),
-        ),
-        names,
-    )
+    # MPI does not number nodes; this is right where it fills one after the other, as it does by default.
+    node_rank = max(0, rank - local_rank) // local_world_size
+    return _place(environ, launcher, local_world_size, node_rank, host, port_of_job(job_of(environ, launcher)))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Place:
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    job = environ.get("SLURM_JOB_ID", "0")
-    rank, world_size = _number(environ, names[0]), _number(environ, names[1])
-    node = _number(environ, "SLURM_NODEID", default=0)
-    local_world_size = _tasks_on_node(environ.get(names[3], str(world_size)), node)
-    return _checked(
-        environ,
-        Place(
-            rank=rank,
-            local_rank=_number(environ, names[2], default=rank % local_world_size),
-            node_rank=node,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            launcher="slurm",
-            master_addr=environ.get("MASTER_ADDR", first_host(nodes)),
-            master_port=_number(environ, "MASTER_PORT", default=port_of_step(job, environ["SLURM_STEP_ID"])),
-            attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
-        ),
-        names,
+    node_rank = _number(environ, "SLURM_NODEID", default=0)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or str(_number(environ, "SLURM_STEP_NUM_TASKS"))
+    port = port_of_job(environ.get("SLURM_JOB_ID", "0"), int(environ["SLURM_STEP_ID"]))
+    host = environ.get("MASTER_ADDR", first_host(nodes))
+    return _place(environ, "slurm", _tasks_on_node(tasks, node_rank), node_rank, host, port, "SLURM_RESTART_COUNT")
+
+
+def _place(
+    environ: Mapping[str, str],
+    launcher: Launcher,
+    local_world_size: int,
+    node_rank: int,
+    master_addr: str,
+    default_port: int,
+    restarts: str = "",
+) -> Place:
+    """Return the place that a launcher's variables describe; raise SpecError where they contradict each other.
+
+    `restarts` is the launcher's variable that counts restarts, if it has one.
+    """
+    names = _NAMES[launcher]
+    shown = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    rank, world_size = (_number(environ, name) for name in names[:2])
+    if world_size < 1 or local_world_size < 1:
+        raise SpecError(f"{shown}: a world needs at least one process.")
+    local_rank = _number(environ, names[2], default=rank % local_world_size)
+    if rank >= world_size:
+        raise SpecError(f"{shown}: a rank must be below the world size. Are variables of another launch left over?")
+    if local_rank >= local_world_size or local_world_size > world_size:
+        raise SpecError(f"{shown}: these contradict each other. Are variables of another launch left over?")
+    return Place(
+        rank=rank,
+        local_rank=local_rank,
+        node_rank=node_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        launcher=launcher,
+        master_addr=master_addr,
+        master_port=_number(environ, "MASTER_PORT", default=default_port),
+        attempt=_number(environ, restarts, default=0),
     )
 
 
-def port_of_job(job: str) -> int:
-    """Return a port derived from a job's number, so that two jobs on one node do not share it."""
+def port_of_job(job: str, step: int = 0) -> int:
+    """Return a port that two jobs on one node do not share, nor two concurrent steps of a job."""
     digits = re.sub(r"\D", "", job) or "0"
-    return 15000 + int(digits[-9:]) % 15000
+    return 15000 + (int(digits[-9:]) + 7919 * step) % 15000
 
 
 def first_host(nodelist: str) -> str:
@@ -152,8 +150,8 @@ def _tasks_on_node(text: str, node: int) -> int:
     return counts[node] if node < len(counts) else counts[-1]
 
 
-def _refuse_contradiction(environ: Mapping[str, str], launcher: str, rank: str, size: str) -> None:
-    for ours, theirs in (("RANK", rank), ("WORLD_SIZE", size)):
+def _refuse_contradiction(environ: Mapping[str, str], launcher: Launcher) -> None:
+    for ours, theirs in zip(_NAMES["env"][:2], _NAMES[launcher], strict=False):
         if theirs in environ and environ[ours] != environ[theirs]:
             raise SpecError(
                 f"{ours}={environ[ours]} contradicts {theirs}={environ[theirs]} ({launcher}): "
@@ -170,14 +168,3 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if not text.strip().isdigit():
         raise SpecError(f"{name}={text!r} is not a number, so the rank of this process is unknown.")
     return int(text)
-
-
-def _checked(environ: Mapping[str, str], place: Place, names: tuple[str, ...]) -> Place:
-    shown = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    if place.world_size < 1 or place.local_world_size < 1:
-        raise SpecError(f"{shown}: a world needs at least one process.")
-    if place.rank >= place.world_size:
-        raise SpecError(f"{shown}: a rank must be below the world size. Are variables of another launch left over?")
-    if place.local_rank >= place.local_world_size or place.local_world_size > place.world_size:
-        raise SpecError(f"{shown}: these contradict each other. Are variables of another launch left over?")
-    return place

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from instep.world.background import Background, completed
-from instep.world.gloo_fallback import GlooFallback
 from instep.world.hierarchical import Hierarchical
 from instep.world.lane.lane import Lane, Steps
-from instep.world.lane.reduction import DTYPES, AddUp, Reduction
+from instep.world.lane.reduction import DTYPES, Reduction, divide
 from instep.world.lane.rendezvous import open_lane
 from instep.world.tensors import as_bytes, flattened, row_of
 
@@ -76,32 +75,20 @@ class SharedGroup(dist.ProcessGroup):
         if self.refusal or tensor.dtype not in DTYPES:
             self._gloo.allreduce([tensor], dist.AllreduceOptions()).wait()
         else:
-            self._background.drain()
-            self._run(self._reduce([tensor], Reduction.SUM))
+            self.run_now(self._reduce([tensor], Reduction.SUM))
 
     def can_coalesce(self, dtype: torch.dtype) -> bool:
-        """Return whether `all_reduce_coalesced_now` supports a dtype; the same on all ranks."""
+        """Return whether the lane's `all_reduce_coalesced` supports a dtype; the same on all ranks."""
         return self.lane is not None and self._hierarchical is None and self.lane.can_coalesce(dtype)
 
-    def all_reduce_coalesced_now(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Sum several tensors, in place (World.all_reduce_coalesced). Called on all ranks."""
-        self._background.drain()
-        self._run(self._own_lane().all_reduce_coalesced(pieces))
-
     def can_ordered_reduce(self, out: torch.Tensor) -> bool:
-        """Return whether `ordered_reduce_now` supports a tensor, which all ranks must share a node for."""
+        """Return whether the lane's `ordered_reduce` supports a tensor, which all ranks must share a node for."""
         return not self.refusal and self._hierarchical is None and out.dtype in DTYPES and out.device.type == "cpu"
 
-    def ordered_reduce_now(
-        self,
-        own: Sequence[torch.Tensor],
-        counts: Sequence[int],
-        add_up: AddUp,
-        out: torch.Tensor,
-    ) -> None:
-        """Add up the ranks' rows in the caller's order (World.ordered_reduce). Called on all ranks."""
+    def run_now(self, steps: Steps) -> None:
+        """Run a collective of the lane in the caller's thread, after the asynchronous ones. Called on all ranks."""
         self._background.drain()
-        self._run(self._own_lane().ordered_reduce(own, counts, add_up, out))
+        self._run(steps)
 
     # Called by PyTorch, under PyTorch's names.
 
@@ -113,7 +100,7 @@ class SharedGroup(dist.ProcessGroup):
         """Leave the group; inform ranks that still wait for this one. Issues no collective."""
         self._background.end()
         if self.lane is not None:
-            self.lane.close()
+            self.lane.peers.leave()
             self.lane, self.refusal = None, "the group was shut down"
         super().shutdown()
 
@@ -146,7 +133,7 @@ class SharedGroup(dist.ProcessGroup):
         opts = opts or dist.BarrierOptions()
         if self.refusal:
             return self._gloo.group.barrier(opts)
-        return self._do((self._hierarchical or self._own_lane()).barrier(), [], opts)
+        return self._do((self._hierarchical or self.own_lane).barrier(), [], opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Collect the ranks' tensors in lists."""
@@ -214,7 +201,7 @@ class SharedGroup(dist.ProcessGroup):
     # The operations themselves, in either thread.
 
     def _reduce(self, tensors: Sequence[torch.Tensor], how: Reduction) -> Steps:
-        way = self._hierarchical or self._own_lane()
+        way = self._hierarchical or self.own_lane
         for tensor in tensors:
             with flattened(tensor) as flat:
                 yield from way.all_reduce(flat, how)
@@ -226,26 +213,26 @@ class SharedGroup(dist.ProcessGroup):
                 if self._hierarchical is not None:
                     yield from self._hierarchical.broadcast(as_bytes(flat), node, local_rank)
                 else:
-                    yield from self._own_lane().broadcast(as_bytes(flat), local_rank)
+                    yield from self.own_lane.broadcast(as_bytes(flat), local_rank)
 
     def _gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Steps:
         for outs, own in zip(outputs, inputs, strict=True):
             with contextlib.ExitStack() as stack:
                 flats = [as_bytes(stack.enter_context(flattened(out))) for out in outs]
-                yield from self._own_lane().all_gather(flats, as_bytes(row_of(own)))
+                yield from self.own_lane.all_gather(flats, as_bytes(row_of(own)))
 
     def _gather_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
         for output, own in zip(outputs, inputs, strict=True):
             with flattened(output) as flat:
                 parts = [as_bytes(part) for part in flat.split(own.numel())] if own.numel() else []
-                yield from self._own_lane().all_gather(parts, as_bytes(row_of(own)))
+                yield from self.own_lane.all_gather(parts, as_bytes(row_of(own)))
 
     def _scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], how: Reduction
     ) -> Steps:
         for out, parts in zip(outputs, inputs, strict=True):
             with flattened(out) as flat:
-                yield from self._own_lane().reduce_scatter(flat, [row_of(part) for part in parts], how)
+                yield from self.own_lane.reduce_scatter(flat, [row_of(part) for part in parts], how)
 
     def _scatter_whole(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: Reduction) -> Steps:
         # A view, or a copy made now and not at the call: earlier operations may still write to it.
@@ -253,7 +240,9 @@ class SharedGroup(dist.ProcessGroup):
         for output, own_parts in zip(outputs, parts, strict=True):
             yield from self._scatter([output], [own_parts], how)
 
-    def _own_lane(self) -> Lane:
+    @property
+    def own_lane(self) -> Lane:
+        """The lane, where there is one."""
         assert self.lane is not None
         return self.lane
 
@@ -267,12 +256,11 @@ class SharedGroup(dist.ProcessGroup):
     def _do(self, steps: Steps, result: Any, opts: Any) -> Any:
         """Run an operation here, or in the background ([Note: Two ways in])."""
         if not opts.asyncOp or self._background.is_here:
-            self._background.drain()
-            self._run(steps)
+            self.run_now(steps)
             return completed(result)
         if not self._begins or self._background.busy:
             return self._background.submit(lambda: self._run(steps), result)
-        rest = self._own_lane().begin(steps, _SPIN_S)
+        rest = self.own_lane.begin(steps, _SPIN_S)
         return completed(result) if rest is None else self._background.submit(rest, result)
 
     # What the lane supports.
@@ -303,8 +291,65 @@ def _check_whole(what: str, *, whole: torch.Tensor, part: torch.Tensor, size: in
         )
 
 
-def make_group(options: Any, _backend_options: Any = None) -> SharedGroup:
-    """Return a group for `init_process_group` and `new_group`."""
-    return SharedGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group
-    )
+class GlooFallback:
+    """The gloo group inside a SharedGroup, with what PyTorch expects of a group.
+
+    [Note: Never through the base class]
+    torch's ProcessGroup would dispatch an operation to gloo by itself, but for a class written in Python it holds the
+    GIL while it waits for a lock of gloo's; a gloo thread that holds the lock waits for the GIL to release a tensor. So
+    gloo's group is called directly here, which releases the GIL. Besides, gloo supports neither strides nor means of
+    every dtype.
+    """
+
+    def __init__(self, group: dist.ProcessGroupGloo) -> None:
+        self.group = group
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
+        """Combine the ranks' tensors, in place."""
+        if all(t.layout != torch.strided or t.is_contiguous() for t in tensors):
+            return self._with_mean(tensors, opts, lambda: self.group.allreduce(list(tensors), opts))
+        copies = [t.detach().contiguous() for t in tensors]
+        self._with_mean(copies, opts, lambda: self.group.allreduce(copies, opts)).wait()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.detach().copy_(copy)
+        return completed(list(tensors))
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
+        """Combine the ranks' tensors, in place."""
+        return self._with_mean(tensors, opts, lambda: self.group.allreduce_coalesced(list(tensors), opts))
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Collect the ranks' tensors, each in one output."""
+        works = [self.group._allgather_base(out, own, opts) for out, own in zip(outputs, inputs, strict=True)]
+        return _all(works, outputs)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
+        """Combine, for each rank, the parts meant for it."""
+        return self._with_mean(outputs, opts, lambda: self.group.reduce_scatter(outputs, input_lists, opts))
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Combine, for each rank, its part of each input."""
+
+        def run() -> Any:
+            pairs = zip(outputs, inputs, strict=True)
+            return _all([self.group._reduce_scatter_base(out, whole, opts) for out, whole in pairs], outputs)
+
+        return self._with_mean(outputs, opts, run)
+
+    def _with_mean(self, outputs: Sequence[torch.Tensor], opts: Any, run: Callable[[], Any]) -> Any:
+        if opts.reduceOp != dist.ReduceOp.AVG:
+            return run()
+        opts.reduceOp = dist.ReduceOp.SUM
+        run().wait()
+        for output in outputs:
+            divide(output.detach(), self.group.size())
+        return completed(list(outputs))
+
+
+def _all(works: Sequence[Any], result: Any) -> Any:
+    """Return one work for several."""
+    if len(works) == 1:
+        return works[0]
+    for work in works:
+        work.wait()
+    return completed(result)

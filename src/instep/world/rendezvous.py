@@ -40,7 +40,9 @@ def rendezvous_arguments(place: Place, timeout: datetime.timedelta) -> dict[str,
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts a store, which env:// uses
         return {"init_method": "env://"}
     if not is_loopback(place.master_addr):
-        return {"init_method": "env://" if place.launcher == "torchrun" else _address(place)}
+        host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
+        address = "env://" if place.launcher == "torchrun" else f"tcp://{host}:{place.master_port}"
+        return {"init_method": address}
     listening: dict[str, Any] = {}
     if place.is_main:  # by default torch listens on every interface
         with socket.create_server((place.master_addr, place.master_port), backlog=4096) as server:
@@ -49,8 +51,3 @@ def rendezvous_arguments(place: Place, timeout: datetime.timedelta) -> dict[str,
         place.master_addr, place.master_port, place.world_size, place.is_main, timeout, **listening
     )
     return {"store": store}
-
-
-def _address(place: Place) -> str:
-    host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
-    return f"tcp://{host}:{place.master_port}"

@@ -21,12 +21,6 @@ def is_step(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def port_of_step(job: str, step: str) -> int:
-    """Return a port that two jobs on one node do not share, nor two concurrent steps of a job."""
-    number = int(job) if job.isdigit() else 0
-    return 15000 + (number + 7919 * (int(step) if step.isdigit() else 0)) % 15000
-
-
 def gpus_of_node(environ: Mapping[str, str], visible: int) -> int:
     """Return how many GPUs the tasks of this node have together; where SLURM binds them, a task sees only its own."""
     count = environ.get("SLURM_GPUS_ON_NODE", "")

@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+from collections.abc import Iterator
 
 TCP_TIMEOUT_S = 15.0
 """Longer than the launchers take to notice a lost node (`--lost-after`): they explain it better."""
@@ -20,25 +21,24 @@ TCP_TIMEOUT_S = 15.0
 
 def open_sockets() -> frozenset[str]:
     """Return the sockets that this process has now, to tell later ones from them."""
-    sockets = set()
-    for name in _fds():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            sockets.add(os.readlink(f"/proc/self/fd/{name}"))
-    return frozenset(sockets)
+    return frozenset(target for _, target in _fds())
 
 
 def set_tcp_timeout(seconds: float, others: frozenset[str] = frozenset()) -> int:
     """Set the timeout of all connections to other nodes except `others`; return how many there are."""
     count = 0
-    for name in _fds():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") not in others:
-                count += _set_timeout(os.dup(int(name)), seconds)
+    for fd, target in _fds():
+        if target not in others:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                count += _set_timeout(os.dup(fd), seconds)
     return count
 
 
-def _fds() -> list[str]:
-    return os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []  # elsewhere than on Linux
+def _fds() -> Iterator[tuple[int, str]]:
+    """Yield this process's file descriptors, each with what it refers to; none elsewhere than on Linux."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
 def _set_timeout(own_fd: int, seconds: float) -> bool:

@@ -50,16 +50,12 @@ def flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     A subclass may report that it is contiguous and hold its elements elsewhere; the row is always a plain tensor.
     """
     tensor = tensor.detach()
-    if type(tensor) is not torch.Tensor:
-        flat = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        yield flat.view(-1)
-        tensor.copy_(flat)
-    elif tensor.is_contiguous():
+    if type(tensor) is torch.Tensor and tensor.is_contiguous():
         yield tensor.view(-1)
-    else:
-        flat = tensor.contiguous().view(-1)
-        yield flat
-        tensor.copy_(flat.view(tensor.shape))
+        return
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    yield copy.view(-1)
+    tensor.copy_(copy)
 
 
 def row_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Ranks: all; each method of World is called on all ranks, in the same order.
 
-A world of one has no process group, and its collectives are free. After a failure no collective is issued: `close`
+A world of one has no process group, and its collectives are free. After a failure no collective is issued: leaving
 only tears down, and waits for no other rank.
 """
 
@@ -28,7 +28,7 @@ from instep.world import autoload
 from instep.world.device import accelerator_of, device_backends, device_count, device_of
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
-from instep.world.lane.reduction import AddUp
+from instep.world.lane.reduction import AddUp, Rows
 from instep.world.rendezvous import choose_interface, rendezvous_arguments, spans_nodes
 from instep.world.slurm import gpus_of_node, judge_allocation
 from instep.world.tcp_timeout import TCP_TIMEOUT_S, open_sockets, set_tcp_timeout
@@ -152,9 +152,6 @@ class World(contextlib.AbstractContextManager["World"]):
         return self  # there is one, also when a module that refers to it is copied
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Leave the process group. Issues no collective, so it is safe after a failure."""
         if self.world_size == 1 or not dist.is_initialized():
             return
@@ -187,7 +184,7 @@ class World(contextlib.AbstractContextManager["World"]):
         """
         begun = time.perf_counter()
         assert self._lane is not None
-        self._lane.all_reduce_coalesced_now(pieces)
+        self._lane.run_now(self._lane.own_lane.all_reduce_coalesced(pieces))
         self.waited_s += time.perf_counter() - begun
 
     def _all_reduce_pair(self, tensor: torch.Tensor) -> None:
@@ -211,23 +208,17 @@ class World(contextlib.AbstractContextManager["World"]):
             assert work is not None
             work.wait()
 
-    def ordered_reduce(
-        self,
-        own: Sequence[torch.Tensor],
-        counts: Sequence[int],
-        add_up: AddUp,
-        out: torch.Tensor,
-    ) -> None:
+    def ordered_reduce(self, own: Rows, counts: Sequence[int], add_up: AddUp, out: torch.Tensor) -> None:
         """All-reduce rows in an order given by the caller; `out` receives the total. Called on all ranks.
 
-        Each rank has `counts[rank]` rows, contiguous, 1-D and as long as `out`. `add_up` is called with all of them, in
+        Each rank has `counts[rank]` rows, as long as `out`. `add_up` is called with all of them, in
         the order of the ranks, piece by piece; it may write to them, and returns their total.
         """
         if self.world_size == 1:
             out.copy_(add_up(own))
             return
         if self._lane is not None and self._lane.can_ordered_reduce(out):
-            self._lane.ordered_reduce_now(own, counts, add_up, out)
+            self._lane.run_now(self._lane.own_lane.ordered_reduce(own, counts, add_up, out))
             return
         for start in range(0, out.numel(), _ORDERED_REDUCE_ELEMENTS):
             pieces = [row[start : start + _ORDERED_REDUCE_ELEMENTS] for row in own]
@@ -237,7 +228,7 @@ class World(contextlib.AbstractContextManager["World"]):
             else:
                 self._ordered_reduce_by_shares(pieces, counts, add_up, piece)
 
-    def _rows_of_pair(self, own: list[torch.Tensor], counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
+    def _rows_of_pair(self, own: Rows, counts: Sequence[int], like: torch.Tensor) -> Rows:
         """Return both ranks' rows: each sends all of its own."""
         if self.backend != "gloo" or like.device.type != "cpu":
             padded = like.new_zeros(max(counts), like.numel())
@@ -248,13 +239,7 @@ class World(contextlib.AbstractContextManager["World"]):
         self._exchange_pair(own, theirs)
         return [*theirs, *own] if self.rank else [*own, *theirs]
 
-    def _ordered_reduce_by_shares(
-        self,
-        own: list[torch.Tensor],
-        counts: Sequence[int],
-        add_up: AddUp,
-        out: torch.Tensor,
-    ) -> None:
+    def _ordered_reduce_by_shares(self, own: Rows, counts: Sequence[int], add_up: AddUp, out: torch.Tensor) -> None:
         """Add up one share on each rank, and gather the totals."""
         size = self.world_size
         length = -(-out.numel() // size)
@@ -263,15 +248,7 @@ class World(contextlib.AbstractContextManager["World"]):
         for number, row in enumerate(own):
             for share, values in zip(shares[:, number], row.split(length), strict=False):
                 share[: values.numel()].copy_(values)
-        received = torch.empty(sum(counts) * length, dtype=out.dtype, device=device)
-        dist.all_to_all_single(
-            received,
-            shares.view(-1),
-            [count * length for count in counts],
-            [len(own) * length for _ in range(size)],
-            group=self._group,
-        )
-        total = add_up(received.view(-1, length).unbind())
+        total = add_up(self.all_to_all(shares.flatten(0, 1), [len(own)] * size, counts).unbind())
         out.copy_(torch.cat(self.all_gather(total))[: out.numel()])
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -296,18 +273,14 @@ class World(contextlib.AbstractContextManager["World"]):
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite the tensors with those of rank `source`. Called on all ranks."""
-        if self.world_size == 1 or not tensors:
+        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        if self.world_size == 1 or not filled:
             return
         # As one row of bytes: a call per tensor would cost a round trip each, and gloo does not support all dtypes.
-        whole = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
-        flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole])
+        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in filled])
         dist.broadcast(flat, group=self._group, group_src=source)
-        for tensor, piece in zip(
-            [tensor for tensor in tensors if tensor.numel()],
-            flat.split([tensor.numel() * tensor.element_size() for tensor in whole]),
-            strict=True,
-        ):
-            tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        for tensor, piece in zip(filled, flat.split([tensor.nbytes for tensor in filled]), strict=True):
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def send_recv(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Send one rank's contiguous tensor to another rank's tensor of that shape. Called on these two."""

@@ -25,7 +25,7 @@ from instep.world.lane.barrier import (
     Barrier,
     CompiledBarrier,
     PythonBarrier,
-    create,
+    create_semaphores,
     has_post,
     incoming,
     wait,
@@ -49,8 +49,7 @@ class Ranks:
         area = size * _CHUNK_BYTES
         self.memory = torch.zeros(size * size * CELL_BYTES + 2 * area, dtype=torch.uint8)
         pointer = self.memory.data_ptr()
-        for cell in range(size * size):
-            create(pointer + cell * CELL_BYTES)
+        create_semaphores(pointer, size)
         self.views = [
             LaneView(
                 cells=pointer,

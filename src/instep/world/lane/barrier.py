@@ -21,7 +21,7 @@ import ctypes
 import errno
 import os
 import time
-from typing import Protocol
+from typing import Any
 
 from instep.world.lane.engine import Engine, LaneView
 
@@ -39,26 +39,28 @@ class _Timespec(ctypes.Structure):
 
 # ctypes releases the GIL during these calls, so a waiting thread does not block the others.
 _libc = ctypes.CDLL(None, use_errno=True)
-post = _libc.sem_post
-post.argtypes = (ctypes.c_void_p,)
-try_wait = _libc.sem_trywait
-try_wait.argtypes = (ctypes.c_void_p,)
-_get_value = _libc.sem_getvalue
-_get_value.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
-_init = _libc.sem_init
-_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+
+
+def _function(name: str, *types: Any) -> Any:
+    function = getattr(_libc, name)
+    function.argtypes = (ctypes.c_void_p, *types)
+    return function
+
+
+post, try_wait = _function("sem_post"), _function("sem_trywait")
+_get_value = _function("sem_getvalue", ctypes.POINTER(ctypes.c_int))
+_init = _function("sem_init", ctypes.c_int, ctypes.c_uint)
+_timed_wait = _function("sem_timedwait", ctypes.POINTER(_Timespec))
 # By the monotonic clock where the C library can (glibc since 2.30): the wall clock may jump.
-_clock_wait = getattr(_libc, "sem_clockwait", None)
-_timed_wait = _libc.sem_timedwait
-_timed_wait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
-if _clock_wait is not None:
-    _clock_wait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
+_has_clock = hasattr(_libc, "sem_clockwait")
+_clock_wait = _function("sem_clockwait", ctypes.c_int, ctypes.POINTER(_Timespec)) if _has_clock else None
 
 
-def create(address: int) -> None:
-    """Create a semaphore of count 0 in shared memory."""
-    if _init(address, 1, 0):
-        raise OSError(ctypes.get_errno(), "a semaphore between processes cannot be created")
+def create_semaphores(cells: int, size: int) -> None:
+    """Create the semaphores of so many ranks in shared memory, from each rank to each other one, with count 0."""
+    for cell in range(size * size):
+        if _init(cells + cell * CELL_BYTES, 1, 0):
+            raise OSError(ctypes.get_errno(), "a semaphore between processes cannot be created")
 
 
 def has_post(address: int) -> bool:
@@ -91,16 +93,6 @@ def incoming(view: LaneView) -> dict[int, int]:
     return {other: address for other, address in cell.items() if other != view.local_rank}
 
 
-class Barrier(Protocol):
-    """One rank's side of the barrier."""
-
-    def arrive(self) -> None:
-        """Post for every other rank."""
-
-    def wait(self, first: int, deadline_ns: int) -> int:
-        """Take the others' posts; return the local rank of one that has not arrived, or ALL."""
-
-
 class CompiledBarrier:
     """The engine's barrier."""
 
@@ -108,9 +100,11 @@ class CompiledBarrier:
         self._engine, self._view = engine, ctypes.pointer(view)
 
     def arrive(self) -> None:
+        """Post for every other rank."""
         self._engine.arrive(self._view)
 
     def wait(self, first: int, deadline_ns: int) -> int:
+        """Take the others' posts; return the local rank of one that has not arrived, or ALL."""
         return self._engine.wait(self._view, first, deadline_ns)  # type: ignore[no-any-return]
 
 
@@ -135,3 +129,7 @@ class PythonBarrier:
                         return local_rank
                     os.sched_yield()  # with more ranks than cores, the awaited one may need this core
         return ALL
+
+
+Barrier = CompiledBarrier | PythonBarrier
+"""One rank's side of the barrier."""

@@ -63,7 +63,3 @@ class Block:
         if memory[:_TOKEN_BYTES].hex() != address.token:
             raise OSError(f"process {address.pid} is a different one here")
         return cls(memory, address)
-
-    def close_file(self) -> None:
-        """Close the maker's file once all have mapped it; the mappings keep the memory."""
-        os.close(self.address.fd)

@@ -30,24 +30,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 
-from instep.world.lane.barrier import (
-    ALL,
-    CELL_BYTES,
-    NEVER_NS,
-    Barrier,
-    CompiledBarrier,
-    PythonBarrier,
-    create,
-    incoming,
-)
+from instep.world.lane.barrier import ALL, CELL_BYTES, NEVER_NS, Barrier, CompiledBarrier, PythonBarrier, incoming
 from instep.world.lane.block import Block
 from instep.world.lane.engine import KINDS, Engine, LaneView, Pieces
 from instep.world.lane.peers import Peers
-from instep.world.lane.reduction import STEPS, AddUp, Reduction, accumulation_dtype, combine, divide
+from instep.world.lane.reduction import STEPS, AddUp, Reduction, Rows, accumulation_dtype, combine, divide
 
 _AREA_BYTES = 16 * 2**20
 """What goes around the ring at once: few barriers are best, above all with more ranks than cores."""
@@ -66,15 +56,8 @@ cores, a rank that spins takes time from the rank that it waits for."""
 _NUM_AREAS = 2
 
 
-class Late(NamedTuple):
-    """A rank that a collective waits for: its local rank, and the collective's name."""
-
-    local_rank: int
-    what: str
-
-
-Steps = Iterator[Late]
-"""A collective: yields the ranks that it has to wait for."""
+Steps = Iterator[tuple[int, str]]
+"""A collective: yields the local ranks that it has to wait for, each with the collective's name."""
 
 
 def area_bytes(size: int) -> int:
@@ -102,12 +85,6 @@ def chunks_of(flat: torch.Tensor, num_bytes: int) -> Sequence[torch.Tensor]:
     num_chunks = max(1, -(-flat.numel() * accumulation_dtype(flat.dtype).itemsize // num_bytes))
     chunks: Sequence[torch.Tensor] = flat.split(-(-flat.numel() // num_chunks))
     return chunks
-
-
-def create_semaphores(block: Block, size: int) -> None:
-    """Create the semaphores of a new block, one from each rank to each other rank."""
-    for cell in range(size * size):
-        create(block.pointer + Block.HEADER_BYTES + cell * CELL_BYTES)
 
 
 class Lane:
@@ -159,7 +136,7 @@ class Lane:
             yield from self.ring_all_reduce(flat, how, self.size, None, area_bytes(self.size))
             return
         if flat.nbytes <= self._compiled_bytes and how is Reduction.SUM and flat.dtype in KINDS:
-            yield from self._sum((flat,))
+            yield from self.all_reduce_coalesced((flat,))
             return
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
             slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
@@ -173,20 +150,17 @@ class Lane:
         """Return whether `all_reduce_coalesced` supports a dtype; the same on all ranks of the lane."""
         return self._compiled_bytes == sys.maxsize and self.size == 2 and dtype in KINDS
 
-    def all_reduce_coalesced(self, pieces: Sequence[torch.Tensor]) -> Steps:
+    def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor]) -> Steps:
         """Sum several contiguous tensors in place, as if they were one; another rank may call `all_reduce` with that
         one. Called on all ranks of the lane.
         """
-        return self._sum(pieces)
-
-    def _sum(self, tensors: Sequence[torch.Tensor]) -> Steps:
         assert self._engine is not None
         if self.peers.broken:
             self.peers.check()
         pieces, turn, moment = Pieces(tensors), self._turn, 0
         self._turn ^= -(-pieces.num_bytes // self._view.chunk_bytes) & 1
         while (late := self._engine.sum(self._view, turn, pieces, moment, self._deadline_ns)) != ALL:
-            yield Late(late % (self.size + 1), "all_reduce")
+            yield late % (self.size + 1), "all_reduce"
             moment = late + 1
         tracked = [tensor for tensor in tensors if not tensor.is_inference()]
         torch.autograd.graph.increment_version(tracked)  # what autograd has saved of them is stale
@@ -247,13 +221,7 @@ class Lane:
             for slot, out in zip(slots, outs, strict=True):
                 out[start : start + piece.numel()].copy_(slot[: piece.numel()])
 
-    def ordered_reduce(
-        self,
-        own: Sequence[torch.Tensor],
-        counts: Sequence[int],
-        add_up: AddUp,
-        out: torch.Tensor,
-    ) -> Steps:
+    def ordered_reduce(self, own: Rows, counts: Sequence[int], add_up: AddUp, out: torch.Tensor) -> Steps:
         """Add up the ranks' rows, `counts` of them, in the caller's order: each rank a share of every chunk, in the
         staging area itself, from which the others copy it. Contiguous and 1-D. Called on all ranks of the lane.
         """
@@ -312,10 +280,6 @@ class Lane:
             self._deadline_ns = NEVER_NS
         return None if late is None else lambda: self.run(chain([late], steps))
 
-    def close(self) -> None:
-        """Leave the lane; ranks that still wait for this one are informed."""
-        self.peers.leave()
-
     def _add_own(self, how: Reduction, total: torch.Tensor, own: torch.Tensor, turn: int) -> None:
         if turn == 0:
             total.copy_(own)
@@ -353,4 +317,4 @@ class Lane:
         self._barrier.arrive()
         late = ALL
         while (late := self._barrier.wait(late + 1, self._deadline_ns)) != ALL:
-            yield Late(late, what)
+            yield late, what

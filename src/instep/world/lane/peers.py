@@ -53,18 +53,14 @@ class Peers:
         self._poll = select.poll()
         self._fds: dict[int, int] = {}
         self._gone: set[int] = set()
-        for local_rank, pid in enumerate(pids):
-            if local_rank != own:
-                self._hold(local_rank, pid)
-
-    def _hold(self, local_rank: int, pid: int) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._gone.add(local_rank)
-            return
-        self._fds[fd] = local_rank
-        self._poll.register(fd, select.POLLIN)
+        for local_rank in incoming:
+            try:
+                fd = os.pidfd_open(pids[local_rank])
+            except ProcessLookupError:
+                self._gone.add(local_rank)
+            else:
+                self._fds[fd] = local_rank
+                self._poll.register(fd, select.POLLIN)
 
     def check(self) -> None:
         """Raise PeerLost if no collective is possible any more."""
@@ -95,7 +91,10 @@ class Peers:
                 continue
             if lost in (None, local_rank) and not try_wait(address):  # it arrived just before it ended
                 return
-            self._give_up(self._latest(local_rank) if lost is None else lost, what)
+            if lost is None:  # of several, one that is stopped rather than one that waits for it as well
+                missing = self._missing(local_rank)
+                lost = next((other for other in missing if self._state(other).startswith("stopped")), local_rank)
+            self._give_up(lost, what)
 
     def _missing(self, first: int) -> list[int]:
         """Return the local ranks from `first` on that have not arrived; those before have."""
@@ -114,10 +113,6 @@ class Peers:
         if blamed:  # a rank that gave up because of this one is lost; otherwise the rank that it blames
             return next((other for other in blamed if other != self._own), gave_up[0])
         return next((other for other in self._missing(first) if other in gone), None)
-
-    def _latest(self, first: int) -> int:
-        """Return the rank to blame for a timeout: a stopped one rather than one that waits for it as well."""
-        return next((other for other in self._missing(first) if self._state(other).startswith("stopped")), first)
 
     def _give_up(self, local_rank: int, what: str) -> NoReturn:
         if local_rank in self._ended():

@@ -16,7 +16,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-AddUp = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+Rows = Sequence[torch.Tensor]
+"""Tensors of one length, contiguous and 1-D."""
+AddUp = Callable[[Rows], torch.Tensor]
 """A caller's function that adds rows up, element by element; it may write to the rows."""
 
 

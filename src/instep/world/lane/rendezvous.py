@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 
 from instep.world.lane import engine
+from instep.world.lane.barrier import create_semaphores
 from instep.world.lane.block import Block, BlockAddress
-from instep.world.lane.lane import Lane, block_bytes, create_semaphores
+from instep.world.lane.lane import Lane, block_bytes
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,6 @@ class NodePlan:
     def num_inter_node_groups(self) -> int:
         """How many ranks of each node communicate with the other nodes, each for its share of a chunk."""
         return min(map(len, self.nodes))
-
-    @property
-    def shares(self) -> bool:
-        """Whether any node has more than one rank, so that there is memory to share."""
-        return max(map(len, self.nodes)) > 1
 
 
 def plan_nodes(labels: Sequence[str]) -> NodePlan:
@@ -96,7 +92,7 @@ def open_lane(
     refusal = next((text[1:] for text in labels if text.startswith("!")), "")
     if refusal:
         return None, plan, refusal
-    if not plan.shares:
+    if len(plan.nodes) == size:
         return None, plan, "no two ranks share a node" if size > 1 else "there is only one rank"
     node, local_rank = plan.where(rank)
     ranks = plan.nodes[node]
@@ -104,7 +100,7 @@ def open_lane(
     store.set(f"mapped/{rank}", failure)
     refusal = next((f for r in range(size) if (f := store.get(f"mapped/{r}").decode())), "")
     if block is not None and local_rank == 0:
-        block.close_file()
+        os.close(block.address.fd)  # all have mapped it, and the mappings keep the memory
     if refusal or block is None:
         return None, plan, refusal
     names = [global_ranks[r] if global_ranks else r for r in ranks]
@@ -121,7 +117,7 @@ def _share(store: Store, node: int, local_rank: int, size: int) -> tuple[Block |
     try:
         if local_rank == 0:
             block = Block.make(block_bytes(size))
-            create_semaphores(block, size)
+            create_semaphores(block.pointer + Block.HEADER_BYTES, size)
             store.set(key, json.dumps(block.address))
             return block, ""
         address = json.loads(store.get(key))
