@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ def _list(spec: CheckpointsSpec, console: Console) -> tuple[bool, dict[str, Any]
         total = sum(entry.num_bytes for entry in inventory.entries if entry.kind is not Kind.UNFINISHED)
         with reading("verifying", total) as progress:
             checked = [verify(entry, progress) for entry in inventory.entries]
-        inventory = replace(inventory, entries=tuple(entry for entry in checked if entry is not None))
+        inventory = inventory._replace(entries=tuple(entry for entry in checked if entry is not None))
     _show_entries(console, inventory.entries)
     _say(console, _verdict(inventory, spec.verify))
     entries = [_as_json(entry) for entry in inventory.entries]
