@@ -29,7 +29,7 @@ def load(
     try:
         return list(loader.steps(first, last))
     finally:
-        loader.close()
+        loader.source.close()
 
 
 def make(

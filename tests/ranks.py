@@ -16,7 +16,7 @@ from typing import Any
 
 from instep.core.topology import Place
 
-_PRELOAD = ["torch", "torch._dynamo", "numpy", "instep.train.worker", "instep.train.start", "instep.data"]
+_PRELOAD = ["torch", "torch._dynamo", "numpy", "instep.train.worker", "instep.data"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from instep import data
     from instep.cli.train import main
     from instep.train.result import Result, load_model
-    from instep.train.start import start
     from instep.train.task import Task
+    from instep.train.worker import start
 
 __all__ = [
     "CheckpointError",
@@ -57,7 +57,7 @@ _LAZY = {
     "Task": "instep.train.task",
     "load_model": "instep.train.result",
     "main": "instep.cli.train",
-    "start": "instep.train.start",
+    "start": "instep.train.worker",
 }
 
 

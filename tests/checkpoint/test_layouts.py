@@ -37,12 +37,12 @@ def save(world: World, layout: str, root: Path, step: int, trained: Any, grid: A
         if world.is_main:
             RunDirectory(root).save(step, HostBuffer().take(state), RetentionPolicy(9))
     else:
-        sharded = SavePlanner(grid).begin(state)
+        sharded = SavePlanner(grid).begin(state, root / "checkpoints", step)
         snapshot = HostBuffer().take(state, sharded.share)
         if world.is_main:
             RunDirectory(root).save(step, snapshot, RetentionPolicy(9), sharded=sharded)
         else:
-            sharded.write(root / "checkpoints", step, snapshot)
+            sharded.write(snapshot)
     world.barrier()
 
 
@@ -217,7 +217,7 @@ def with_problem(world: World, root: Path, problem: str) -> str:
     update(trained)
     save(world, "fsdp@2", root, 1, trained, grid)
     planner, state = SavePlanner(grid), FlatState.of(state_of(trained))
-    sharded = planner.begin(state)
+    sharded = planner.begin(state, root / "checkpoints", 2)
     snapshot = HostBuffer().take(state, sharded.share)
     text = ""
     if world.is_main:
@@ -229,22 +229,22 @@ def with_problem(world: World, root: Path, problem: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     elif problem == "full":
         write, files.write_tensors = files.write_tensors, _full
-        sharded.write(root / "checkpoints", 2, snapshot)
+        sharded.write(snapshot)
         files.write_tensors = write
     elif problem == "nan":
-        sharded.refuse(root / "checkpoints", 2, write_reports.WriteReport(problem="weights", text="not finite"))
+        sharded.refuse(write_reports.WriteReport(problem="weights", text="not finite"))
     elif problem == "late":
         time.sleep(2.5)
-        sharded.write(root / "checkpoints", 2, snapshot)
+        sharded.write(snapshot)
     if problem == "kill":
         return text
     world.barrier()
-    sharded = planner.begin(state)
+    sharded = planner.begin(state, root / "checkpoints", 3)
     snapshot = HostBuffer().take(state, sharded.share)
     if world.is_main:
         RunDirectory(root).save(3, snapshot, RetentionPolicy(9), sharded=sharded)
     else:
-        sharded.write(root / "checkpoints", 3, snapshot)
+        sharded.write(snapshot)
     world.barrier()
     return text
 

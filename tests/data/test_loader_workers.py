@@ -38,7 +38,7 @@ def test_the_same_workers_serve_every_reading_and_end_with_the_loader() -> None:
         assert all((part.batch[1] == 1).all() for batch in batches for part in batch.parts)
     assert len(pids) == 2
     assert os.getpid() not in pids
-    loader.close()
+    loader.source.close()
     assert not any(alive(pid) for pid in pids)
 
 

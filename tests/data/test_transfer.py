@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from instep.data.loader import LoadOptions, TrainLoader
+from instep.data.loader import LoadOptions, TrainLoader, to_device
 from instep.data.order import BatchPlan, SampleOrder
-from instep.data.transfer import to_device
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

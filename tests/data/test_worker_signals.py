@@ -36,7 +36,7 @@ def test_data_workers_outlive_a_wish_to_stop() -> None:
                 os.kill(pid, signal.SIGTERM)
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.3)
-    loader.close()
+    loader.source.close()
     assert seen == 400
 
 

@@ -38,7 +38,7 @@ OUR_SUM = (
     Frame("/x/src/instep/train/loop.py", 50, "run"),
     Frame(f"{LIB}/distributed/elastic/multiprocessing/api.py", 600, "start"),
 )
-GET_ITEM = (users(41, "__getitem__", "dataset.py"), Frame("/x/src/instep/data/samples.py", 80, "read"), MAIN)
+GET_ITEM = (users(41, "__getitem__", "dataset.py"), Frame("/x/src/instep/data/source.py", 80, "read"), MAIN)
 WAITS_FOR_DATA = (
     Frame("/lib/python3.11/multiprocessing/connection.py", 930, "wait"),
     Frame(f"{LIB}/utils/data/dataloader.py", 1253, "_try_get_data"),

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import instep
-from instep.checkpoint.background import Background
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.snapshot import FlatState, HostBuffer
@@ -178,7 +177,7 @@ def test_how_often_is_chosen_from_what_a_save_costs(tmp_path: Path, monkeypatch:
 
 
 def test_what_a_job_beside_the_training_raises_is_raised_where_it_is_collected() -> None:
-    background: Background[int] = Background()
+    background: Any = saver.Background()
     assert background.collect() is None
     background.start(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):

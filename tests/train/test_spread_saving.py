@@ -188,7 +188,7 @@ def leave_alone(world: World, run_dir: Path) -> float:
     log = EventLog(run_dir, world.rank)
     it = Saver(trained.strategy, TrainSpec(), RunDirectory(run_dir), log)
     if world.rank == 1:
-        it._write = lambda save: None  # type: ignore[method-assign]
+        it._write = lambda *_: None  # type: ignore[method-assign,assignment]
     it.restore(*trained.parts())
     it.save(3, {}, may_skip=False)
     begun = time.monotonic()

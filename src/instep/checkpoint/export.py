@@ -15,9 +15,8 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.checkpoint.files import Checkpoint, sync_directory
 from instep.checkpoint.manifest import MODEL
@@ -33,8 +32,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Shard = dict[str, StoredTensor]
 
 
-@dataclass(frozen=True)
-class ExportSpec:
+class ExportSpec(NamedTuple):
     """Where to export weights to, and how."""
 
     target: Path
@@ -52,8 +50,7 @@ class ExportSpec:
         return self.target.parent if self.is_file else self.target
 
 
-@dataclass(frozen=True)
-class ExportResult:
+class ExportResult(NamedTuple):
     """What was written."""
 
     files: tuple[Path, ...]
@@ -84,13 +81,15 @@ def check_target(spec: ExportSpec, source: Path) -> tuple[Path, ...]:
         raise CheckpointError(f"{target} is a file. Export into a folder, or into a name that ends in .safetensors.")
     if spec.is_file and target.is_dir():
         raise CheckpointError(f"{target} is a folder, but its suffix means one file. Export to another name.")
-    if _is_inside(folder, source):
+    checkpoint = source.resolve()
+    checkpoints = checkpoint.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+    if folder.resolve().is_relative_to(checkpoints):
         raise CheckpointError(f"{target} is inside a run's checkpoints, which must not change. Export elsewhere.")
     if spec.is_file:
         taken = [target] if target.exists() or target.is_symlink() else []
     else:
-        names = sorted(child.name for child in target.iterdir()) if target.is_dir() else []
-        taken = [target / name for name in names if name in (SINGLE, INDEX) or _SHARD.fullmatch(name)]
+        paths = sorted(target.iterdir()) if target.is_dir() else []
+        taken = [path for path in paths if path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)]
     if taken and not spec.force:
         raise CheckpointError(
             f"{', '.join(map(str, taken))} already exist{'s' * (len(taken) == 1)}. "
@@ -157,7 +156,10 @@ def _write(shards: list[Shard], spec: ExportSpec, taken: tuple[Path, ...]) -> li
         for final, shard in zip(finals, shards, strict=False):
             write_tensors(scratch[final], shard, {"format": "pt"})  # transformers refuses a file without it
         if indexed:
-            write_synced(scratch[finals[-1]], [_index(names, shards)])
+            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": sum(map(_num_bytes, shards))}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            write_synced(scratch[finals[-1]], [text.encode()])
             _remove(taken)  # an old index must not refer to new shards
         for final, written in scratch.items():  # the index last: it must not exist before the shards
             os.replace(written, final)
@@ -181,19 +183,5 @@ def _names(shards: list[Shard], spec: ExportSpec) -> list[str]:
     return [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
 
 
-def _index(names: list[str], shards: list[Shard]) -> bytes:
-    total = sum(map(_num_bytes, shards))
-    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
 def _num_bytes(shard: Mapping[str, StoredTensor]) -> int:
     return sum(tensor.nbytes for tensor in shard.values())
-
-
-def _is_inside(folder: Path, source: Path) -> bool:
-    """Return whether a folder is inside a checkpoint, or inside the checkpoints of its run."""
-    root = source.resolve()
-    root = root.parent if root.parent.name == "checkpoints" else root
-    return folder.resolve().is_relative_to(root)

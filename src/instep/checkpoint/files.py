@@ -42,13 +42,13 @@ def write_checkpoint(
     `sharded`: other ranks write their shares of it ([Note: Writing together]); this is rank 0.
     """
     final = root / manifest.checkpoint_name(step)
-    scratch = sharded.scratch(root, step) if sharded is not None else root / f".{final.name}.{os.getpid()}"
+    scratch = sharded.scratch if sharded is not None else root / f".{final.name}.{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         if sharded is None:
             shutil.rmtree(scratch, ignore_errors=True)
         else:
-            sharded.clear_earlier(root, step)
+            sharded.clear_earlier()
         scratch.mkdir(exist_ok=sharded is not None)
         num_bytes = _write_into(scratch, step, snapshot, scores or {}, sharded)
         old = root / manifest.replaced_name(final.name)
@@ -75,7 +75,7 @@ def _write_into(
 ) -> int:
     files, skeletons = write_parts(directory, snapshot), snapshot.skeletons
     if sharded is not None:
-        others, skeletons = sharded.collect(directory, skeletons)
+        others, skeletons = sharded.collect(skeletons)
         files |= others
         files[manifest.PIECES] = write_synced(directory / manifest.PIECES, [sharded.pieces_json()])
     files[manifest.STATE] = write_synced(directory / manifest.STATE, [json.dumps(skeletons).encode()])
@@ -108,15 +108,8 @@ class Checkpoint:
             self._skeletons: dict[str, Any] = json.loads((path / manifest.STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}/{manifest.STATE} cannot be read: {error}.") from error
+        self.parts = tuple(self._skeletons)
         self._tensors = TensorReader(path, self._manifest)
-
-    def __contains__(self, part: str) -> bool:
-        return part in self._skeletons
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of its parts."""
-        return tuple(self._skeletons)
 
     def part(self, name: str) -> Any:
         """Return one part of the state with all its tensors read; tied ones are read once."""
@@ -128,7 +121,7 @@ class Checkpoint:
 
     def _unflatten(self, name: str, read: Callable[[StoredTensor], Any]) -> Any:
         if name not in self._skeletons:
-            raise CheckpointError(f"{self.path} holds no {name!r}; it has {', '.join(self._skeletons)}.")
+            raise CheckpointError(f"{self.path} holds no {name!r}; it has {', '.join(self.parts)}.")
         tensors = {key: read(tensor) for key, tensor in self._tensors.part(name).items()}
         try:
             return unflatten_state(self._skeletons[name], tensors)

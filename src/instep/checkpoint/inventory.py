@@ -13,10 +13,10 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from instep.checkpoint.manifest import MANIFEST, READABLE_VERSIONS, STATE, FileEntry, Manifest, step_of
 from instep.core.errors import CheckpointError
@@ -40,8 +40,7 @@ class Kind(StrEnum):
     UNFINISHED = "half-written"
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A file that is not as it was written."""
 
     file: str
@@ -55,8 +54,7 @@ class OtherFormat(Problem):
     """An intact manifest of a version that this instep does not read."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One folder of an inventory."""
 
     path: Path
@@ -93,8 +91,7 @@ class Entry:
         return "damaged" if self.problems else "good" if self.verified else "sizes agree"
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(NamedTuple):
     """The checkpoints of a run, newest first; or the single checkpoint that the user named."""
 
     path: Path
@@ -153,7 +150,7 @@ def verify(entry: Entry, progress: Callable[[int], None] = lambda _: None) -> En
     manifest to compare with.
     """
     checked = _check_files(entry, partial(content_problem, progress=progress))
-    return None if checked is None else replace(checked, verified=entry.kind is not Kind.UNFINISHED)
+    return None if checked is None else checked._replace(verified=entry.kind is not Kind.UNFINISHED)
 
 
 def _check_files(entry: Entry, find_problem: Callable[[Path, FileEntry], Problem | None]) -> Entry | None:
@@ -162,10 +159,10 @@ def _check_files(entry: Entry, find_problem: Callable[[Path, FileEntry], Problem
     manifest = read_manifest(entry.path)
     if isinstance(manifest, Problem):
         is_foreign = isinstance(manifest, OtherFormat) and entry.kind is Kind.CHECKPOINT
-        return _unless_gone(replace(entry, kind=Kind.FOREIGN if is_foreign else entry.kind, problems=(manifest,)))
+        return _unless_gone(entry._replace(kind=Kind.FOREIGN if is_foreign else entry.kind, problems=(manifest,)))
     problems = [find_problem(entry.path / name, file) for name, file in manifest.files.items()]
     step = manifest.step if entry.step is None else entry.step
-    return _unless_gone(replace(entry, step=step, problems=tuple(filter(None, problems))))
+    return _unless_gone(entry._replace(step=step, problems=tuple(filter(None, problems))))
 
 
 def newest_good(
@@ -272,15 +269,8 @@ def _reason(error: OSError) -> str:
 def _unless_gone(entry: Entry) -> Entry | None:
     """Return None if a run is deleting the folder: its files go missing one by one, then the folder."""
     if any(problem.text == _MISSING for problem in entry.problems):
-        before: set[str] | None = None
-        while (now := _names_in(entry.path)) != before:
+        before: set[Path] | None = None
+        while (now := set(entry.path.glob("*"))) != before:
             before = now
             time.sleep(SETTLED_S)
     return entry if not entry.problems or entry.path.exists() else None
-
-
-def _names_in(folder: Path) -> set[str]:
-    try:
-        return set(os.listdir(folder))
-    except FileNotFoundError:
-        return set()

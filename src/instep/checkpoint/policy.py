@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from instep.checkpoint.manifest import newest_first, step_of
 
@@ -26,8 +26,7 @@ def best_interval(stall_s: float, write_s: float, between_failures_s: float) -> 
     return min(max(wanted, 2 * write_s, _SHORTEST_S), _LONGEST_S)  # the disk must not be busy half of the time
 
 
-@dataclass(frozen=True)
-class RetentionPolicy:
+class RetentionPolicy(NamedTuple):
     """Which checkpoints of a run to keep."""
 
     newest: int = 3
@@ -46,24 +45,21 @@ class RetentionPolicy:
         name, _, which = (best or "").partition(":")
         return cls(newest, every, name or None, which == "min")
 
-    @property
-    def sign(self) -> int:
-        """The factor that makes the best value the largest."""
-        return -1 if self.smallest else 1
+    def worth(self, metrics: Mapping[str, float]) -> float:
+        """Return the metric that decides which checkpoint is the best, so that more is better; NaN: there is none."""
+        value = metrics.get(self.best_by or "", math.nan)
+        return -value if self.smallest else value
 
-    def best_of(self, scores: Scores) -> tuple[str, float] | None:
-        """Return the name and the value of the best checkpoint; of equal ones the newest."""
-        values = {name: metrics.get(self.best_by or "", math.nan) for name, metrics in scores.items()}
-        known = {name: value for name, value in values.items() if not math.isnan(value)}
-        best = max(known, key=lambda name: (self.sign * known[name], step_of(name) or 0), default=None)
-        return None if best is None else (best, known[best])
+    def best_of(self, scores: Scores) -> str | None:
+        """Return the name of the best checkpoint; of equal ones the newest."""
+        known = {name: worth for name in scores if not math.isnan(worth := self.worth(scores[name]))}
+        return max(known, key=lambda name: (known[name], step_of(name) or 0), default=None)
 
     def to_prune(self, names: Sequence[str], scores: Scores) -> list[str]:
         """Return the names of the checkpoints to delete."""
-        best = self.best_of(scores)
         ordered = newest_first(names)
         trusted = [name for name in ordered if self.trusted is not None and (step_of(name) or 0) <= self.trusted]
-        staying = {*trusted[:1], *(best[:1] if best is not None else ())}
+        staying = {*trusted[:1], self.best_of(scores)}
         return [
             name
             for name in ordered[self.newest :]

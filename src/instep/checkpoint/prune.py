@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from instep.checkpoint.files import sync_directory
 from instep.checkpoint.inventory import Entry, Inventory, Kind, newest_good
 from instep.core.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class PrunePlan:
+class PrunePlan(NamedTuple):
     """Which checkpoints to keep and which to delete."""
 
     kept: tuple[Entry, ...]

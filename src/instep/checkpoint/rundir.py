@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -69,7 +70,8 @@ class RunDirectory:
             old = cls(path)
             if fresh and not (job and old.owner() == job and old.is_locked()):  # else another node has moved it
                 old.lock()  # refuse to move a run that is still training
-                aside = _move_aside(path)
+                numbered = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
+                aside = path.rename(next(unused for unused in numbered if not unused.exists()))
                 old.unlock()
         directory = cls._make(path, exist_ok=True)
         directory._aside = aside
@@ -237,14 +239,18 @@ class RunDirectory:
         """Write a checkpoint, then delete those that the policy does not keep; return its path and size."""
         written = write_checkpoint(self.checkpoints, step, snapshot, scores, sharded)
         for name in retention.to_prune(self.names(), self.scores() if retention.best_by else {}):
-            self._remove(name)
+            # Renamed first, so that its name never refers to half of a checkpoint.
+            shutil.rmtree(self._rename(name, f".{name}.going"), ignore_errors=True)
         return written
 
     def set_aside(self, name: str, why: str) -> None:
         """Take a checkpoint out of use without deleting it: `damaged-step-…`, `doubtful-step-…`."""
-        aside = self.checkpoints / f"{why}-{name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(self.checkpoints / name, aside)
+        self._rename(name, f"{why}-{name}")
+
+    def _rename(self, name: str, new_name: str) -> Path:
+        target = self.checkpoints / new_name
+        shutil.rmtree(target, ignore_errors=True)
+        return (self.checkpoints / name).replace(target)
 
     def restore_replaced(self) -> None:
         """Rename a checkpoint back if a kill came just when a new one of the same step replaced it."""
@@ -252,13 +258,6 @@ class RunDirectory:
             name = entry.name.removeprefix(".").removesuffix(".old")
             if step_of(name) is not None and not (self.checkpoints / name).exists():
                 os.replace(entry, self.checkpoints / name)
-
-    def _remove(self, name: str) -> None:
-        """Delete a checkpoint; rename it first, so that its name never refers to half of one."""
-        going = self.checkpoints / f".{name}.going"
-        shutil.rmtree(going, ignore_errors=True)
-        os.replace(self.checkpoints / name, going)
-        shutil.rmtree(going, ignore_errors=True)
 
     def scores(self) -> dict[str, dict[str, float]]:
         """Return the evaluations in the checkpoints' manifests, by checkpoint name."""
@@ -289,14 +288,6 @@ def _write_content(file: IO[bytes], text: str) -> None:
     file.flush()
 
 
-def _move_aside(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside
-
-
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], may_extend: bool) -> list[str]:
     """List what must not change when a run continues."""
     if earlier["task"]["name"] != now["task"]["name"]:
@@ -311,10 +302,8 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], may_extend:
     ]
     for name in ("epochs", "steps"):
         before, after = earlier["length"].get(name), now["length"].get(name)
-        if before != after:
-            raised = before is not None and after is not None and after > before
-            if not raised:
-                lines.append(f"{name}: {before!r} there, {after!r} now (it can only be raised)")
-            elif not may_extend:
-                lines.append(f"{name}: {before!r} there, {after!r} now, and the Task's scheduler depends on it")
+        is_raised = before is not None and after is not None and after > before
+        if before != after and not (is_raised and may_extend):
+            why = ", and the Task's scheduler depends on it" if is_raised else " (it can only be raised)"
+            lines.append(f"{name}: {before!r} there, {after!r} now{why}")
     return lines

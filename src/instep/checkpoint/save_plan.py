@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.core.errors import CheckpointError
 
@@ -25,8 +24,7 @@ MIN_BALANCED_BYTES = 1 << 16
 """The first rank that holds it writes what is smaller than this."""
 
 
-@dataclass(frozen=True, order=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular region of a tensor."""
 
     offset: tuple[int, ...]
@@ -74,8 +72,7 @@ def chunk_box(shape: Sequence[int], chunks: Iterable[tuple[int, int, int]]) -> B
     return Box(tuple(offset), tuple(left))
 
 
-@dataclass(frozen=True)
-class LocalShard:
+class LocalShard(NamedTuple):
     """What one rank holds of a tensor."""
 
     dtype: str
@@ -86,19 +83,14 @@ class LocalShard:
     distributed: bool
     """Whether other ranks may hold other boxes of it, or write this one; if not, the first rank that holds it does."""
 
-    def to_json(self) -> list[Any]:
-        """Return the values to send to other ranks."""
-        return [self.dtype, self.shape, self.box.offset, self.box.shape, self.distributed]
-
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> LocalShard:
-        """Parse the values of `to_json`."""
-        dtype, shape, offset, size, distributed = data
-        return cls(dtype, tuple(shape), Box(tuple(offset), tuple(size)), distributed)
+        """Parse the values that another rank sent."""
+        dtype, shape, box, distributed = data
+        return cls(dtype, tuple(shape), Box(*map(tuple, box)), distributed)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor, and where it is written."""
 
     box: Box
@@ -107,8 +99,7 @@ class Piece:
     """In the file."""
 
 
-@dataclass(frozen=True)
-class TensorMetadata:
+class TensorMetadata(NamedTuple):
     """Dtype, shape and pieces of one tensor."""
 
     dtype: str
@@ -127,8 +118,7 @@ class TensorMetadata:
         return cls(str(data["dtype"]), tuple(data["shape"]), tuple(pieces))
 
 
-@dataclass(frozen=True)
-class SavePlan:
+class SavePlan(NamedTuple):
     """Where every tensor is written, and by which ranks."""
 
     tensors: dict[str, dict[str, TensorMetadata]]

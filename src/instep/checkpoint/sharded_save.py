@@ -9,9 +9,8 @@ import contextlib
 import json
 import secrets
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,20 +20,19 @@ from instep.checkpoint.save_plan import Key, LocalShard, Piece, SavePlan, plan_s
 from instep.checkpoint.shards import local_shard
 from instep.checkpoint.snapshot import FlatState, Snapshot
 from instep.checkpoint.state_tree import merge_skeletons
-from instep.checkpoint.write_reports import WriteReport, WriteTimeout, remove_reports, wait_for_reports
+from instep.checkpoint.write_reports import WriteReport, WriteTimeout, wait_for_reports
 from instep.world.grid import Grid
 
 
-@dataclass(frozen=True)
-class ShardedSave:
+class ShardedSave(NamedTuple):
     """One checkpoint that several ranks write, as one of them sees it ([Note: Writing together])."""
 
     plan: SavePlan
     rank: int
     skeleton_ranks: tuple[int, ...]
     """The ranks whose skeletons are needed: the first of each stage."""
-    token: str
-    """A part of the scratch directory's name that no other save has, of this run or an earlier one."""
+    scratch: Path
+    """The directory into which all ranks write. No other save has its name, of this run or an earlier one."""
     timeout: WriteTimeout
 
     @property
@@ -48,51 +46,43 @@ class ShardedSave:
         shares = enumerate(self.plan.shares)
         return [rank for rank, share in shares if rank and (share or rank in self.skeleton_ranks)]
 
-    def scratch(self, root: Path, step: int) -> Path:
-        """Return the directory into which all ranks write."""
-        return root / f".{checkpoint_name(step)}.{self.token}"
-
-    def clear_earlier(self, root: Path, step: int) -> None:
+    def clear_earlier(self) -> None:
         """Delete what earlier, failed saves of this run left; no rank writes to it any more."""
-        own, run = self.scratch(root, step), self.token.partition("-")[0]
-        for entry in root.glob(f".step-*.{run}-*"):
-            if entry != own:
+        run = self.scratch.suffix.partition("-")[0]
+        for entry in self.scratch.parent.glob(f".step-*{run}-*"):
+            if entry != self.scratch:
                 shutil.rmtree(entry, ignore_errors=True)
 
-    def write(self, root: Path, step: int, snapshot: Snapshot) -> None:
+    def write(self, snapshot: Snapshot) -> None:
         """Write this rank's share and a report; not on rank 0."""
         if self.rank not in self._reporting_ranks:
             return
-        directory = self.scratch(root, step)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            files = write_parts(directory, snapshot)
+            self.scratch.mkdir(parents=True, exist_ok=True)
+            files = write_parts(self.scratch, snapshot)
             skeletons = snapshot.skeletons if self.rank in self.skeleton_ranks else {}
-            WriteReport(files, skeletons).write(directory, self.rank)
+            WriteReport(files, skeletons).write(self.scratch, self.rank)
         except OSError as error:
             for file in snapshot.files.values():  # a full disk has no space for a report
-                (directory / file).unlink(missing_ok=True)
-            report = WriteReport(problem="disk", text=error.strerror or str(error), number=error.errno or 0)
-            self.refuse(root, step, report)
+                (self.scratch / file).unlink(missing_ok=True)
+            self.refuse(WriteReport(problem="disk", text=error.strerror or str(error), number=error.errno or 0))
         except BaseException as error:
-            self.refuse(root, step, WriteReport(problem="other", text=f"{type(error).__name__}: {error}"))
+            self.refuse(WriteReport(problem="other", text=f"{type(error).__name__}: {error}"))
             raise
 
-    def refuse(self, root: Path, step: int, report: WriteReport) -> None:
+    def refuse(self, report: WriteReport) -> None:
         """Report to rank 0 why this rank wrote nothing; if that fails too, rank 0 times out."""
-        directory = self.scratch(root, step)
         with contextlib.suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
-            report.write(directory, self.rank)
+            self.scratch.mkdir(parents=True, exist_ok=True)
+            report.write(self.scratch, self.rank)
 
-    def collect(self, directory: Path, skeletons: dict[str, Any]) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+    def collect(self, skeletons: dict[str, Any]) -> tuple[dict[str, FileEntry], dict[str, Any]]:
         """Wait for the other ranks; return their files, and the skeletons of all ranks merged. On rank 0 only."""
-        reports = wait_for_reports(directory, self._reporting_ranks, self.timeout)
+        reports = wait_for_reports(self.scratch, self._reporting_ranks, self.timeout)
         files: dict[str, FileEntry] = {}
         for rank in sorted(reports):
             files |= reports[rank].files
             skeletons = merge_skeletons(skeletons, reports[rank].skeletons)
-        remove_reports(directory, reports)
         return files, skeletons
 
     def pieces_json(self) -> bytes:
@@ -128,9 +118,12 @@ class SavePlanner:
 
     def plan(self, state: FlatState) -> SavePlan:
         """Return the plan that all ranks agree on. Called on all ranks."""
-        structure = _structure(state)
+        structure = [  # what a plan depends on; fast, because a save waits for it
+            (key, tensor.dtype, tensor.shape, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
+            for key, tensor in state.tensors.items()
+        ]
         if self.any(structure != self._structure):
-            own = [[*key, *local_shard(key, state).to_json()] for key in state.tensors]
+            own = [[*key, *local_shard(key, state)] for key in state.tensors]
             self._plan = plan_save(
                 [
                     {(part, name): LocalShard.from_json(data) for part, name, *data in rows}
@@ -140,17 +133,9 @@ class SavePlanner:
         self._structure = structure
         return self._plan
 
-    def begin(self, state: FlatState) -> ShardedSave:
-        """Begin a checkpoint of the current state. Called on all ranks."""
+    def begin(self, state: FlatState, root: Path, step: int) -> ShardedSave:
+        """Begin the checkpoint of a step, with the current state. Called on all ranks."""
         plan = self.plan(state)
         self._number += 1
-        token = f"{self._run}-{self._number}"
-        return ShardedSave(plan, self._world.rank, self._skeleton_ranks, token, self.timeout)
-
-
-def _structure(state: FlatState) -> list[Any]:
-    """Return what a plan depends on; fast, because a save waits for it."""
-    return [
-        (key, tensor.dtype, tensor.shape, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
-        for key, tensor in state.tensors.items()
-    ]
+        scratch = root / f".{checkpoint_name(step)}.{self._run}-{self._number}"
+        return ShardedSave(plan, self._world.rank, self._skeleton_ranks, scratch, self.timeout)

@@ -6,9 +6,9 @@ new memory, 6.1 into memory that was used before), and pinning them for a GPU fa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ Share = Mapping[Key, Piece]
 """What one of several ranks writes of a state, and where."""
 
 
-@dataclass(frozen=True)
-class FlatState:
+class FlatState(NamedTuple):
     """A flattened state; its tensors are still those that training changes."""
 
     skeletons: dict[str, Any]
@@ -50,8 +49,7 @@ class FlatState:
         return {key: local_tensor(self.tensors[key]) for key in share}
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A copy of a state at one moment, which training does not change."""
 
     skeletons: dict[str, Any]
@@ -89,14 +87,16 @@ class HostBuffer:
     def allocation(self, state: FlatState, share: Share | None = None) -> Callable[[], None]:
         """Return a job that allocates the memory for a snapshot, so that the first one is as fast as later ones.
 
-        The job may run in another thread: it knows the shapes, and does not touch the state itself.
+        The job may run in another thread: it knows the shapes, and does not touch the state itself. If there is no
+        memory, or none that can be pinned, the first snapshot will fail.
         """
         sources = state.local(share)
         wanted = [(key, tensor.shape, tensor.dtype, has_streams(tensor.device)) for key, tensor in sources.items()]
 
         def allocate() -> None:
-            for key, shape, dtype, pinned in wanted:
-                self._host[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned).zero_()
+            with contextlib.suppress(RuntimeError, MemoryError):
+                for key, shape, dtype, pinned in wanted:
+                    self._host[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned).zero_()
 
         return allocate
 

@@ -91,7 +91,10 @@ class WriteTimeout:
 
 
 def wait_for_reports(directory: Path, ranks: Iterable[int], timeout: WriteTimeout) -> dict[int, WriteReport]:
-    """Return the reports of other ranks; raise the problem of the first that could not write its share."""
+    """Return the reports of other ranks, and delete them: a checkpoint holds only files that its manifest names.
+
+    Raise the problem of the first rank that could not write its share.
+    """
     missing, reports = set(ranks), dict[int, WriteReport]()
     sizes: dict[str, int] = {}
     moved, pause_s = time.monotonic(), _POLL_S
@@ -110,13 +113,9 @@ def wait_for_reports(directory: Path, ranks: Iterable[int], timeout: WriteTimeou
         if missing:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.2, _LONGEST_POLL_S)
-    return reports
-
-
-def remove_reports(directory: Path, ranks: Iterable[int]) -> None:
-    """Delete the reports: a checkpoint holds only files that its manifest names."""
-    for rank in ranks:
+    for rank in reports:
         _path(directory, rank).unlink()
+    return reports
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:

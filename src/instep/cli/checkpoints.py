@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def _list(spec: CheckpointsSpec, console: Console) -> tuple[bool, dict[str, Any]
         total = sum(entry.num_bytes for entry in inventory.entries if entry.kind is not Kind.UNFINISHED)
         with ReadingDisplay("verifying", total) as progress:
             checked = [verify(entry, progress) for entry in inventory.entries]
-        inventory = replace(inventory, entries=tuple(entry for entry in checked if entry is not None))
+        inventory = inventory._replace(entries=tuple(entry for entry in checked if entry is not None))
     _show_entries(console, inventory.entries)
     _say(console, _verdict(inventory, spec.verify))
     entries = [_as_json(entry) for entry in inventory.entries]
@@ -179,7 +179,7 @@ def _export(spec: CheckpointsSpec, target: Path, console: Console) -> tuple[bool
     done = export(good[0].path, wanted)
     _say_export(console, good[0], done)
     paths = {"files": list(map(str, done.files)), "replaced": list(map(str, done.replaced))}
-    exported = {"checkpoint": str(good[0].path), "step": good[0].step, **asdict(done), **paths}
+    exported = {"checkpoint": str(good[0].path), "step": good[0].step, **done._asdict(), **paths}
     return True, {**exported, "skipped": skipped}
 
 
@@ -254,7 +254,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "saved_at": saved_at.isoformat(timespec="seconds"),
         "num_bytes": entry.num_bytes,
         "num_files": entry.num_files,
-        "problems": [asdict(problem) for problem in entry.problems],
+        "problems": [problem._asdict() for problem in entry.problems],
     }
 
 

@@ -27,9 +27,9 @@ from instep.train.precision import resolve_precision
 from instep.train.result import Result
 from instep.train.source import TaskSource
 from instep.train.task import Task
-from instep.train.worker import launched_main, placed_main, process_settings, worker_main
+from instep.train.worker import joined_world, launched_main, placed_main, worker_main
 from instep.world.device import device_count
-from instep.world.world import World, judge_place, place_here
+from instep.world.world import judge_place, place_here
 
 
 def train_here(task: Task, **options: Any) -> Result:
@@ -120,10 +120,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
     """Train in this process, as a rank of the world it was launched in, or as the only one."""
     if place.attempt:  # the launcher restarts the same command: the run that it began with --fresh continues
         spec = dataclasses.replace(spec, fresh=False)
-    with (
-        process_settings(spec, place.local_world_size),
-        World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
-    ):
+    with joined_world(place, spec) as world:
         directory = agree_on_directory(world, lambda: prepare_directory(task, spec))
         try:
             if (done := _complete(directory, task, spec, world.is_main)) is not None:

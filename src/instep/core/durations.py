@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from instep.core.errors import SpecError
 
@@ -16,8 +16,7 @@ def seconds_of(text: str) -> float | None:
     return float(match[1]) * _SECONDS[match[2]] if match else None
 
 
-@dataclass(frozen=True)
-class Cadence:
+class Cadence(NamedTuple):
     """How often something is done: every N steps, epochs or seconds; all None: only at the end."""
 
     steps: int | None = None

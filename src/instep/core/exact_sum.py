@@ -6,6 +6,7 @@ into batches and ranks gives the same sum. It is rounded once, at the end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -19,7 +20,7 @@ class ExactSum:
     """Adds doubles without rounding."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, int] = {}
+        self._sums: Counter[int] = Counter()
         self._odd = 0.0
         """The sum of NaNs and infinities, which are no integers."""
 
@@ -35,8 +36,6 @@ class ExactSum:
             self._add_finite(flat[start : start + (1 << 20)])
 
     def _add_finite(self, values: numpy.ndarray) -> None:
-        if not len(values):
-            return
         fractions, exponents = numpy.frexp(values)
         integers = (fractions * 2.0**_MANTISSA_BITS).astype(numpy.int64)
         low_exponent = int(exponents.min())
@@ -45,11 +44,7 @@ class ExactSum:
         high_sums = numpy.bincount(slots, weights=high)
         low_sums = numpy.bincount(slots, weights=low)
         for slot in numpy.flatnonzero(numpy.bincount(slots)).tolist():
-            total = (int(high_sums[slot]) << _HALF_BITS) + int(low_sums[slot])
-            self._add_integer(low_exponent + slot, total)
-
-    def _add_integer(self, exponent: int, integer: int) -> None:
-        self._sums[exponent] = self._sums.get(exponent, 0) + integer
+            self._sums[low_exponent + slot] += (int(high_sums[slot]) << _HALF_BITS) + int(low_sums[slot])
 
     def to_json(self) -> dict[str, int | str]:
         """Return the sum as plain values, to send to other processes."""
@@ -61,7 +56,7 @@ class ExactSum:
             if key == "odd":
                 self._odd += float(value)
             else:
-                self._add_integer(int(key), int(value))
+                self._sums[int(key)] += int(value)
 
     def over(self, weight: ExactSum) -> float:
         """Divide by another sum, rounding once; 0/0 is NaN."""

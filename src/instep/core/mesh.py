@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from instep.core.errors import SpecError
 
@@ -32,8 +31,7 @@ STRATEGIES: dict[str, Axis | None] = {
 """The values of `--strategy`, and the axis along which each lays out the ranks; None: it has one rank."""
 
 
-@dataclass(frozen=True)
-class Mesh:
+class Mesh(NamedTuple):
     """The number of ranks along each axis."""
 
     pp: int = 1
@@ -61,8 +59,11 @@ class Mesh:
         if mesh is not None:
             parsed = cls.parse(mesh)
             if parsed.size != world_size:
+                rest, left_over = divmod(world_size, parsed.size // parsed.dp)
+                axes = f"axes whose product is {world_size}" if left_over else f"dp={rest}"
                 raise SpecError(
-                    f"mesh={mesh}: {parsed} = {parsed.size} ≠ {world_size} processes. {parsed._remedy(world_size)}"
+                    f"mesh={mesh}: {parsed} = {parsed.size} ≠ {world_size} processes. "
+                    f"Use {parsed.size} processes, or {axes}."
                 )
             return parsed
         axis = STRATEGIES[strategy]
@@ -72,12 +73,6 @@ class Mesh:
                 "Use strategy=ddp, or one process."
             )
         return cls(**{axis or "dp": world_size})
-
-    def _remedy(self, world_size: int) -> str:
-        rest, left_over = divmod(world_size, self.size // self.dp)
-        if left_over:
-            return f"Use {self.size} processes, or axes whose product is {world_size}."
-        return f"Use {self.size} processes, or dp={rest}."
 
     def __str__(self) -> str:
         named = [f"{axis}({self.along(axis)})" for axis in ("dp", "fsdp", "tp", "pp") if self.along(axis) > 1]

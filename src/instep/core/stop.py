@@ -9,6 +9,7 @@ requests later finds that handler in place, and takes the request over.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -58,12 +59,16 @@ def keep_stops(end: Callable[[int], None], numbers: Sequence[signal.Signals] = S
     """Keep requests to stop from now on; return a function that undoes this. Has an effect in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    early = EarlyStop(end)
-    before = {number: signal.signal(number, early) for number in numbers}
+    return _install(EarlyStop(end), numbers)
+
+
+def _install(handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals]) -> Callable[[], None]:
+    """Install a signal handler; return a function that restores the earlier ones."""
+    before = {number: signal.signal(number, handler) for number in numbers}
 
     def undo() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for number, earlier in before.items():
+            signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)
 
     return undo
 
@@ -82,6 +87,35 @@ def taking_over(on_request: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         early.on_request = None
+
+
+@contextlib.contextmanager
+def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Listen for SIGTERM and SIGUSR1 (SLURM's warning before it takes a node away) while the block runs.
+
+    The handler only sets the request. It reaches the other ranks with the next step's sums, so that all know of it at
+    the same step; there they save and leave. A second signal ends the process at once. A launcher may set `request`
+    itself.
+    """
+    request = request or StopRequest()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if request.ask():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # only the main thread may listen
+        return
+    with taking_over(request.ask):
+        undo = _install(on_signal, SIGNALS)
+    # Our launcher blocks this one until a handler is there: by default it would end the process.
+    was_blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    try:
+        yield request
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, was_blocked)
+        undo()
 
 
 def _early_stop() -> EarlyStop | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class Columns(BatchDataset):
         self._single = isinstance(data, (torch.Tensor, np.ndarray))
         columns = [data] if self._single else list(data.values() if self._names is not None else data)
         names = self._names if self._names is not None else range(len(columns))
-        self._length = _common_length(zip(names, columns, strict=True))
+        self._length = _common_length(names, columns)
         self._readers = [_reader(name, column) for name, column in zip(names, columns, strict=True)]
 
     def __len__(self) -> int:
@@ -61,21 +61,17 @@ def as_columns(dataset: Any, samples_wanted: bool) -> Columns | None:
     return Columns(dataset)
 
 
-def _common_length(columns: Iterable[tuple[Any, Column]]) -> int:
-    first_name, length = None, None
-    for name, column in columns:
+def _common_length(names: Sequence[Any], columns: Sequence[Column]) -> int:
+    for name, column in zip(names, columns, strict=True):
         if column.ndim == 0:
             raise DataError(f"Column {name!r} of the dataset is a scalar, without rows. Give one row per sample.")
-        if length is None:
-            first_name, length = name, len(column)
-        elif len(column) != length:
+        if len(column) != len(columns[0]):
             raise DataError(
-                f"Column {first_name!r} of the dataset has {length} rows and column {name!r} has "
+                f"Column {names[0]!r} of the dataset has {len(columns[0])} rows and column {name!r} has "
                 f"{len(column)}. Row i of each is one sample, so they must have the same length: remove the extra "
                 f"rows, or, if these are samples rather than columns, define collate in the Task."
             )
-    assert length is not None
-    return length
+    return len(columns[0])
 
 
 def _reader(name: Any, column: Column) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -93,7 +89,12 @@ def _reader(name: Any, column: Column) -> Callable[[torch.Tensor], torch.Tensor]
     if column.flags.writeable and column.dtype.isnative:
         with contextlib.suppress(ValueError):  # strides that torch does not support, for instance negative ones
             return _tensor_reader(torch.from_numpy(column))
-    return lambda indices: _array_rows(column, indices)
+
+    def read(indices: torch.Tensor) -> torch.Tensor:
+        rows = np.asarray(column.take(indices.numpy(), axis=0))
+        return torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))
+
+    return read
 
 
 def _tensor_reader(column: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -101,8 +102,3 @@ def _tensor_reader(column: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
     if column.device.type == "cpu":
         return lambda indices: column.index_select(0, indices)
     return lambda indices: column.index_select(0, indices.to(column.device))
-
-
-def _array_rows(column: npt.NDArray[Any], indices: torch.Tensor) -> torch.Tensor:
-    rows = np.asarray(column.take(indices.numpy(), axis=0))
-    return torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))

@@ -1,13 +1,16 @@
-"""The base class of datasets that are read a whole batch at a time."""
+"""The base class of datasets that are read a whole batch at a time, and the splits of those that come with instep."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from instep.core.errors import SpecError
 from instep.data.nested import map_tensors
+
+Split = Literal["train", "test"]
 
 
 class BatchDataset(ABC):
@@ -34,3 +37,9 @@ class BatchDataset(ABC):
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return map_tensors(lambda rows: rows[0], self.gather(torch.tensor([index % len(self)])))
+
+
+def check_split(split: str) -> None:
+    """Raise SpecError unless the split is train or test."""
+    if split not in ("train", "test"):
+        raise SpecError(f"split={split!r} is unknown. Choose 'train' or 'test'.")

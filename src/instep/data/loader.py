@@ -16,10 +16,11 @@ from torch.utils.data import IterableDataset
 
 from instep.core.errors import DataError, TaskError
 from instep.data.columns import as_columns
+from instep.data.nested import map_tensors
 from instep.data.order import Batch, BatchPlan, Indices, PartPlan, SampleOrder
-from instep.data.samples import SampleSource, default_workers
-from instep.data.source import BatchSource, Collate, Request, Source, find_gather
-from instep.data.transfer import to_device
+from instep.data.source import BatchSource, Collate, Request, SampleSource, Source, default_workers, find_gather
+from instep.world.device import has_streams
+from instep.world.tensors import nested_tensors
 
 # Positions looked up at once: enough that the lookup costs next to nothing per step, few enough that the first
 # step does not wait for it (0.4 ms).
@@ -64,7 +65,6 @@ class GlobalBatch(NamedTuple):
 
     step: int
     epoch: int
-    first_position: int
     size: int
     parts: tuple[Part, ...]
     num_shards: int = 0
@@ -76,27 +76,17 @@ class TrainLoader:
 
     def __init__(self, dataset: Any, plan: BatchPlan, order: SampleOrder, options: LoadOptions) -> None:
         assert num_samples(dataset, options.collate) == plan.num_samples == order.num_samples
-        self._source = options.open_source(dataset)
+        self.source = options.open_source(dataset)
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
 
-    @property
-    def notices(self) -> list[str]:
-        """What to tell the user once; the first batch may add to it."""
-        return self._source.notices
-
-    def describe(self) -> str:
-        """Return in a few words how the dataset is read."""
-        return self._source.describe()
-
     def steps(self, first: int, last: int) -> Iterator[GlobalBatch]:
         """Load the steps first..last-1, counted over all epochs. One call at a time."""
-        batches = to_device(self._source.read(self._requests(first, last)), self._device)
+        batches = to_device(self.source.read(self._requests(first, last)), self._device)
         for run in self._runs(first, last):
-            epoch, position, size = run.start
-            for number in range(run.num_steps):
+            for step in range(run.first_step, run.first_step + run.num_steps):
                 parts = tuple([Part(plan, next(batches)) for plan in run.parts])
-                yield GlobalBatch(run.first_step + number, epoch, position + number * size, size, parts, run.num_shards)
+                yield GlobalBatch(step, run.start.epoch, run.start.size, parts, run.num_shards)
 
     def sample_indices(self, step: int) -> Indices:
         """Return the sample indices of the whole global batch of a step, row by row."""
@@ -104,16 +94,14 @@ class TrainLoader:
         positions = np.arange(batch.first_position, batch.first_position + batch.size)
         return self._order.indices(batch.epoch, positions)
 
-    def close(self) -> None:
-        """End the loader processes."""
-        self._source.close()
-
     def _requests(self, first: int, last: int) -> Iterator[Request]:
         """Yield the requests for this rank's parts of the steps; look up the samples of a whole run at once."""
         for run in self._runs(first, last):
             epoch, position, size = run.start
             starts = position + size * np.arange(run.num_steps)
-            positions = (starts[:, None] + _rows(run.parts)).reshape(-1)
+            rows = [np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in run.parts]
+            # In exact mode a short batch may have no shard for this rank.
+            positions = (starts[:, None] + np.concatenate([np.arange(0), *rows])).reshape(-1)
             indices = torch.from_numpy(self._order.indices(epoch, positions))
             for part in indices.split([plan.num_rows for plan in run.parts] * run.num_steps):
                 yield epoch, part
@@ -139,12 +127,6 @@ class _Run(NamedTuple):
     """The first step's batch."""
     parts: tuple[PartPlan, ...]
     num_shards: int
-
-
-def _rows(parts: tuple[PartPlan, ...]) -> Indices:
-    """Return the rows of the global batch that this rank reads."""
-    rows = [np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in parts]
-    return np.concatenate([np.arange(0), *rows])  # in exact mode a short batch may have no shard for this rank
 
 
 def evaluation_chunks(
@@ -208,3 +190,45 @@ def _length(dataset: Any) -> int:
             f"The dataset ({kind}) has no length: {error}. An epoch is every sample exactly once, so their "
             f"number must be known: give the dataset a __len__."
         ) from None
+
+
+def to_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Yield the batches on the device; for the CPU, return them unchanged."""
+    if device.type == "cpu":
+        return batches
+    if has_streams(device):
+        return _copy_ahead(batches, device)
+    return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
+
+
+def _copy_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Copy each batch to a GPU before the previous one is used, on a stream of its own.
+
+    So a batch is copied while the previous step computes, even if that step waits for the GPU.
+    """
+    module = torch.get_device_module(device)
+    stream = module.Stream(device)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        # A copy from pageable memory would wait for the stream. No reference to the pinned buffer is needed:
+        # torch's host allocator keeps it until the stream has passed the copy.
+        on_host = tensor.device.type == "cpu"
+        return (tensor.pin_memory() if on_host else tensor).to(device, non_blocking=True)
+
+    def arrived(batch: Any, event: torch.Event) -> Any:
+        current = module.current_stream(device)
+        current.wait_event(event)
+        for tensor in nested_tensors(batch):
+            # Its memory belongs to the copy stream, which must not reuse it while this stream may read it.
+            tensor.record_stream(current)
+        return batch
+
+    pending: tuple[Any, torch.Event] | None = None
+    for batch in batches:
+        with module.stream(stream):
+            started = map_tensors(copy, batch), stream.record_event()
+        if pending is not None:
+            yield arrived(*pending)
+        pending = started
+    if pending is not None:
+        yield arrived(*pending)

@@ -116,8 +116,7 @@ class Batch(NamedTuple):  # not a dataclass: one is created in every step, and t
     size: int
 
 
-@dataclass(frozen=True)
-class PartPlan:
+class PartPlan(NamedTuple):
     """What one rank computes of one micro-batch."""
 
     first_row: int

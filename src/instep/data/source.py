@@ -1,13 +1,26 @@
-"""Sources: how a dataset is read as batches. The abstract class, and the source that reads whole batches."""
+"""Sources: how a dataset is read, by the batch or sample by sample.
+
+Samples are read by torch's DataLoader and its worker processes.
+
+Ranks: all; each has its own workers.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from instep.core.errors import DataError
 from instep.data.columns import as_columns
@@ -20,6 +33,8 @@ Request = tuple[int, torch.Tensor]
 """The epoch, and the sample indices (1-D int64, on the CPU) of one part."""
 Collate = Callable[[list[Any]], Any]
 Gather = Callable[[torch.Tensor], Any]
+_ORPHAN_CHECK_S = 0.5
+_MOST_DEFAULT_WORKERS = 8
 
 
 class Source(ABC):
@@ -32,7 +47,7 @@ class Source(ABC):
 
     def __init__(self) -> None:
         self.notices: list[str] = []
-        """What to tell the user once."""
+        """What to tell the user once; the first batch may add to it."""
 
     @abstractmethod
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
@@ -73,18 +88,15 @@ class BatchSource(Source):
             batch = self._gather(indices)
             if self._draws is None:
                 self._draws = fingerprint() != before
-                self._check_first(batch, len(indices))
+                if not self._collated:
+                    _check_rows(batch, len(indices))
+                if self._draws:
+                    self.notices.append(
+                        "The dataset draws random numbers while it reads a whole batch. That noise depends on how "
+                        "the batch is split, so another number of processes gives other samples. A dataset with only "
+                        "__getitem__ is read sample by sample, each with its own noise."
+                    )
         return batch
-
-    def _check_first(self, batch: Any, expected_rows: int) -> None:
-        if not self._collated:
-            _check_rows(batch, expected_rows)
-        if self._draws:
-            self.notices.append(
-                "The dataset draws random numbers while it reads a whole batch. That noise depends on how "
-                "the batch is split, so another number of processes gives other samples. A dataset with only "
-                "__getitem__ is read sample by sample, each with its own noise."
-            )
 
 
 def find_gather(dataset: Any, collate: Collate | None) -> Gather | None:
@@ -134,3 +146,159 @@ def _check_rows(batch: Any, expected: int) -> None:
 def _rows(batch: Any, count: int) -> list[Any]:
     _check_rows(batch, count)
     return [map_tensors(lambda rows, row=row: rows[row], batch) for row in range(count)]  # type: ignore[misc]
+
+
+def default_workers(local_world_size: int) -> int:
+    """Return how many processes load samples: this rank's share of the cores, less the one that computes."""
+    cores = len(os.sched_getaffinity(0))
+    return max(0, min(_MOST_DEFAULT_WORKERS, cores // local_world_size - 1))
+
+
+class SampleSource(Source):
+    """Reads `dataset[index]` for each sample, in worker processes or, if there are none, in this process."""
+
+    def __init__(self, dataset: Any, *, collate: Collate | None, workers: int, seed: int) -> None:
+        super().__init__()
+        self._reader = _SampleReader(dataset, collate or default_collate, seed)
+        self._workers = workers
+        self._queue = _RequestQueue()
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Any = None
+        if workers:
+            self._loader = DataLoader(
+                self._reader,  # type: ignore[arg-type]
+                batch_sampler=self._queue,  # type: ignore[arg-type]
+                num_workers=workers,
+                collate_fn=lambda batch: batch,
+                persistent_workers=True,
+                worker_init_fn=_end_with_parent,
+                # A generator of its own: otherwise each iterator would draw from the global one.
+                generator=torch.Generator(),
+                # Forked workers need no pickling, so a dataset may be defined anywhere, even in a notebook.
+                multiprocessing_context="fork",
+            )
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """Read batches; worker processes read a few ahead and are reused by the next call."""
+        return self._read_here(requests) if self._loader is None else self._read_ahead(self._loader, requests)
+
+    def describe(self) -> str:
+        """Return in a few words how the dataset is read."""
+        return f"sample by sample, {self._workers} worker process{'' if self._workers == 1 else 'es'}"
+
+    def close(self) -> None:
+        """End the worker processes."""
+        # Otherwise they would end with the last reference, which a traceback may hold for a long time.
+        if self._batches is not None:
+            self._batches._shutdown_workers()
+        self._batches = self._loader = None
+
+    def _read_here(self, requests: Iterable[Request]) -> Iterator[Any]:
+        for epoch, indices in requests:
+            with generators_kept():
+                batch = self._reader.read(epoch, indices.tolist())
+            yield batch
+
+    def _read_ahead(self, loader: DataLoader[Any], requests: Iterable[Request]) -> Iterator[Any]:
+        self._queue.requests = requests
+        with warnings.catch_warnings():
+            # Python warns of any fork in a process with threads. These workers are safe: they compute on one
+            # thread and do not use the process groups.
+            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+            self._batches = iter(loader)
+        for batch in self._batches:
+            if isinstance(batch, _Failure):
+                self.close()
+                raise batch.exception()
+            yield batch
+
+
+class _SampleReader:
+    """Reads and collates the samples of one part. Worker processes call `__getitems__`."""
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def __getitems__(self, request: tuple[int, list[int]]) -> Any:
+        try:
+            return self.read(*request)
+        except Exception as error:  # noqa: BLE001 - the parent raises it again
+            return _Failure.of(error)
+
+    def read(self, epoch: int, indices: list[int]) -> Any:
+        """Read these samples as one batch, each with its own seed. Leaves the global generators changed."""
+        samples = []
+        for index in indices:
+            seed_sample(self._seed, epoch, index)
+            try:
+                samples.append(self._dataset[index])
+            except Exception as error:
+                error.add_note(f"This happened while reading sample {index} of the dataset in epoch {epoch}.")
+                raise
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            error.add_note(
+                f"This happened while making a batch of the samples {_shortened(indices)}. If samples cannot be "
+                f"stacked, define collate(samples) in the Task."
+            )
+            raise
+
+
+class _Failure(NamedTuple):
+    """An exception of a worker process, pickled for its parent.
+
+    torch itself would raise another exception, with the traceback as its message.
+    """
+
+    pickled: bytes
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        trace = "".join(traceback.format_exception(error))
+        notes = (*getattr(error, "__notes__", ()), f"The traceback in the worker process {os.getpid()}:\n{trace}")
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)  # noqa: S301 - many exceptions can be pickled but not unpickled
+        except Exception:  # noqa: BLE001 - whatever pickling raises, the failure must arrive
+            pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        return cls(pickled, notes)
+
+    def exception(self) -> Exception:
+        """Rebuild the exception."""
+        error: Exception = pickle.loads(self.pickled)  # noqa: S301 - pickled by our own worker
+        error.__notes__ = list(self.notes)
+        return error
+
+
+class _RequestQueue:
+    """The DataLoader's batch sampler: `requests` changes, so one DataLoader and its workers serve every `read`."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        return ((epoch, indices.tolist()) for epoch, indices in self.requests)
+
+
+def _end_with_parent(_worker: int) -> None:
+    """End this worker when its parent ends, for whatever reason, and not earlier.
+
+    A scheduler that stops a job may signal every process of it, but a rank that saves still needs its samples.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        while os.getppid() == parent.pid:
+            time.sleep(_ORPHAN_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def _shortened(indices: list[int]) -> str:
+    return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, … {len(indices)} in all]"

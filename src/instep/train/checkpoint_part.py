@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -23,8 +22,7 @@ RUN_PARTS = ("rng", "progress", "platform", "spec")
 """The parts of the run itself; they follow the models' parts in a checkpoint."""
 
 
-@dataclass(frozen=True)
-class CheckpointPart:
+class CheckpointPart(NamedTuple):
     """Something that is saved, and restored, under a name."""
 
     name: str

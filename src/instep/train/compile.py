@@ -25,8 +25,6 @@ from instep.parallel.strategy import LossOf
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
 
-Notice = Callable[[str], None]
-
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the user compiles the model, or a module of it."""
@@ -46,47 +44,48 @@ def wants_compiling(engine: Engine) -> bool:
 
 
 class Trials:
-    """Which shapes have been tried, and what to do when one cannot be compiled."""
+    """Runs compiled code for the shapes that it is known to work for, and tries new ones."""
 
-    def __init__(self, engine: Engine, notice: Notice) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._notice = notice
-        self._known: set[tuple[Any, ...]] = set()
+        self.known: set[tuple[Any, ...]] = set()
+        """The shapes that have been tried."""
         self._failed = False
 
-    def is_due(self) -> bool:
-        """Return whether this part is to be computed by compiled code."""
-        return not self._failed and self._engine.is_full and self._engine.context.num_rows > 0
+    def run(
+        self,
+        given: Any,
+        compiled: Callable[[], Any],
+        plain: Callable[[], Any],
+        begin_trial: Callable[[], Callable[[], None]],
+    ) -> Any:
+        """Return what compiled code computes, or, where that fails or is not to be, what `plain` does.
 
-    @property
-    def is_first(self) -> bool:
-        """Whether there was no trial yet."""
-        return not self._known
-
-    def knows(self, given: Any) -> bool:
-        """Return whether these shapes were tried before."""
-        return self._key(given) in self._known
-
-    def run(self, given: Any, compiled: Callable[[], Any], plain: Callable[[], Any]) -> Any:
-        """Return what compiled code computes for new shapes, or, if it fails, what `plain` does.
-
-        `plain` restores what the trial has changed, then computes. Where layers exchange something, no rank can go
-        through a part once more by itself.
+        `begin_trial` notes what a trial may change, and returns a function that restores it. Where layers exchange
+        something, no rank can go through a part once more by itself.
         """
+        engine = self._engine
+        if self._failed or not engine.is_full or not engine.context.num_rows:
+            return plain()
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in nested_tensors(given))
+        if shapes in self.known:
+            return compiled()
+        restore = begin_trial()
         try:
             result = compiled()
         except InstepError:
             raise
         except Exception as error:
-            if self._engine.context.connected and self._engine.world.world_size > 1:
+            if engine.context.connected and engine.world.world_size > 1:
                 raise CompileError(
                     f"--compile: compiled code failed. {_reason(error)}\nIts layers exchange something, so that it "
                     "cannot be tried again without. Leave --compile out, to see whether the model itself can be "
                     "computed."
                 ) from error
+            restore()
             result = plain()  # an error of the model itself is raised here
             self._give_up(error)
-        self._known.add(self._key(given))
+        self.known.add(shapes)
         return result
 
     def _give_up(self, error: Exception) -> None:
@@ -98,10 +97,9 @@ class Trials:
                 f"--compile: this model cannot be compiled, though it can be computed. {reason}\n"
                 "Leave --compile out, or see what torch.compile says of it with TORCH_LOGS=+dynamo."
             ) from error
-        self._notice(f"not compiled, since that failed: {reason}. The training continues without, which may be slower.")
-
-    def _key(self, given: Any) -> tuple[Any, ...]:
-        return tuple((tensor.shape, tensor.dtype) for tensor in nested_tensors(given))
+        self._engine.notice(
+            f"not compiled, since that failed: {reason}. The training continues without, which may be slower."
+        )
 
 
 def _reason(error: Exception) -> str:
@@ -109,34 +107,34 @@ def _reason(error: Exception) -> str:
     return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
 
 
-class TrialState:
-    """What a trial may change besides gradients: buffers, and how often layers have drawn noise."""
+def note_state(engine: Engine) -> Callable[[], None]:
+    """Note what a trial may change besides gradients: buffers, and how often layers have drawn noise.
 
-    def __init__(self, engine: Engine) -> None:
-        self._uses = [(layer, layer.uses) for layer in engine.context.noisy]
-        self._buffers = SavedBuffers(trained.model for trained in engine.trained)
+    Return a function that restores it.
+    """
+    uses = [(layer, layer.uses) for layer in engine.context.noisy]
+    buffers = SavedBuffers(trained.model for trained in engine.trained)
 
-    def restore(self) -> None:
-        """Put it back."""
-        for layer, uses in self._uses:
-            layer.uses = uses
-        self._buffers.restore()
+    def restore() -> None:
+        for layer, count in uses:
+            layer.uses = count
+        buffers.restore()
+
+    return restore
 
 
 class CompiledLoss:
     """A Task's loss, and in `compiled` the same, compiled together with its model."""
 
-    def __init__(self, engine: Engine, loss_of: LossOf, notice: Notice) -> None:
+    def __init__(self, engine: Engine, loss_of: LossOf) -> None:
+        self._engine = engine
         self._loss_of = loss_of
-        self._notice = notice
-        self.trials = Trials(engine, notice)
-        self._compiled: LossOf | None = None
+        self.trials = Trials(engine)
 
-    def compiled(self, model: nn.Module, batch: Any) -> Any:
-        """Compute the loss in compiled code."""
-        if self._compiled is None:  # now and not before: this, too, may fail
-            self._compiled = torch.compile(self._loss_of)
-        return self._compiled(model, batch)
+    @functools.cached_property
+    def compiled(self) -> LossOf:
+        """The loss in compiled code; made in the first trial: this, too, may fail."""
+        return torch.compile(self._loss_of)
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         return self._loss_of(model, batch)
@@ -148,12 +146,12 @@ class CompiledLoss:
             self(model, batch)
         torch.clear_autocast_cache()  # weights that were cast without a gradient have none
         for text in watch.notices():
-            self._notice(text)
+            self._engine.notice(text)
 
 
-def compile_model(model: nn.Module, engine: Engine, notice: Notice) -> None:
+def compile_model(model: nn.Module, engine: Engine) -> None:
     """Compile a model for a loop of one's own, which calls it as before."""
-    trials = Trials(engine, notice)
+    trials = Trials(engine)
 
     def plain(*positional: Any, **named: Any) -> Any:
         return model._call_impl(*positional, **named)
@@ -163,17 +161,11 @@ def compile_model(model: nn.Module, engine: Engine, notice: Notice) -> None:
         return torch.compile(plain)  # a function of ours: torch's own code would be compiled piece by piece
 
     def call(*positional: Any, **named: Any) -> Any:
-        given = (positional, named)
-        if not trials.is_due():
-            return plain(*positional, **named)
-        if trials.knows(given):
-            return made()(*positional, **named)
-        before = TrialState(engine)
-
-        def again() -> Any:
-            before.restore()
-            return plain(*positional, **named)
-
-        return trials.run(given, lambda: made()(*positional, **named), again)
+        return trials.run(
+            (positional, named),
+            lambda: made()(*positional, **named),
+            lambda: plain(*positional, **named),
+            lambda: note_state(engine),
+        )
 
     model._compiled_call_impl = call

@@ -115,18 +115,12 @@ def agree_on_checkpoint(world: World, directory: RunDirectory, log: EventLog) ->
     problem = ""
     if newest is None:
         try:
-            newest = _open_here(directory, world, name, is_verified=host == socket.gethostname())
+            newest = Checkpoint(directory.checkpoints / name, is_verified=True)  # by rank 0
+            if host != socket.gethostname():  # another node's ranks verify it again, in shares
+                newest.verify(newest.files[world.place.local_rank :: world.place.local_world_size])
         except CheckpointError as error:
             problem = str(error)
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(world.all_gather_object(problem)) if text]
     if problems:
         raise CheckpointError(f"{problems[0]} Rank 0 can read it: is the run directory on a disk that all nodes share?")
     return newest
-
-
-def _open_here(directory: RunDirectory, world: World, name: str, is_verified: bool) -> Checkpoint:
-    """Open a checkpoint that rank 0 has verified; on another node its ranks verify it again, in shares."""
-    checkpoint = Checkpoint(directory.checkpoints / name, is_verified=True)
-    if not is_verified:
-        checkpoint.verify(checkpoint.files[world.place.local_rank :: world.place.local_world_size])
-    return checkpoint

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.core.errors import TaskError
@@ -21,21 +24,47 @@ from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import StepSums
 from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState
-from instep.train.witness import Witness
 from instep.world.device import accelerator_of, has_streams
 from instep.world.grid import Grid
 from instep.world.seeds import derive
 from instep.world.world import World
 
 
+class Witness(Protocol):
+    """Observes one rank's training: `instep verify` compares trainings with it, and disturbs them on purpose."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Called before the first step."""
+
+    def part(self, step: int, plan: PartPlan, indices: Sequence[int], batch: Any) -> None:
+        """Called with the samples and the batch of each part of a step, counted from 1."""
+
+    def gradients(self, step: int, model: nn.Module) -> None:
+        """Called when the ranks have agreed on the gradients, and nothing has used them yet."""
+
+    def finished(self, step: int) -> None:
+        """Called after a step, and after its checkpoint if one was due."""
+
+    def ended(self, hashes: Sequence[str]) -> None:
+        """Called at the end with the hashes of the ranks' weights."""
+
+
 class Engine:
     """Everything on one rank between a batch and an update."""
 
-    def __init__(self, world: World, spec: TrainSpec, witness: Witness | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        spec: TrainSpec,
+        witness: Witness | None = None,
+        notice: Callable[[str], None] = lambda _text: None,
+    ) -> None:
         self.world = world
         self.spec = spec
         """As the run began: a loop of one's own may change the length and the batch size later."""
         self.witness = witness
+        self.notice = notice
+        """Logs something that a person should know, once for all ranks."""
         self.on_cpu = world.device.type == "cpu"
         self.trained: list[TrainState] = []
         self.context = BatchContext(world.device, derive(spec.seed, "noise"))
@@ -79,12 +108,12 @@ class Engine:
         if self._buffers is not None:
             self._buffers.restore()
 
-    def end_scaled_step(self, step: int, good: bool, overflowed: bool, weight: float | None) -> str:
-        """In fp16, adapt the loss scale ([Note: Loss scale]); return what a person should know, empty: nothing."""
-        if self.loss_scale is None:
-            return ""
-        self.loss_scale.end_step(good, overflowed, weight)
-        return self.loss_scale.complaint(step) if overflowed else ""
+    def end_scaled_step(self, step: int, good: bool, overflowed: bool, weight: float | None) -> None:
+        """In fp16, adapt the loss scale ([Note: Loss scale]), with a notice if a person should know."""
+        if self.loss_scale is not None:
+            self.loss_scale.end_step(good, overflowed, weight)
+            if overflowed and (text := self.loss_scale.complaint(step)):
+                self.notice(text)
 
     def begin_part(self, plan: PartPlan, passes: int) -> None:
         """Announce a part's rows to the layers, and seed the noise that layers do not own (never by the rank).
@@ -162,7 +191,8 @@ class Engine:
             sentences.append(choices)
         if spec.recompute and not any(trained.recomputed for trained in self.trained):
             sentences.append("recompute: the model has no repeated blocks, so nothing is computed twice.")
-        if spec.accumulate > 1 and not spec.exact and self._has_batch_norm():
+        modules = (module for trained in self.trained for module in trained.model.modules())
+        if spec.accumulate > 1 and not spec.exact and any(isinstance(module, _BatchNorm) for module in modules):
             sentences.append(
                 f"BatchNorm's statistics cover one part of a batch, so accumulate={spec.accumulate} is another "
                 "recipe than accumulate=1 (at any number of processes)."
@@ -177,7 +207,3 @@ class Engine:
             return ""
         choices = [self.precision.name, *(f"fused {name}" for name in fused), *["compiled"] * compiled]
         return ", ".join(choices + [f"recomputing {recomputed}"] * bool(recomputed))
-
-    def _has_batch_norm(self) -> bool:
-        """Return whether a model's answer depends on how a batch is cut into parts."""
-        return any(isinstance(m, _BatchNorm) for trained in self.trained for m in trained.model.modules())

@@ -5,9 +5,8 @@ Each sample is computed once, on one rank. Values are added up without rounding,
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
@@ -29,19 +28,15 @@ class _Mean:
 
     def add(self, name: str, metric: Any, num_rows: int, exact: bool) -> None:
         del exact  # it always is
-        values, weights = metric if isinstance(metric, tuple) else (metric, None)
+        values, weights = metric if isinstance(metric, tuple) else (metric, 1.0)
         array = _array(name, values)
-        if isinstance(metric, tuple) and weights is None:  # a mean over all rows
+        if not isinstance(metric, tuple) and array.size != num_rows:
+            raise TaskError(
+                f"metric {name!r} gave {array.size} values for a batch of {num_rows} samples; "
+                "one a sample is needed, or (values, weights)."
+            )
+        if weights is None:  # a mean over all rows
             weights = float(num_rows)
-        if weights is None:
-            if array.size != num_rows:
-                raise TaskError(
-                    f"metric {name!r} gave {array.size} values for a batch of {num_rows} samples; "
-                    "one a sample is needed, or (values, weights)."
-                )
-            self._values.add(array)
-            self._weights.add(numpy.ones(array.size))
-            return
         counted = numpy.broadcast_to(_array(name, weights), array.shape)
         present = counted != 0  # weight 0 contributes nothing, even where the value is 0/0
         self._values.add(array[present] * counted[present])
@@ -54,9 +49,6 @@ class _Mean:
             weight.merge(weights)
         return total.over(weight)
 
-    def as_it_was(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
 
 class _Summed:
     """A metric object: its tensors are added up over batches and ranks, then it computes, on rank 0.
@@ -68,14 +60,14 @@ class _Summed:
     def __init__(self) -> None:
         self._states: list[dict[str, torch.Tensor]] = []
         """One for each chunk; of an object that the Task keeps over batches, only the last one."""
-        self._metric: Any = None
+        self.metric: Any = None
 
     def add(self, name: str, metric: Any, num_rows: int, exact: bool) -> None:
         del num_rows
         state = {key: _wide(value) for key, value in vars(metric).items() if isinstance(value, torch.Tensor)}
         if not state:
             raise TaskError(f"metric {name!r} is a {type(metric).__name__} without tensors, so nothing can be summed.")
-        if metric is self._metric:
+        if metric is self.metric:
             if exact and any(value.is_floating_point() for value in state.values()):
                 raise TaskError(
                     f"metric {name!r} is one {type(metric).__name__} that adds up all batches by itself, in floats: "
@@ -83,29 +75,18 @@ class _Summed:
                 )
             self._states.clear()
         self._states.append(state)
-        self._metric = metric
-
-    @contextlib.contextmanager
-    def as_it_was(self) -> Iterator[None]:
-        """Undo what an object that the Task keeps over batches counts meanwhile."""
-        before = copy.deepcopy(vars(self._metric))
-        yield
-        vars(self._metric).update(before)
+        self.metric = metric
 
     def agree(self, world: World) -> float:
         # A rank without a sample has made no object; rank 0 has one if any rank has.
-        shapes = world.broadcast_object(
-            {key: [list(t.shape), t.is_floating_point()] for key, t in self._first().items()}
-        )
+        first = self._states[0] if self._states else {}
+        shapes = world.broadcast_object({key: [list(t.shape), t.is_floating_point()] for key, t in first.items()})
         totals = {key: self._total(world, key, shape, is_float) for key, (shape, is_float) in shapes.items()}
         if not world.is_main:
             return float(world.broadcast_object(None))
-        whole = copy.copy(self._metric)  # the Task may keep its own
+        whole = copy.copy(self.metric)  # the Task may keep its own
         vars(whole).update(totals)
         return float(world.broadcast_object(float(whole.compute())))
-
-    def _first(self) -> dict[str, torch.Tensor]:
-        return self._states[0] if self._states else {}
 
     def _total(self, world: World, key: str, shape: list[int], is_float: bool) -> torch.Tensor:
         """Return one tensor, added up over all chunks of all ranks. Called on all ranks."""
@@ -136,10 +117,11 @@ def evaluate(
     entries: dict[str, _Mean | _Summed] = {}
     for batch, num_rows in chunks:
         if not num_rows:
-            with contextlib.ExitStack() as stack:
-                for entry in entries.values():
-                    stack.enter_context(entry.as_it_was())
-                metrics_of(batch)
+            kept = [vars(entry.metric) for entry in entries.values() if isinstance(entry, _Summed)]
+            before = copy.deepcopy(kept)
+            metrics_of(batch)
+            for state, earlier in zip(kept, before, strict=True):  # an object that the Task keeps has counted it
+                state.update(earlier)
             continue
         for name, value in metrics_of(batch).items():
             kind = _Summed if hasattr(value, "update") and hasattr(value, "compute") else _Mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -66,8 +67,7 @@ class Loop:
                 break
         run.close_data()
         self._evaluate()
-        if not run.is_saved():
-            run.save()
+        run.save_last()
 
     def _follow(self, step: Step, record: StepRecord) -> bool:
         """Evaluate if due, and call the Task's hooks; return whether to stop."""
@@ -90,8 +90,13 @@ class Loop:
         """Evaluate, unless this step was evaluated already."""
         if self._eval_data is not None and self._evaluated_at != self._run.step:
             self._evaluated_at = self._run.step
-            self._run.evaluate(_metrics_of(self._task), self._eval_data, self._task.collate)
+            self._run.evaluate(self._metrics, self._eval_data, self._task.collate)
         return self._run.metrics
+
+    def _metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Return the Task's metrics, with its loss as one of them."""
+        once = _Once(model)
+        return {"eval_loss": with_weight(self._task.loss(once, batch)), **self._task.metrics(once, batch)}
 
     def _example(self) -> Call:
         """Return the arguments that the model is called with, for the first rows of the data."""
@@ -121,20 +126,6 @@ class _Once:
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         known, arguments = self._arguments, (*positional, *named, *named.values())
-        if (
-            known is None
-            or len(known) != len(arguments)
-            or any(a is not b for a, b in zip(known, arguments, strict=True))
-        ):
+        if known is None or len(known) != len(arguments) or not all(map(operator.is_, known, arguments)):
             self._arguments, self._output = arguments, self._model(*positional, **named)
         return self._output
-
-
-def _metrics_of(task: Task) -> Callable[[nn.Module, Any], dict[str, Any]]:
-    """Return the Task's metrics, with its loss as one of them."""
-
-    def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
-        once = _Once(model)
-        return {"eval_loss": with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
-
-    return metrics

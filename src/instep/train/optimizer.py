@@ -19,48 +19,31 @@ from torch.distributed.tensor import DTensor
 
 from instep.world.device import dispatch_key_of
 
-_KERNELS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adam: "_fused_adam_",
-    torch.optim.AdamW: "_fused_adamw_",
-    torch.optim.SGD: "_fused_sgd_",
-    torch.optim.Adagrad: "_fused_adagrad_",
-}
-
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Those that have a fused form, a kernel of the same name."""
+FORMS = ("foreach", "fused")
+"""Settings that say how an optimizer computes, not what: each process chooses them, and they are not saved."""
 _FOR_PIECES = (torch.optim.Adam, torch.optim.AdamW)
 """Those whose kernel PyTorch can use on DTensors."""
 
 
-def may_choose(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the user left the form of the optimizer open; a subclass has a form of its own."""
-    return type(optimizer) in _KERNELS and all(
-        group.get("fused") is None and group.get("foreach") is None for group in optimizer.param_groups
-    )
-
-
-def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the fused form is right for all parameters."""
-    kernel = f"aten::{_KERNELS[type(optimizer)]}"
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Return whether the fused form is right for all parameters; None: the user, or a subclass, has chosen a form."""
+    groups = optimizer.param_groups
+    if type(optimizer) not in _FUSED or any(group.get(form) is not None for group in groups for form in FORMS):
+        return None
+    kernel = f"aten::_fused_{type(optimizer).__name__.lower()}_"
+    parameters = [p for group in groups for p in group["params"]]
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if len(meshes) > 1 or (None not in meshes and type(optimizer) not in _FOR_PIECES):
         return False  # one kernel takes plain tensors, or DTensors of one mesh
-    for group in optimizer.param_groups:
-        if group.get("differentiable") or isinstance(group["lr"], torch.Tensor):
-            return False
-        if group.get("momentum"):  # fused SGD fails for a parameter that is first used after the first step
-            return False
-        for p in group["params"]:
-            if not p.is_floating_point() or p.is_sparse:
-                return False
-            key = dispatch_key_of(p.device)
-            if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key):
-                return False
-    return True
-
-
-def has_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether there is a gradient that no fused form takes."""
-    return any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"])
+    # With momentum, fused SGD fails for a parameter that is first used after the first step.
+    if any(g.get("differentiable") or g.get("momentum") or isinstance(g["lr"], torch.Tensor) for g in groups):
+        return False
+    if any(p.is_sparse or not p.is_floating_point() for p in parameters):
+        return False
+    keys = {dispatch_key_of(p.device) for p in parameters}
+    return all(key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key) for key in keys)
 
 
 def set_fused(optimizer: torch.optim.Optimizer, fused: bool) -> None:
@@ -100,10 +83,6 @@ class Names:
         # As they are between two steps: within a step, a sharded model may have other parameters for a while.
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             self._others[name] = self._names.setdefault(parameter, name)
-
-
-FORMS = ("foreach", "fused")
-"""Settings that say how an optimizer computes, not what: each process chooses them, and they are not saved."""
 
 
 def by_name(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -148,7 +127,12 @@ def by_number(
             raise ValueError(f"parameter {extra[0]} is in group {number} of the saved optimizer, and here it is not")
     numbers = {name: number for number, name in enumerate(flat)}
     known = {name for group in groups for name in group["params"]}
-    state = _named_keys(saved, groups)
+    name_of = {
+        key: name
+        for before, named in zip(saved["param_groups"], groups, strict=True)
+        for key, name in zip(before["params"], named["params"], strict=True)
+    }
+    state = {name_of.get(key, key): value for key, value in saved["state"].items()}
     numbered: dict[Any, Any] = {numbers[name]: state[saved_names[name]] for name in flat if saved_names[name] in state}
     numbered |= {key: value for key, value in state.items() if key not in known}  # what belongs to no parameter
     own_groups = [{**g, "params": [numbers[n] for n in own]} for g, own in zip(groups, names, strict=False)]
@@ -168,14 +152,3 @@ def _named_groups(groups: Sequence[Any], names: Sequence[Sequence[str]], is_part
     if sizes != [len(own) for own in names]:
         raise ValueError(f"the saved groups have {sizes} parameters, and here they have {[len(own) for own in names]}")
     return [{**group, "params": list(own)} for group, own in zip(groups, names, strict=True)]
-
-
-def _named_keys(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
-    """Return the saved state by names, also where it has numbers."""
-    pairs = [
-        (key, name)
-        for before, named in zip(saved["param_groups"], groups, strict=True)
-        for key, name in zip(before["params"], named["params"], strict=True)
-    ]
-    name_of = dict(pairs)
-    return {name_of.get(key, key): value for key, value in saved["state"].items()}

@@ -24,25 +24,25 @@ from instep.world.tensors import nested_tensors
 Collate = Callable[[list[Any]], Any]
 
 
-class BatchReader:
+class BatchReader(TrainLoader):
     """Reads the global batches of a run's steps."""
 
     def __init__(self, engine: Engine, spec: TrainSpec, dataset: Any, plan: BatchPlan, collate: Collate | None) -> None:
-        self._engine = engine
         order = SampleOrder(spec.seed, plan.num_samples)
-        self._loader = TrainLoader(dataset, plan, order, _load_options(engine, spec, collate))
+        super().__init__(dataset, plan, order, _load_options(engine, spec, collate))
+        self._engine = engine
         self._reported = set(engine.context.doubts)
 
     def batches(self, first: int, last: int) -> Iterator[GlobalBatch]:
         """Yield the batches of steps first..last-1; count how long this rank waits for them, and their rows."""
         pace, witness = self._engine.pace, self._engine.witness
         begun = time.perf_counter()
-        for batch in self._loader.steps(first, last):
+        for batch in self.steps(first, last):
             pace.data_s += time.perf_counter() - begun
             pace.num_steps += 1
             pace.num_rows += sum([part.plan.num_rows for part in batch.parts])
             if witness is not None:
-                indices = self.sample_indices(batch.step)
+                indices = self.sample_indices(batch.step).tolist()
                 for plan, rows in batch.parts:
                     own = indices[plan.first_row : plan.first_row + plan.num_rows]
                     witness.part(batch.step + 1, plan, own, rows)
@@ -51,25 +51,13 @@ class BatchReader:
 
     def new_notices(self) -> list[str]:
         """Return what a person should know of the data, and of how layers saw it, and was not told yet."""
-        notices, doubts = self._loader.notices, self._engine.context.doubts
+        notices, doubts = self.source.notices, self._engine.context.doubts
         if not notices and len(doubts) == len(self._reported):
             return []
         new = [*notices, *(doubts[name] for name in doubts if name not in self._reported)]
         notices.clear()
         self._reported.update(doubts)
         return new
-
-    def sample_indices(self, step: int) -> list[int]:
-        """Return the samples of a step's global batch, row by row; steps are counted from 0."""
-        return list(self._loader.sample_indices(step).tolist())
-
-    def describe(self) -> str:
-        """Return in a few words how the dataset is read."""
-        return self._loader.describe()
-
-    def close(self) -> None:
-        """End the processes that load samples."""
-        self._loader.close()
 
 
 def read_chunks(engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:

@@ -16,32 +16,26 @@ Ranks: all, alike.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from instep.core.errors import DivergenceError
-from instep.core.spec import TrainSpec
 from instep.guard.fingerprint import Drift, buffers_of, find_drift, fingerprint, fingerprints, updated_state
-from instep.guard.straggler import StepTime, StepTimer, StragglerDetector
+from instep.guard.straggler import StepTime, StragglerDetector
+from instep.train.engine import Engine
 from instep.train.saver import Saver
-from instep.train.train_state import TrainState
-from instep.world.grid import Grid
 
 
 class ReplicaCheck:
     """Compares this rank with its replicas."""
 
-    def __init__(
-        self, grid: Grid, spec: TrainSpec, saver: Saver, pace: StepTimer, notice: Callable[[str], None]
-    ) -> None:
-        world = grid.world
-        self._world, self._saver, self._notice = world, saver, notice
-        self._groups = list({tuple(grid.mesh.ranks_along(("dp",), rank)): None for rank in range(world.world_size)})
+    def __init__(self, engine: Engine, saver: Saver) -> None:
+        world, mesh = engine.world, engine.grid.mesh
+        self._engine, self._world, self._saver = engine, world, saver
+        self._groups = list({tuple(mesh.ranks_along(("dp",), rank)): None for rank in range(world.world_size)})
         """The ranks that hold replicas of each other."""
-        self._every = spec.check_every if world.world_size > 1 else 0
-        self._exact = spec.exact
-        self._pace = pace
+        self._every = engine.spec.check_every if world.world_size > 1 else 0
         self._stragglers = StragglerDetector(world.world_size)
         self._watches_others = True
         """Whether buffers that may differ are still compared: until they do."""
@@ -53,14 +47,13 @@ class ReplicaCheck:
         """Return whether to compare after this step."""
         return self._every > 0 and step % self._every == 0
 
-    def compare(self, step: int, trained: Sequence[TrainState]) -> None:
+    def compare(self, step: int) -> None:
         """Compare the ranks, unless this step was compared already; raise if they differ. Called on all ranks."""
         if not self._every or step == self._agreed:
             return
-        strict, others = self._state(trained) if len(self._groups[0]) > 1 else ({}, {})
+        strict, others = self._state() if len(self._groups[0]) > 1 else ({}, {})
         own = [fingerprints(list(part.values())) for part in (strict, others)]
-        share = self._pace.take()
-        numbers = self._exchange([fingerprint(own[0]), len(own[0]), fingerprint(own[1])], share)
+        numbers = self._exchange([fingerprint(own[0]), len(own[0]), fingerprint(own[1])])
         if (group := self._disagreeing([row[:2] for row in numbers])) is not None:
             self._raise(step, *self._find(strict, own[0], group))
         if (group := self._disagreeing([row[2:3] for row in numbers])) is not None:
@@ -68,28 +61,29 @@ class ReplicaCheck:
             self._report_buffers(self._find(others, own[1], group)[0])
         self._agreed = step
         self._saver.trust(step)
-        for sentence in self._stragglers.check(
-            [StepTime(row[3] / 1e9, row[4] / 1e9, row[5] / 1000) for row in numbers]
-        ):
-            self._notice(sentence)
+        times = [StepTime(row[3] / 1e9, row[4] / 1e9, row[5] / 1000) for row in numbers]
+        for sentence in self._stragglers.check(times):
+            self._engine.notice(sentence)
 
-    def _state(self, trained: Sequence[TrainState]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the named tensors that must be the same on all ranks, and those that may differ."""
         strict: dict[str, torch.Tensor] = {}
         loose: dict[str, torch.Tensor] = {}
-        for number, state in enumerate(trained):
+        trained = self._engine.trained
+        for number, state in enumerate(trained, start=1):
             statistics, others = buffers_of(state.model)
-            suffix = f" (model {number + 1})" if len(trained) > 1 else ""
+            suffix = f" (model {number})" if len(trained) > 1 else ""
             for into, part in (
                 (strict, updated_state(state.model, state.optimizer)),
                 (strict, statistics),
-                (strict if self._exact else loose, others),  # exact mode makes all buffers the same
+                (strict if self._engine.spec.exact else loose, others),  # exact mode makes all buffers the same
             ):
                 into.update({name + suffix: tensor for name, tensor in part.items()})
         return strict, loose if self._watches_others else {}
 
-    def _exchange(self, numbers: Sequence[torch.Tensor | int], share: StepTime) -> list[list[int]]:
+    def _exchange(self, numbers: Sequence[torch.Tensor | int]) -> list[list[int]]:
         """Return every rank's numbers and times, in one collective. Called on all ranks."""
+        share = self._engine.pace.take()
         times = [int(share.data_s * 1e9), int(share.compute_s * 1e9), int(share.num_rows * 1000)]
         own = torch.tensor([*map(int, numbers), *times], dtype=torch.int64, device=self._world.device)
         return [list(map(int, part.tolist())) for part in self._world.all_gather(own)]
@@ -130,7 +124,7 @@ class ReplicaCheck:
     def _report_buffers(self, drift: Drift) -> None:
         names = drift.names
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        self._notice(
+        self._engine.notice(
             f"the ranks hold different values in the buffer {names[0]}{more}, which the model writes to in its forward "
             "pass. Rank 0's are saved. With --exact they are the same everywhere."
         )

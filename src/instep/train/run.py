@@ -30,7 +30,7 @@ from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, Tensor
 from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, rng_part
 from instep.train.compile import CompiledLoss, compile_model, wants_compiling
 from instep.train.directory import describe_own_loop
-from instep.train.engine import Engine
+from instep.train.engine import Engine, Witness
 from instep.train.evaluate import evaluate
 from instep.train.origin import describe_refusal, find_origin, lost_weights
 from instep.train.reading import BatchReader, Collate, read_chunks
@@ -38,7 +38,6 @@ from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
 from instep.train.step import Step, StepHooks
 from instep.train.train_state import MakeOptimizer, MakeScheduler, TrainState, load_first_weights
-from instep.train.witness import Witness
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
@@ -55,11 +54,10 @@ class Run:
         spec: TrainSpec,
         directory: RunDirectory,
         log: EventLog,
-        name: str = "loop",
-        *,
-        stop_request: StopRequest | None = None,
-        witness: Witness | None = None,
-        own_loop: bool = False,
+        name: str,
+        stop_request: StopRequest,
+        witness: Witness | None,
+        own_loop: bool,
     ) -> None:
         self.world = world
         self.is_main = world.is_main
@@ -68,15 +66,14 @@ class Run:
         self.log = log
         self.name = name
         """The Task's, for the log."""
-        self.engine = Engine(world, spec, witness)
+        self.engine = Engine(world, spec, witness, self.notice)
         self._saver = Saver(self.engine.strategy, spec, directory, log)
-        self._replica_check = ReplicaCheck(self.engine.grid, spec, self._saver, self.engine.pace, self.notice)
+        self._replica_check = ReplicaCheck(self.engine, self._saver)
         self._hooks = StepHooks(
             finished=self._finish_step,
             refused=self._refuse_step,
-            notice=self.notice,
             wants_save=self._saver.wants,
-            stop_request=stop_request or StopRequest(),
+            stop_request=stop_request,
         )
         self.step = self._saver.step
         """Global steps made so far."""
@@ -90,8 +87,8 @@ class Run:
         """Whether what a step computes is compiled."""
         self.stopped = False
         """Whether the Task asked to stop early."""
-        self.preempted = False
-        """Whether it ends early because it was asked to stop."""
+        self.status: Literal["complete", "preempted"] = "complete"
+        """How it ends, when it ends well."""
         self._is_described = not own_loop
         """Whether spec.json describes this run."""
         self._moves: list[str] = []
@@ -168,7 +165,7 @@ class Run:
         if not wants_compiling(self.engine):
             return loss_of
         self.compiled = True
-        return CompiledLoss(self.engine, loss_of, self.notice)
+        return CompiledLoss(self.engine, loss_of)
 
     def steps(
         self,
@@ -187,7 +184,14 @@ class Run:
         if not self.engine.trained:
             raise TaskError("run.steps() before run.prepare(): there is no model to train yet.")
         self._complete_spec(batch_size, epochs, steps)
-        plan = self._plan(num_samples(dataset, collate))
+        self.spec.check_world(self.world.world_size)
+        plan = BatchPlan(
+            num_samples=num_samples(dataset, collate),
+            batch_size=self.spec.batch_size,
+            accumulate=self.spec.accumulate,
+            drop_last=self.spec.drop_last,
+            shards=self.spec.num_shards,
+        )
         num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
         reader = self._reader = BatchReader(self.engine, self.spec, dataset, plan, collate)
         self._begin(plan, num_steps, reader)
@@ -199,16 +203,15 @@ class Run:
             yield step
             for sentence in reader.new_notices():
                 self.notice(sentence)
-            outcome = step.outcome
-            if outcome is None:
+            if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.check()
             if self._replica_check.is_due(self.step):
                 self.compare()
-            if outcome.stop_asked:
+            if step.stop_asked:
                 self._leave()
-            if self._saver.is_due(self.step, self._scores(), outcome.save_asked):
-                self._save(may_skip=self.spec.save_busy == "skip")
+            if self._saver.is_due(self.step, self._scores(), step.save_asked):
+                self.save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
             self._pulse.beat(Phase.DATA)
@@ -219,25 +222,14 @@ class Run:
 
     def _complete_spec(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
         """Complete the spec with what a loop of one's own says, and check it against an earlier run."""
-        given: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
-        given = {name: value for name, value in given.items() if value is not None}
-        if "epochs" in given or "steps" in given:
-            given = {"epochs": None, "steps": None, **given}
-        self.spec = replace(self.spec, **given)
+        if epochs is not None or steps is not None:
+            self.spec = replace(self.spec, epochs=epochs, steps=steps)
+        if batch_size is not None:
+            self.spec = replace(self.spec, batch_size=batch_size)
         if not self._is_described:
             has_schedule = any(trained.has_schedule for trained in self.engine.trained)
             describe_own_loop(self.world, self.directory, self.name, self.spec, may_extend=not has_schedule)
             self._is_described = True
-
-    def _plan(self, count: int) -> BatchPlan:
-        self.spec.check_world(self.world.world_size)
-        return BatchPlan(
-            num_samples=count,
-            batch_size=self.spec.batch_size,
-            accumulate=self.spec.accumulate,
-            drop_last=self.spec.drop_last,
-            shards=self.spec.num_shards,
-        )
 
     def _begin(self, plan: BatchPlan, num_steps: int, reader: BatchReader) -> None:
         """Restore what is left to restore, and report what is about to happen. Called on all ranks."""
@@ -258,19 +250,20 @@ class Run:
                 batch_size=plan.batch_size,
                 num_samples=plan.num_samples,
                 num_parameters=strategy.num_parameters(self.engine.trained[0].model),
-                reading=reader.describe(),
+                reading=reader.source.describe(),
             )
         )
         if not self.compiled and wants_compiling(self.engine):
             self.compiled = True
             for trained in self.engine.trained:
-                compile_model(trained.model, self.engine, self.notice)
+                compile_model(trained.model, self.engine)
         for sentence in self.engine.notices(self.spec, self.compiled):
             self.notice(sentence)
-        while self._moves:
-            sentence = f"this run continues with {self._moves.pop()}. Kernels may round differently there, so its "
-            if self.spec.exact:
-                self.notice(f"exact mode: {sentence}weights may not be those of a run that stayed.")
+        while self._moves and self.spec.exact:
+            self.notice(
+                f"exact mode: this run continues with {self._moves.pop()}. Kernels may round differently there, so its "
+                "weights may not be those of a run that stayed."
+            )
         if self.engine.witness is not None:
             self.engine.witness.begin(self.engine.trained[0].model)
         self._pulse.begin_steps(self.step)
@@ -303,19 +296,24 @@ class Run:
 
     def compare(self) -> None:
         """Compare the ranks' state ([Note: Drift]); raise if it differs. Called on all ranks."""
-        self._replica_check.compare(self.step, self.engine.trained)
+        self._replica_check.compare(self.step)
 
-    def save(self) -> None:
-        """Take a checkpoint of this moment; it is written while the training continues. Called on all ranks."""
-        self._save(may_skip=False)
+    def save(self, may_skip: bool = False) -> None:
+        """Take a checkpoint of this moment; it is written while the training continues. Called on all ranks.
+
+        `may_skip`: not if the last one is still being written.
+        """
+        self._pulse.beat(Phase.SAVE)
+        self._saver.save(self.step, self._scores(), may_skip)
+
+    def save_last(self) -> None:
+        """Take a checkpoint of this moment, unless this step's was taken already. Called on all ranks."""
+        if not self._saver.is_saved(self.step):
+            self.save()
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete."""
         self._saver.finish()
-
-    def is_saved(self) -> bool:
-        """Return whether this step's checkpoint was taken already. Called on all ranks."""
-        return self._saver.is_saved(self.step)
 
     def stop_early(self) -> None:
         """Note that the Task asked to stop; the run is then complete. Called on all ranks."""
@@ -333,15 +331,10 @@ class Run:
         """Epochs completed so far."""
         return self.step // self.steps_per_epoch if self.steps_per_epoch else 0
 
-    @property
-    def status(self) -> Literal["complete", "preempted"]:
-        """How it ends, when it ends well."""
-        return "preempted" if self.preempted else "complete"
-
     def close_data(self) -> None:
         """End the processes that load samples."""
         if self._reader is not None:
-            self._reader.close()
+            self._reader.source.close()
 
     def close(self) -> None:
         """Release models and data; the process group is left after this."""
@@ -353,16 +346,11 @@ class Run:
         """Save and end the run early, because the ranks agreed in this step that one of them was asked to stop."""
         self.compare()
         self.notice(f"asked to stop: saving at step {self.step}. The same command continues from there.")
-        if not self.is_saved():
-            self.save()
+        self.save_last()
         self.finish_saving()
         self.close_data()
-        self.preempted = True
+        self.status = "preempted"
         raise Preempted
-
-    def _save(self, may_skip: bool) -> None:
-        self._pulse.beat(Phase.SAVE)
-        self._saver.save(self.step, self._scores(), may_skip)
 
     def _scores(self) -> dict[str, float]:
         """Return this step's evaluation, if there was one."""
@@ -377,7 +365,7 @@ class Run:
     def _refuse_step(self, step: Step, loss: float) -> None:
         """Report a step whose loss or gradient is not finite, or raise. Called on all ranks."""
         assert self._reader is not None
-        text = describe_refusal(step.number, loss, self._reader.sample_indices(step.number - 1))
+        text = describe_refusal(step.number, loss, self._reader.sample_indices(step.number - 1).tolist())
         if self.spec.on_nan == "skip":
             return self.notice(f"{text} This update is skipped.")
         if origin := find_origin(step, self.engine.strategy, self.world):

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from instep.checkpoint.background import Background
 from instep.checkpoint.manifest import step_of
 from instep.checkpoint.policy import FIRST_SAVE_S, RetentionPolicy, best_interval
 from instep.checkpoint.rundir import RunDirectory
@@ -42,31 +41,54 @@ from instep.parallel.strategy import Strategy
 from instep.train.checkpoint_part import RUN_PARTS, CheckpointPart
 from instep.train.directory import agree_on_checkpoint
 
+_NICE = 19
 _RETRY_S = 30.0
 """How soon a save that failed is tried again."""
 
 
-@dataclass(frozen=True)
-class _Save:
-    """A save that is being written."""
+class Background:
+    """A thread for one job at a time, which keeps its result or its error until it is collected.
 
-    step: int
-    snapshot: Snapshot
-    shared: ShardedSave | None
-    """None: this rank writes all of it."""
-    scores: dict[str, float]
-    begun: float
-    stall_s: float
+    It spends its time in calls that release the GIL (SHA-256, write, fsync), at the lowest priority. It is not a
+    daemon: the process ends only when the last save is complete.
+    """
 
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._result: Future[SaveRecord | None] = Future()
 
-@dataclass(frozen=True)
-class _Saved:
-    """A save that is complete."""
+    @property
+    def busy(self) -> bool:
+        """Whether a job is still running."""
+        return self._thread is not None and self._thread.is_alive()
 
-    save: _Save
-    path: Path
-    num_bytes: int
-    seconds: float
+    @property
+    def done(self) -> bool:
+        """Whether a job has ended and has not been collected."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def start(self, job: Callable[[], SaveRecord | None]) -> None:
+        """Run a job; the previous one must have been collected."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._run, args=(job, self._result), name="instep-save")
+        self._thread.start()
+
+    def collect(self) -> SaveRecord | None:
+        """Wait for the job, then return its result or raise its error; None if there was no job."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        result, self._thread, self._result = self._result, None, Future()  # keep neither the result nor a traceback
+        return result.result()
+
+    @staticmethod
+    def _run(job: Callable[[], SaveRecord | None], result: Future[SaveRecord | None]) -> None:
+        with contextlib.suppress(OSError):  # optional: if it is not allowed, the thread competes with training
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            result.set_result(job())
+        except BaseException as error:  # noqa: BLE001 - `collect` raises it
+            result.set_exception(error)
 
 
 class Saver:
@@ -87,7 +109,7 @@ class Saver:
         self._buffer = HostBuffer()
         self._reserved = self._cadence == Cadence()  # nothing is saved before the end, when no step waits
         self._reserving = False
-        self._background: Background[_Saved | None] = Background()
+        self._background = Background()
         self._best = self._best_so_far() if world.is_main else None
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this process has taken."""
@@ -105,7 +127,7 @@ class Saver:
         for part in parts:
             self.add(part)
             checkpoint = self.checkpoint
-            if checkpoint is None or part.restore is None or (part.is_optional and part.name not in checkpoint):
+            if checkpoint is None or part.restore is None or (part.is_optional and part.name not in checkpoint.parts):
                 continue
             part.restore(checkpoint)
 
@@ -150,31 +172,27 @@ class Saver:
         if self._sharing is None and not self._is_main:
             return
         begun = time.monotonic()
-        if may_skip and self._is_busy():
+        is_busy = self._background.busy and not self._reserving
+        if may_skip and (is_busy if self._sharing is None else self._sharing.any(is_busy)):
             self._notice(f"the checkpoint of step {step} is skipped: the last one is still being written")
             self._saved_at = begun
             return
         self._collect()
         parts = self._state()
-        shared = self._sharing.begin(parts) if self._sharing is not None else None
+        shared = self._sharing.begin(parts, self._directory.checkpoints, step) if self._sharing is not None else None
         snapshot = self._buffer.take(parts, shared.share if shared is not None else None)
         self._saved_at = time.monotonic()
-        save = _Save(step, snapshot, shared, dict(scores), begun, self._saved_at - begun)
+        stall_s = self._saved_at - begun
         self.saved_step, self._retry_at, self._reserved = step, None, True
         if self._keeping.best_by in scores:
-            self._best = max(self._best or -math.inf, self._value(scores))
-        self._background.start(partial(self._write, save))
+            self._best = max(self._best or -math.inf, self._keeping.worth(scores))
+        self._background.start(partial(self._write, step, snapshot, shared, dict(scores), begun, stall_s))
 
     def _state(self) -> FlatState:
         """Return what this rank saves; what is the same on all ranks, or rank 0's own, only on rank 0."""
         parts = sorted(self._parts.values(), key=lambda part: part.name in RUN_PARTS)
         own = [part for part in parts if self._is_main or part.on_all_ranks]
         return FlatState.of({part.name: part.save() for part in own}, [part.name for part in own if part.is_uneven])
-
-    def _is_busy(self) -> bool:
-        """Return whether a checkpoint is still being written, on any rank that writes. Called on all that do."""
-        is_busy = self._background.busy and not self._reserving
-        return is_busy if self._sharing is None else self._sharing.any(is_busy)
 
     def _notice(self, text: str) -> None:
         if self._is_main:
@@ -188,7 +206,7 @@ class Saver:
             self._reserved = self._reserving = True  # after the first step: now the optimizer has its state
             parts = self._state()
             share = self._sharing.plan(parts).shares[self._world.rank] if self._sharing is not None else None
-            self._background.start(partial(_reserve, self._buffer.allocation(parts, share)))
+            self._background.start(self._buffer.allocation(parts, share))
 
     def finish(self) -> None:
         """Wait for the save that is being written; raise if it failed, for there is no later one."""
@@ -210,7 +228,7 @@ class Saver:
 
     def trust(self, step: int) -> None:
         """Note that the state at a step is beyond doubt ([Note: Drift]); older checkpoints may be deleted."""
-        self._keeping = replace(self._keeping, trusted=step)
+        self._keeping = self._keeping._replace(trusted=step)
 
     def set_aside(self, since: int) -> list[str]:
         """Set the checkpoints of steps after `since` aside, also one being written; return their names.
@@ -237,32 +255,40 @@ class Saver:
             return False
         if best_by not in scores:
             raise TaskError(f"keep_best={best_by}: there is no such metric. This Task has {', '.join(scores)}.")
-        return self._best is None or self._value(scores) > self._best
-
-    def _value(self, scores: Mapping[str, float]) -> float:
-        """Return the metric that the spec names, so that more is better."""
-        return scores[self._keeping.best_by or ""] * self._keeping.sign
+        return self._best is None or self._keeping.worth(scores) > self._best
 
     def _best_so_far(self) -> float | None:
-        best = self._keeping.best_of(self._directory.scores())
-        return None if best is None else best[1] * self._keeping.sign
+        scores = self._directory.scores()
+        best = self._keeping.best_of(scores)
+        return None if best is None else self._keeping.worth(scores[best])
 
-    def _write(self, save: _Save) -> _Saved | None:
+    def _write(
+        self,
+        step: int,
+        snapshot: Snapshot,
+        shared: ShardedSave | None,
+        scores: dict[str, float],
+        begun: float,
+        stall_s: float,
+    ) -> SaveRecord | None:
         """Write a snapshot, or this rank's share of one, unless its weights are not finite; runs in the thread."""
+        models = [tensors for part, tensors in snapshot.tensors.items() if part.startswith("model")]
         problem = ""
-        for part, tensors in save.snapshot.tensors.items():
-            if part.startswith("model") and not all(map(_is_finite, tensors.values())):
-                problem = f"the weights of step {save.step} are not finite, so no checkpoint is made. {self.newest()}"
+        if not all(_is_finite(tensor) for tensors in models for tensor in tensors.values()):
+            problem = f"the weights of step {step} are not finite, so no checkpoint is made. {self.newest()}"
         if self._is_main and problem:
             raise NumericsError(problem)
         if self._is_main:
-            path, num_bytes = self._directory.save(save.step, save.snapshot, self._keeping, save.scores, save.shared)
-            return _Saved(save, path, num_bytes, time.monotonic() - save.begun)
-        assert save.shared is not None
+            path, num_bytes = self._directory.save(step, snapshot, self._keeping, scores, shared)
+            seconds = round(time.monotonic() - begun, 6)
+            return SaveRecord(
+                step=step, path=str(path), num_bytes=num_bytes, seconds=seconds, stall_s=round(stall_s, 6)
+            )
+        assert shared is not None
         if problem:
-            save.shared.refuse(self._directory.checkpoints, save.step, WriteReport(problem="weights", text=problem))
+            shared.refuse(WriteReport(problem="weights", text=problem))
         else:
-            save.shared.write(self._directory.checkpoints, save.step, save.snapshot)
+            shared.write(snapshot)
         return None
 
     def _collect(self) -> CheckpointError | None:
@@ -278,17 +304,8 @@ class Saver:
             self._log.write(SaveFailedRecord(step=step, error=str(error), retry_s=_RETRY_S))
             return error
         if saved is not None:
-            save, seconds = saved.save, round(saved.seconds, 6)
-            self._log.write(
-                SaveRecord(
-                    step=save.step,
-                    path=str(saved.path),
-                    num_bytes=saved.num_bytes,
-                    seconds=seconds,
-                    stall_s=round(save.stall_s, 6),
-                )
-            )
-            self._choose_interval(save.stall_s, seconds)
+            self._log.write(saved)
+            self._choose_interval(saved.stall_s, saved.seconds)
         self._reserving = False
         return None
 
@@ -311,9 +328,3 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() == 1:  # float8 has no extremes of its own
         tensor = tensor.float()
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
-
-
-def _reserve(reserve: Callable[[], Any]) -> None:
-    """Reserve memory before it is needed; if there is none, or none that can be pinned, the first save will fail."""
-    with contextlib.suppress(RuntimeError, MemoryError):
-        reserve()

@@ -6,6 +6,7 @@ that was defined in a notebook, or made in a program, is pickled and passed to o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import importlib.util
@@ -113,26 +114,21 @@ def make_task(cls: type[Task], assignments: Sequence[str]) -> Task:
     """Return a Task with fields set from `name=value` texts."""
     cls = _checked(cls, cls.__module__)
     names = field_names(cls)
+    listed = ", ".join(names) or "none"
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for text in assignments:
         name, equals, value = text.partition("=")
         if not equals:
-            raise SpecError(
-                f"{text!r} is neither an option nor name=value. Fields of {cls.__name__}: {_listed(names)}."
-            )
+            raise SpecError(f"{text!r} is neither an option nor name=value. Fields of {cls.__name__}: {listed}.")
         if name not in names:
-            raise SpecError(f"{cls.__name__} has no field {name!r}. Its fields: {_listed(names)}.")
+            raise SpecError(f"{cls.__name__} has no field {name!r}. Its fields: {listed}.")
         values[name] = parse_value(name, value, hints[name])
     unset = [f.name for f in fields_of(cls) if f.default is f.default_factory is dataclasses.MISSING]
     missing = [name for name in unset if name not in values]
     if missing:
         raise SpecError(f"{cls.__name__} needs values for {', '.join(missing)}: give {missing[0]}=VALUE.")
     return cls(**values)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def parse_value(name: str, text: str, kind: Any) -> Any:
@@ -143,7 +139,10 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if type(None) in arguments and text.lower() in ("none", "null", ""):
             return None
-        return _first_that_fits(name, text, [a for a in arguments if a is not type(None)], kind)
+        for argument in arguments:
+            with contextlib.suppress(SpecError):
+                return parse_value(name, text, argument)
+        raise SpecError(f"{name}={text!r} does not fit {kind}.")
     if origin is typing.Literal:
         for choice in arguments:
             if text == str(choice):
@@ -164,19 +163,6 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
         try:
             return kind(text)
         except ValueError:
-            example = "3" if kind is int else "0.001"
-            raise SpecError(f"{name}={text!r} is not {_a(kind)}. Write for instance {name}={example}.") from None
+            expected, example = ("a whole number", "3") if kind is int else ("a number", "0.001")
+            raise SpecError(f"{name}={text!r} is not {expected}. Write for instance {name}={example}.") from None
     raise SpecError(f"{name} is annotated {kind!r}, which cannot be set from the command line.")
-
-
-def _first_that_fits(name: str, text: str, kinds: Sequence[Any], whole: Any) -> Any:
-    for kind in kinds:
-        try:
-            return parse_value(name, text, kind)
-        except SpecError:
-            continue
-    raise SpecError(f"{name}={text!r} does not fit {whole}.")
-
-
-def _a(kind: type) -> str:
-    return {int: "a whole number", float: "a number"}.get(kind, f"a {kind.__name__}")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from instep.data.order import PartPlan
 from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
 from instep.parallel.strategy import HALF_DTYPES, LossOf, StepSums
-from instep.train.compile import CompiledLoss, TrialState, is_compiled
+from instep.train.compile import CompiledLoss, is_compiled, note_state
 from instep.train.engine import Engine
 from instep.train.reading import cut_batch
 from instep.train.train_state import TrainState
@@ -39,25 +38,12 @@ from instep.train.train_state import TrainState
 _HALVES = tuple(HALF_DTYPES.values())
 
 
-class StepOutcome(NamedTuple):
-    """What happened in a step; the same on all ranks."""
-
-    record: StepRecord
-    stop_asked: bool
-    """Whether a rank was asked to stop."""
-    save_asked: bool
-    """Whether a checkpoint is due that all ranks write together."""
-
-
-@dataclass(frozen=True)
-class StepHooks:
+class StepHooks(NamedTuple):
     """How a step asks its run, and reports to it."""
 
     finished: Callable[[StepRecord], None]
     refused: Callable[[Step, float], None]
     """Called on all ranks with a loss, when it or the gradient is not finite, before anything is updated; may raise."""
-    notice: Callable[[str], None]
-    """Reports something to a person, once for all ranks."""
     wants_save: Callable[[], bool]
     """Returns whether this rank would have all ranks save after this step."""
     stop_request: StopRequest
@@ -88,8 +74,12 @@ class Step:
         """Counted from 1."""
         self.epoch = batch.epoch
         self.ends_epoch = ends_epoch
-        self.outcome: StepOutcome | None = None
+        self.record: StepRecord | None = None
         """What happened; there once the step is finished."""
+        self.stop_asked = False
+        """Whether a rank was asked to stop."""
+        self.save_asked = False
+        """Whether a checkpoint is due that all ranks write together."""
         self.computed: tuple[nn.Module, LossOf] | None = None
         """What `compute` was called with."""
         self._engine = engine
@@ -114,16 +104,10 @@ class Step:
         self._overflowed = False
         """Whether an update was left out because float16 could not hold its gradients."""
         self._buffers_changed = False
-        self._stop_asked = self._save_asked = False
         self._passes = 0
         self._pulse = here()
         self._begun, self._waited = time.perf_counter(), engine.world.waited_s
         engine.begin_step(batch.step, batch.num_shards, is_full)
-
-    @property
-    def record(self) -> StepRecord | None:
-        """The record of the step, once it is finished."""
-        return None if self.outcome is None else self.outcome.record
 
     def shards(self) -> Iterator[Any]:
         """Yield this rank's parts of the global batch, one after the other."""
@@ -175,16 +159,15 @@ class Step:
     def finish(self) -> StepRecord:
         """Agree on gradients, update what this step has not updated yet, step the schedules; return the record."""
         engine = self._engine
-        lr = engine.trained[0].lr
+        lr = float(engine.trained[0].optimizer.param_groups[0]["lr"])
         for trained in engine.trained:
             if not trained.updated:
                 self._update(trained)
             trained.updated = False
-        if text := engine.end_scaled_step(self.number, self._apply, self._overflowed, self._scaled_weight):
-            self._hooks.notice(text)
+        engine.end_scaled_step(self.number, self._apply, self._overflowed, self._scaled_weight)
         if self._batch.num_shards:
             engine.end_exact_step(self._apply, self._buffers_changed)
-        record = StepRecord(
+        self.record = StepRecord(
             step=self.number,
             epoch=self.epoch,
             loss=self._loss,
@@ -193,9 +176,8 @@ class Step:
             grad_norm=self._grad_norm,
             skipped=not self._apply or self._overflowed,
         )
-        self.outcome = StepOutcome(record, self._stop_asked, self._save_asked)
-        self._hooks.finished(record)
-        return record
+        self._hooks.finished(self.record)
+        return self.record
 
     # For strategies.
 
@@ -210,8 +192,13 @@ class Step:
         """Run the whole part under way: forward, loss, backward."""
         assert self._part is not None
         batch = self._part.batch
-        if isinstance(loss_of, CompiledLoss) and loss_of.trials.is_due():
-            self._run_compiled(model, loss_of, batch)
+        if isinstance(loss_of, CompiledLoss):
+            loss_of.trials.run(
+                batch,
+                lambda: self.backward(*with_weight(loss_of.compiled(model, batch))),
+                lambda: self.backward(*with_weight(loss_of(model, batch))),
+                lambda: self._begin_trial(model, loss_of, batch),
+            )
         else:
             self.backward(*with_weight(loss_of(model, batch)))
 
@@ -237,39 +224,36 @@ class Step:
         scale = self._count(mean, weight, num_rows)
         return _wide(mean) * (scale * self._loss_factor) if scale else None
 
-    def _run_compiled(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> None:
-        """Run a part in compiled code; where that fails, without ([Note: Compiling])."""
-        engine, trials, plan = self._engine, loss_of.trials, self.rows
-        if trials.knows(batch):
-            return self.backward(*with_weight(loss_of.compiled(model, batch)))
-        before = TrialState(engine)
+    def _begin_trial(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> Callable[[], None]:
+        """Note what compiled code may change before it fails ([Note: Compiling]); return what restores it."""
+        engine, plan = self._engine, self.rows
+        restore_state = note_state(engine)
         counted = (self._loss_sum, self._weight_sum, self._weighted, self._has_gradient)
         parameters = [p for trained in engine.trained for p in trained.model.parameters()] if self._has_gradient else []
         grads = [None if p.grad is None else p.grad.clone() for p in parameters]  # backward adds to them in place
-        if trials.is_first and not engine.spec.exact and not is_compiled(model):
+        if not loss_of.trials.known and not engine.spec.exact and not is_compiled(model):
             loss_of.look_for_noise(model, batch)
-            before.restore()
+            restore_state()
             engine.begin_part(plan, self._passes)
 
-        def compiled() -> None:
-            self.backward(*with_weight(loss_of.compiled(model, batch)))
-
-        def plain() -> None:
-            before.restore()
+        def restore() -> None:
+            restore_state()
             for p, grad in zip(parameters, grads, strict=True):
                 p.grad = grad
             self._loss_sum, self._weight_sum, self._weighted, self._has_gradient = counted
             engine.begin_part(plan, self._passes)
-            self.backward(*with_weight(loss_of(model, batch)))
 
-        trials.run(batch, compiled, plain)
-        return None
+        return restore
 
     def _count(self, loss: torch.Tensor, weight: float | torch.Tensor | None, num_rows: int) -> float:
         """Add the loss of some rows of the current part to the step's; return what its gradient counts."""
         assert self._part is not None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise TaskError(_not_a_scalar(loss))
+            kind = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TaskError(
+                f"loss returned a {kind}; the mean over the batch, a single number, is needed. "
+                "Use .mean(), or reduction='mean' in the loss function."
+            )
         if self._weighted is not None and self._weighted != (weight is not None):
             raise TaskError(
                 "some parts of this step came with a weight and some without. Give all of them one, or none."
@@ -318,16 +302,19 @@ class Step:
 
     def _agree(self, trained: TrainState) -> bool:
         """Add gradients and loss up over all ranks; return whether to apply them."""
-        self._count_time()
+        engine = self._engine
+        # What this rank's parts took, without the time that its layers waited for other ranks.
+        waited_s = engine.world.waited_s - self._waited
+        engine.pace.compute_s += time.perf_counter() - self._begun - waited_s
         if not self._has_gradient:  # no backward pass since the last update: there is no gradient
-            self._engine.clear_gradients()
+            engine.clear_gradients()
         self._end_part()
         self._pulse.beat(Phase.REDUCE)
         sums = trained.reduce(self._sums())
         self._pulse.beat(Phase.UPDATE)
         self._buffers_changed |= sums.num_changed_buffers > 0
-        self._stop_asked |= sums.num_stop_requests > 0
-        self._save_asked |= sums.num_save_requests > 0
+        self.stop_asked |= sums.num_stop_requests > 0
+        self.save_asked |= sums.num_save_requests > 0
         if 0 < sums.num_weighted < sums.num_counted:
             raise TaskError("loss gave a weight on some ranks and none on others. Give one always, or never.")
         loss, weight = float(sums.loss), sums.weight
@@ -340,14 +327,14 @@ class Step:
         factor = (1.0 / weight if weighted and weight else 1.0) / self._loss_factor
         if factor != 1.0:
             trained.reducer.scale(factor)
-        if self._engine.witness is not None:
-            self._engine.witness.gradients(self.number, trained.model)
+        if engine.witness is not None:
+            engine.witness.gradients(self.number, trained.model)
         overflowed = self._apply and self._clip(trained)
         self._overflowed |= overflowed
         if not self._apply:
-            self._engine.restore_buffers()
+            engine.restore_buffers()
             self._hooks.refused(self, self._loss)
-        self._begun, self._waited = time.perf_counter(), self._engine.world.waited_s
+        self._begun, self._waited = time.perf_counter(), engine.world.waited_s
         return self._apply and not overflowed
 
     def _clip(self, trained: TrainState) -> bool:
@@ -362,11 +349,6 @@ class Step:
         self._apply = is_finite or overflowed
         return overflowed
 
-    def _count_time(self) -> None:
-        """Add what this rank's parts took, without the time that its layers waited for other ranks."""
-        waited_s = self._engine.world.waited_s - self._waited
-        self._engine.pace.compute_s += time.perf_counter() - self._begun - waited_s
-
 
 def with_weight(loss: Any) -> tuple[Any, Any]:
     """Return what a Task's loss returned as a mean and a weight, which is None where there is none."""
@@ -376,11 +358,3 @@ def with_weight(loss: Any) -> tuple[Any, Any]:
 def _wide(loss: torch.Tensor) -> torch.Tensor:
     """Return a loss in a dtype with enough precision and range for what it is multiplied by."""
     return loss.float() if loss.dtype in _HALVES else loss
-
-
-def _not_a_scalar(loss: Any) -> str:
-    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    return (
-        f"loss returned {kind}; the mean over the batch, a single number, is needed. "
-        "Use .mean(), or reduction='mean' in the loss function."
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -85,10 +85,7 @@ class Task:
 
 def fields_of(cls: type[Task]) -> list[dataclasses.Field[Any]]:
     """Return the fields of a Task's class that can be set; none if it is no dataclass."""
-    fields: tuple[dataclasses.Field[Any], ...] = (
-        dataclasses.fields(cast(Any, cls)) if dataclasses.is_dataclass(cls) else ()
-    )
-    return [field for field in fields if field.init]
+    return [field for field in dataclasses.fields(cls) if field.init] if dataclasses.is_dataclass(cls) else []
 
 
 def field_names(cls: type[Task]) -> list[str]:

@@ -23,16 +23,7 @@ from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
 from instep.train.checkpoint_part import CheckpointPart
-from instep.train.optimizer import (
-    FORMS,
-    Names,
-    by_name,
-    by_number,
-    can_fuse,
-    has_sparse_gradients,
-    may_choose,
-    set_fused,
-)
+from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, set_fused
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -73,9 +64,10 @@ class TrainState:
         self.optimizer = make_optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
-        sparse = any(getattr(module, "sparse", False) is True for module in self.model.modules())
-        self.fused = can_fuse(self.optimizer) and not sparse if not exact and may_choose(self.optimizer) else None
+        self.fused = None if exact else can_fuse(self.optimizer)
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
+        if self.fused and any(getattr(module, "sparse", False) is True for module in self.model.modules()):
+            self.fused = False
         self._has_reduced = False
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
@@ -109,7 +101,7 @@ class TrainState:
         # The model first: its state_dict brings a sharded model to rest.
         return [
             self._part("model", lambda: self.model.state_dict(), self._load_model),
-            self._part("optimizer", self._optimizer_state, self._load_optimizer),
+            self._part("optimizer", lambda: by_name(self.optimizer, self._own_names()), self._load_optimizer),
         ]
 
     def _part(
@@ -149,14 +141,13 @@ class TrainState:
             set_fused(self.optimizer, self.fused)
 
     def _load_optimizer(self, checkpoint: Checkpoint, part: str) -> None:
-        names = self._names.of_groups(self.optimizer)
         model = checkpoint.stored("model" + self._suffix)
 
         def tied_to(name: str) -> list[str]:
             return [other for other in model if other != name and model[other] is model.get(name)]
 
         is_partial = not self.strategy.has_all_names
-        saved = by_number(checkpoint.stored(part), names, is_partial, self._names.first, tied_to)
+        saved = by_number(checkpoint.stored(part), self._own_names(), is_partial, self._names.first, tied_to)
         parameters = dict(enumerate(self._in_groups()))
         groups = map_stored(saved["param_groups"], StoredTensor.read)
         state = {
@@ -172,8 +163,8 @@ class TrainState:
         ]
         self._choose_form()
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        return by_name(self.optimizer, self._names.of_groups(self.optimizer))
+    def _own_names(self) -> list[list[str]]:
+        return self._names.of_groups(self.optimizer)
 
     def begin_step(self) -> None:
         """Make a new reducer if a group of parameters was added since the last step."""
@@ -190,8 +181,8 @@ class TrainState:
                 )
             self.begin_step()
         totals = self.reducer.reduce(sums)
-        if self.fused and not self._has_reduced and has_sparse_gradients(self.optimizer):
-            self.fused = False
+        if self.fused and not self._has_reduced:
+            self.fused = not any(p.grad is not None and p.grad.is_sparse for p in self._in_groups())
             self._choose_form()
         self._has_reduced = True
         return totals
@@ -217,11 +208,6 @@ class TrainState:
         for p in self._all:
             p.grad = None
         self.reducer.forget()
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.optimizer.param_groups[0]["lr"])
 
 
 def load_first_weights(model: nn.Module, source: Path) -> None:

@@ -1,4 +1,4 @@
-"""The worker: one rank of a training, from joining the world to its result.
+"""The worker: one rank of a training, from joining the world to its result; `instep.start`, for a loop of one's own.
 
 Ranks: all.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import signal
 import socket
-import threading
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy
@@ -24,11 +22,13 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import sharded_weights_sha256, weights_sha256
 from instep.core.errors import Preempted, SpecError
 from instep.core.spec import TrainSpec
-from instep.core.stop import SIGNALS, StopRequest, taking_over
+from instep.core.stop import StopRequest, stop_requests
 from instep.core.topology import Place
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
+from instep.train.directory import agree_on_directory, open_directory
+from instep.train.engine import Witness
 from instep.train.loop import Loop
 from instep.train.nodes import code_of, look_around
 from instep.train.precision import precision_settings, resolve_precision
@@ -36,19 +36,15 @@ from instep.train.result import Result
 from instep.train.run import Run
 from instep.train.source import TaskSource
 from instep.train.task import Task
-from instep.train.witness import Witness
 from instep.world.determinism import deterministic
-from instep.world.world import World, place_here
+from instep.world.world import World, judge_place, place_here
 
 
 def launched_main(attempt: int, source: TaskSource, spec: TrainSpec, run_dir: str) -> dict[str, Any]:
     """Run a rank that instep launched; return its result to the launcher."""
     place = place_here()
     task = source.load()
-    with (
-        process_settings(spec, place.local_world_size),
-        World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
-    ):
+    with joined_world(place, spec) as world:
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, compared=True).to_json()
 
 
@@ -63,6 +59,46 @@ def placed_main(
         _refuse_unshared(world, sees_run, run_dir)
         task = source.load()
         return worker_main(world, task, spec, RunDirectory(Path(run_dir)), attempt, stop=stop).to_json()
+
+
+@contextlib.contextmanager
+def start(**options: Any) -> Iterator[Run]:
+    """Join the world that this process was launched in, or a world of one, and open a run.
+
+    The options are those of `instep train`: seed, run_dir, accumulate, clip_norm, save_every, … Leaving
+    the block saves, writes the result and leaves the process group; after an error it only leaves the group.
+    """
+    try:
+        spec = TrainSpec(**options)
+    except TypeError as error:
+        raise SpecError(f"instep.start: {error}. Its options are those of `instep train --help`.") from None
+    begun = time.monotonic()
+    place = place_here()
+    notices = judge_place(place)
+    spec = resolve_precision(spec, place.device)
+    with joined_world(place, spec) as world:
+        name = Path(sys.argv[0]).stem or "loop"
+        directory = agree_on_directory(world, lambda: _open_alone(name, spec))
+        try:
+            with open_run(world, spec, directory, name, own_loop=True) as run:
+                for text in notices:
+                    run.notice(text)
+                script = Path(sys.argv[0])
+                log_nodes(run, [script] if script.is_file() else [], compared=False)
+                yield run
+                if run.engine.trained:
+                    run.save()
+                    result = make_result(run, begun, attempt=0)
+                    if run.is_main:
+                        directory.write_result(result.to_json())
+        finally:
+            directory.unlock()
+
+
+def _open_alone(name: str, spec: TrainSpec) -> RunDirectory:
+    directory = open_directory(name, spec)
+    directory.lock()
+    return directory
 
 
 def _refuse_unshared(world: World, sees_run: bool, run_dir: str) -> None:
@@ -93,39 +129,19 @@ def worker_main(
         with contextlib.suppress(Preempted):
             Loop(run, task).run()
         result = make_result(run, begun, attempt)
-        if run.is_main and not run.preempted:
+        if run.is_main and run.status == "complete":
             directory.write_result(result.to_json())
     return Result.from_json(result.to_json(), task)
 
 
 @contextlib.contextmanager
-def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
-    """Listen for SIGTERM and SIGUSR1 (SLURM's warning before it takes a node away) while the block runs.
-
-    The handler only sets the request. It reaches the other ranks with the next step's sums, so that all know of it at
-    the same step; there they save and leave. A second signal ends the process at once. A launcher may set `request`
-    itself.
-    """
-    request = request or StopRequest()
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if request.ask():
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield request  # only the main thread may listen
-        return
-    with taking_over(request.ask):
-        before = {number: signal.signal(number, on_signal) for number in SIGNALS}
-    # Our launcher blocks this one until a handler is there: by default it would end the process.
-    was_blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    try:
-        yield request
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, was_blocked)
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+def joined_world(place: Place, spec: TrainSpec) -> Iterator[World]:
+    """Join the world that this process was placed in, with the settings of the spec. Called on all ranks."""
+    with (
+        process_settings(spec, place.local_world_size),
+        World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
+    ):
+        yield world
 
 
 @contextlib.contextmanager
@@ -158,23 +174,20 @@ def open_run(
     log = EventLog(directory.path, world.rank)
     log.write(_start_record(world, attempt))
     run: Run | None = None
+    failure = ""
     try:
         with stop_requests(stop) as request:
             spec = resolve_precision(spec, world.device)
-            run = Run(world, spec, directory, log, name, stop_request=request, witness=witness, own_loop=own_loop)
+            run = Run(world, spec, directory, log, name, request, witness, own_loop)
             if world.comm_notice:
                 run.notice(world.comm_notice)
             yield run
-        log.write(EndRecord(status=run.status, step=run.step))
-    except Preempted:
-        assert run is not None
-        log.write(EndRecord(status=run.status, step=run.step))
-        raise
     except BaseException as error:  # no collectives from here on: other ranks may be gone
-        summary = f"{type(error).__name__}: {error}"
-        log.write(EndRecord(status="failed", step=run.step if run is not None else 0, error=summary))
+        failure = "" if isinstance(error, Preempted) else f"{type(error).__name__}: {error}"
         raise
     finally:
+        status = "failed" if failure or run is None else run.status
+        log.write(EndRecord(status=status, step=run.step if run is not None else 0, error=failure))
         if run is not None:
             run.close()
         log.close()

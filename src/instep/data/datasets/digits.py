@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from instep.data.columns import Columns
-from instep.data.datasets.split import Split, check_split
+from instep.data.dataset import Split, check_split
 
 _FILE = Path(__file__).parent.parent / "files" / "digits.npz"
 _TEST_EVERY = 5  # neighbours in the file are by the same writer, so each writer is in both splits

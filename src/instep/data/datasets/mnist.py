@@ -23,8 +23,7 @@ import numpy.typing as npt
 import torch
 
 from instep.core.errors import DataError
-from instep.data.dataset import BatchDataset
-from instep.data.datasets.split import Split, check_split
+from instep.data.dataset import BatchDataset, Split, check_split
 
 _MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -50,11 +49,8 @@ def mnist(split: Split = "train", root: str | Path | None = None) -> Mnist:
     check_split(split)
     prefix = "train" if split == "train" else "t10k"
     folder = Path.home() / ".cache" / "instep" / "mnist" if root is None else Path(root)
-    paths = [
-        _find(folder, name) or _obtain(folder, name, download=root is None)
-        for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
-    ]
-    return Mnist(*paths)
+    names = (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
+    return Mnist(*(_obtain(folder, name, download=root is None) for name in names))
 
 
 class Mnist(BatchDataset):
@@ -83,11 +79,10 @@ class Mnist(BatchDataset):
         return images.view(-1, 1, 28, 28), self._labels.index_select(0, indices)
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
-
-
 def _obtain(folder: Path, name: str, *, download: bool) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
     if not download:
         raise DataError(
             f"{folder} has neither {name} nor {name}.gz. Put MNIST's four files there ({', '.join(_SHA256)}; "
@@ -143,7 +138,9 @@ def _parse(path: Path, file: BinaryIO, num_dims: int) -> npt.NDArray[np.uint8]:
         raise DataError(f"{path} ends within its header: {header_bytes} bytes expected, {len(header)} found.")
     shape = struct.unpack(f">{num_dims}I", header[4:])
     expected = math.prod(shape)
-    data = _read_at_most(file, expected + 1)
+    data = bytearray()  # in chunks: a wrong size in the header must not make us allocate that much memory
+    while len(data) <= expected and (chunk := file.read(min(_CHUNK_BYTES, expected + 1 - len(data)))):
+        data += chunk
     if len(data) != expected:
         problem, num_bytes = ("truncated", len(data)) if len(data) < expected else ("too long", "more")
         raise DataError(
@@ -151,11 +148,3 @@ def _parse(path: Path, file: BinaryIO, num_dims: int) -> npt.NDArray[np.uint8]:
             f"{num_bytes} found. Download it again."
         )
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
-
-
-def _read_at_most(file: BinaryIO, limit: int) -> bytearray:
-    # In chunks: the limit comes from the file, which must not make us allocate that much memory.
-    data = bytearray()
-    while len(data) < limit and (chunk := file.read(min(_CHUNK_BYTES, limit - len(data)))):
-        data += chunk
-    return data

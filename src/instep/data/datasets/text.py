@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from instep.core.errors import DataError
-from instep.data.datasets.split import Split, check_split
-from instep.data.datasets.windows import Windows, check_length
+from instep.data.dataset import Split, check_split
+from instep.data.datasets.tokens import Windows, check_length
 
 _TEST_PART = 10  # the last tenth of the file
 
