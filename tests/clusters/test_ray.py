@@ -105,7 +105,7 @@ def test_a_run_directory_that_a_node_does_not_see(ray_nodes: RayCluster) -> None
     done = ray_nodes.run(*ON_RAY, "auto", "--run-dir", str(run_dir), timeout_s=200)
     assert done.returncode == 2, done.stderr
     assert f"{run_dir} is not there for rank " in done.stderr
-    assert "disk that all machines of the cluster share" in done.stderr
+    assert "disk that all nodes of the cluster share" in done.stderr
     assert "restart" not in done.stderr
 
 

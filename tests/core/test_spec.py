@@ -89,6 +89,7 @@ def test_every_option_has_a_help_text_and_a_flag() -> None:
     [
         ({"address": "auto"}, "Add --on ray"),
         ({"on": "ray", "address": "ray://head:10001"}, "ray job submit"),
+        ({"nnodes": "4:2"}, "nnodes='4:2': the smaller number comes first, 2:4"),
         ({"on": "ray", "nnodes": "2"}, "nnodes=2 is for processes that instep starts itself"),
         ({"on": "ray", "rdzv_endpoint": "a:1"}, "Leave --rdzv-endpoint out"),
         ({"on": "ray", "hang_after": "90s"}, "Leave --hang-after out"),

@@ -128,6 +128,25 @@ def test_the_best_is_saved_when_it_is_found(tmp_path: Path) -> None:
         train(tmp_path / "other", keep_best="f1", eval_every="4")
 
 
+class Scored(Small):
+    """Scores 0 first, and never better."""
+
+    step = 0
+
+    def on_step(self, record: Any) -> None:
+        self.step = record.step + 1
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return {"score": torch.full((len(batch[1]),), {5: 0.0, 10: -5.0, 15: -2.0}.get(self.step, -9.0))}
+
+
+def test_a_best_score_of_zero_is_a_score(tmp_path: Path) -> None:
+    options = {"save_every": "10", "eval_every": "5", "keep": 9, "keep_best": "score"}
+    instep.train(Scored(), steps=20, batch_size=10, quiet=True, run_dir=str(tmp_path), **options)
+    assert [event["metrics"]["score"] for event in events(tmp_path, "eval")] == [0.0, -5.0, -2.0, -9.0]
+    assert [event["step"] for event in events(tmp_path, "save")] == [5, 10, 20]  # 15 is better than 10, not than 5
+
+
 def test_the_best_is_not_forgotten_when_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = iter([True])
 

@@ -79,6 +79,10 @@ class LaunchSpec:
             check_at_least("processes", int(self.processes), 1)
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
             raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
+        if self.min_nodes > self.max_nodes:
+            raise SpecError(
+                f"nnodes={self.nnodes!r}: the smaller number comes first, {self.max_nodes}:{self.min_nodes}."
+            )
         _ = self.hang_after_s
         _ = self.lost_after_s
         if not self.hosts and (self.allow_differences or self.ssh != "ssh"):

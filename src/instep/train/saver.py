@@ -185,7 +185,7 @@ class Saver:
         stall_s = self._saved_at - begun
         self.saved_step, self._retry_at, self._reserved = step, None, True
         if self._keeping.best_by in scores:
-            self._best = max(self._best or -math.inf, self._keeping.worth(scores))
+            self._best = max(-math.inf if self._best is None else self._best, self._keeping.worth(scores))
         self._background.start(partial(self._write, step, snapshot, shared, dict(scores), begun, stall_s))
 
     def _state(self) -> FlatState:
