@@ -25,17 +25,17 @@ def main():
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=3, help="fresh sets of processes")
     args = parser.parse_args()
-    found = {n: [] for n in args.processes}
+    times = {n: [] for n in args.processes}
     for repeat in range(args.repeats):
         for n in args.processes:
-            found[n].append(measure(n))
-            print(f"{repeat + 1}/{args.repeats}  {n} processes  {json.dumps(found[n][-1])}", flush=True)
-    lines = [line for n in args.processes for line in summary(n, found[n])]
+            times[n].append(measure(n))
+            print(f"{repeat + 1}/{args.repeats}  {n} processes  {json.dumps(times[n][-1])}", flush=True)
+    lines = [line for n in args.processes for line in summary(n, times[n])]
     write_result("allreduce", "all_reduce: shared memory against gloo", lines, sys.argv[1:])
 
 
 def measure(n):
-    """Give {size: {way: ms}} of one set of processes."""
+    """Return {size: {way: ms}} of one set of processes."""
     command = [BIN / "torchrun", "--standalone", "--nproc-per-node", n, HERE / "allreduce_ranks.py", json.dumps(SIZES)]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     if done.returncode:

@@ -14,7 +14,7 @@ def main(sizes):
     torch.set_num_threads(1)
     dist.init_process_group("instep")
     gloo = dist.new_group(backend="gloo")
-    found = {}
+    medians = {}
     for name, (num_bytes, rounds) in sizes.items():
         numbers, spare = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
         ways = {
@@ -30,9 +30,9 @@ def main(sizes):
                 begun = time.perf_counter()
                 run()
                 times[way].append(time.perf_counter() - begun)
-        found[name] = {way: slowest_median(seconds[2:]) for way, seconds in times.items()}
+        medians[name] = {way: slowest_median(seconds[2:]) for way, seconds in times.items()}
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(medians))
     del gloo, ways
     gc.collect()
     dist.destroy_process_group()

@@ -86,7 +86,7 @@ def trained(run, model, data):
 
 
 def make_ways(run, model, optimizer, folder):
-    """Give for each way how to save, and how to wait for what it left running."""
+    """Return for each way how to save, and how to wait for what it left running."""
     pending = []
 
     def state():

@@ -74,8 +74,8 @@ def ratio(times, other):
 
 
 def verdict(times, goal):
-    found = statistics.median(ratios(times, "exact", "as many passes"))
-    return f"<= {goal} of as many passes: {'reached' if found <= goal else 'missed'}"
+    middle = statistics.median(ratios(times, "exact", "as many passes"))
+    return f"<= {goal} of as many passes: {'reached' if middle <= goal else 'missed'}"
 
 
 if __name__ == "__main__":

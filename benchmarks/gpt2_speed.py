@@ -47,13 +47,13 @@ def main():
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("options", nargs="*", help="more options of instep train, behind --")
     args = parser.parse_args()
-    found = {way: [] for way in args.only}
+    results = {way: [] for way in args.only}
     for _ in range(args.repeats):
         for way in args.only:
-            found[way].append(measure(way, args.options))
-            print(f"{way:40s} {found[way][-1]}", flush=True)
+            results[way].append(measure(way, args.options))
+            print(f"{way:40s} {results[way][-1]}", flush=True)
     peers = ", ".join(f"{package} {version(package)}" for package in ("accelerate", "lightning"))
-    lines = [f"- peers: {peers}", "", *summary(found)]
+    lines = [f"- peers: {peers}", "", *summary(results)]
     write_result("gpt2_speed", "GPT-2 small on one GPU", lines, sys.argv[1:])
 
 
@@ -80,9 +80,9 @@ def measure_instep(options):
         return {"ms": ms, "loss": json.loads(done.stdout.splitlines()[-1])["loss"]}
 
 
-def summary(found):
+def summary(results_by_way):
     rows, speed = [], {}
-    for way, results in found.items():
+    for way, results in results_by_way.items():
         ms = [each["ms"] for each in results]
         middle = statistics.median(ms)
         speed[way] = BATCH * LENGTH / middle

@@ -53,17 +53,17 @@ def main():
     if args.epochs < 2:
         sys.exit("--epochs must be at least 2: the first epoch does not count.")
     root = str((ROOT / args.root).resolve())
-    found = {(variant, n): [] for n in args.processes for variant in variants_of(n)}
+    runs = {(variant, n): [] for n in args.processes for variant in variants_of(n)}
     for repeat in range(args.repeats):
         for n in args.processes:
             for variant in variants_of(n):
                 ms, _, accuracy = measured = measure(variant, n, root, args.epochs)
-                found[variant, n].append(measured)
+                runs[variant, n].append(measured)
                 print(
                     f"{repeat + 1}/{args.repeats}  {n} processes  {variant:<12}  {ms:.3f} ms  {accuracy:.2%}",
                     flush=True,
                 )
-    lines = [line for n in args.processes for line in summary(n, found)]
+    lines = [line for n in args.processes for line in summary(n, runs)]
     write_result("mnist_speed", "MNIST: ms a step, steady state", lines, sys.argv[1:])
 
 
@@ -103,7 +103,7 @@ def run(command):
 
 
 def ends_of(variant, result, folder):
-    """Give the times at which each epoch's steps ended: from what a baseline printed, or from instep's log."""
+    """Return the times at which each epoch's steps ended: from what a baseline printed, or from instep's log."""
     if variant in BASELINES:
         return result["ends"]
     times = {}
@@ -114,14 +114,14 @@ def ends_of(variant, result, folder):
     return [ends for _, ends in sorted(times.items())]
 
 
-def summary(n, found):
+def summary(n, runs):
     """Lay out one number of processes: medians, spreads, and the ratios against the goals."""
-    means = {v: statistics.median(run[0] for run in found[v, n]) for v in variants_of(n)}
-    quartiles = {v: statistics.median(run[1] for run in found[v, n]) for v in variants_of(n)}
+    means = {v: statistics.median(run[0] for run in runs[v, n]) for v in variants_of(n)}
+    quartiles = {v: statistics.median(run[1] for run in runs[v, n]) for v in variants_of(n)}
     rows = []
     for variant in variants_of(n):
-        times = [run[0] for run in found[variant, n]]
-        accuracy = statistics.median(run[2] for run in found[variant, n])
+        times = [run[0] for run in runs[variant, n]]
+        accuracy = statistics.median(run[2] for run in runs[variant, n])
         spread = f"{min(times):.3f}–{max(times):.3f}"
         rows.append([variant, f"{means[variant]:.3f}", spread, f"{quartiles[variant]:.3f}", f"{accuracy:.2%}"])
     ratios = []
@@ -133,7 +133,7 @@ def summary(n, found):
             quiet = f"{quartiles[above] / quartiles[below]:.2f}"
             ratios.append([f"{above} / {below}", f"{ratio:.2f}", goal, verdict, quiet])
     return [
-        f"## {n} process{'es' if n > 1 else ''}, medians of {len(found['instep', n])} runs each",
+        f"## {n} process{'es' if n > 1 else ''}, medians of {len(runs['instep', n])} runs each",
         "",
         *table(["variant", "mean ms a step", "lowest–highest", "undisturbed ms", "test accuracy"], rows),
         "",

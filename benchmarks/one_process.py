@@ -137,7 +137,7 @@ def cpu_seconds(pid):
 
 
 def between(ends, switches):
-    """Give the times of the steps within a turn, in ms."""
+    """Return the times of the steps within a turn, in ms."""
     first, last = switches[0], switches[-1]
     cut = set()
     for switch in switches:

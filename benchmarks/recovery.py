@@ -31,13 +31,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=12)
     args = parser.parse_args()
-    found = {"torchrun": [], "instep": []}
+    turns = {"torchrun": [], "instep": []}
     for turn in range(args.kills):
-        for name in found:
+        for name in turns:
             with tempfile.TemporaryDirectory() as folder:
-                found[name].append(one_turn(name, Path(folder), random.Random(turn)))
-            print(name, {key: round(value, 2) for key, value in found[name][-1].items()}, flush=True)
-    write_result("recovery", "From the SIGKILL of a rank to the next new step", report(found), sys.argv[1:])
+                turns[name].append(one_turn(name, Path(folder), random.Random(turn)))
+            print(name, {key: round(value, 2) for key, value in turns[name][-1].items()}, flush=True)
+    write_result("recovery", "From the SIGKILL of a rank to the next new step", report(turns), sys.argv[1:])
 
 
 def one_turn(name, folder, rng):
@@ -106,9 +106,9 @@ def wait_for(condition):
         time.sleep(0.25)  # the times are the events' own
 
 
-def report(found):
+def report(turns):
     def cells(name, key):
-        values = [kill[key] for kill in found[name]]
+        values = [kill[key] for kill in turns[name]]
         return [f"{statistics.median(values):.2f}", f"{max(values):.2f}"]
 
     rows = [
@@ -121,12 +121,12 @@ def report(found):
         ["seconds", "torchrun, median", "worst", "instep, median", "worst"],
         [[label, *cells("torchrun", key), *cells("instep", key)] for label, key in rows],
     )
-    ratio = statistics.median(k["new"] for k in found["instep"]) / statistics.median(
-        k["new"] for k in found["torchrun"]
+    ratio = statistics.median(k["new"] for k in turns["instep"]) / statistics.median(
+        k["new"] for k in turns["torchrun"]
     )
     verdict = "reached" if ratio <= 1 / 3 else "missed"
     return [
-        f"{len(found['instep'])} kills each.",
+        f"{len(turns['instep'])} kills each.",
         "",
         *lines,
         "",

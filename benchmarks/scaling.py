@@ -56,9 +56,9 @@ def command(kind, batch, n, comm, run_dir):
 def summary(kind, batch, times):
     rows = []
     for way in WAYS:
-        found = sorted(ratios(times, "1 process", way))
-        efficiency = statistics.median(found)
-        low, high = found[len(found) // 4], found[-1 - len(found) // 4]
+        efficiencies = sorted(ratios(times, "1 process", way))
+        efficiency = statistics.median(efficiencies)
+        low, high = efficiencies[len(efficiencies) // 4], efficiencies[-1 - len(efficiencies) // 4]
         verdict = f">= {GOAL}: {'reached' if efficiency >= GOAL else 'missed'}" if way == "2, shared memory" else ""
         ms = statistics.median(step for turn in times[way] for step in turn)
         rows.append([way, f"{ms:.1f}", f"{efficiency:.3f} ({low:.2f}–{high:.2f})" if way != WAYS[0] else "", verdict])

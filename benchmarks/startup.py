@@ -70,8 +70,8 @@ def measure(command, traced):
         if done.returncode:
             sys.exit(f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         events = read_lines(Path(folder) / "run" / "events" / "rank-0.jsonl")
-        found = moments_of(events, read_lines(trace) if traced else [])
-    return {name: when - begun for name, when in found.items()}
+        moments = moments_of(events, read_lines(trace) if traced else [])
+    return {name: when - begun for name, when in moments.items()}
 
 
 def arguments(command, folder):
@@ -93,7 +93,7 @@ def moments_of(events, trace):
     first = {}
     for event in events:
         first.setdefault(event["event"], event)
-    found = {
+    moments = {
         MOMENTS[7]: first["start"]["time"],
         MOMENTS[8]: first["plan"]["time"],
         MOMENTS[9]: first["step"]["time"],
@@ -106,9 +106,9 @@ def moments_of(events, trace):
             times = {line["pid"]: line["time"] for line in trace if (line["what"], line["moment"]) == (what, moment)}
             others = [when for owner, when in times.items() if owner != launcher]
             if pid in times:
-                found[name] = times[pid]
+                moments[name] = times[pid]
             elif pid == rank and others:
-                found[name] = min(others)
+                moments[name] = min(others)
 
         look(MOMENTS[0], "python", "begin", launcher)
         look(MOMENTS[1], "import torch", "end", launcher)
@@ -117,7 +117,7 @@ def moments_of(events, trace):
         look(MOMENTS[4], "import torch._dynamo", "end", rank)
         look(MOMENTS[5], "process group", "begin", rank)
         look(MOMENTS[6], "process group", "end", rank)
-    return found
+    return moments
 
 
 def summary(totals):

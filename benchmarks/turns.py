@@ -47,7 +47,7 @@ def step_times(ways, rounds, turn_s):
 
 
 def in_step(of_commands):
-    """Give the ms of a way's steps; where several commands work side by side, of the slower one of each step."""
+    """Return the ms of a way's steps; where several commands work side by side, of the slower one of each step."""
     return [max(steps) for steps in zip(*of_commands, strict=False)]
 
 
@@ -74,7 +74,7 @@ def take_turns(pids, rounds, turn_s):
 
 
 def within(ends, turn):
-    """Give the ms of the steps that began and ended within a turn."""
+    """Return the ms of the steps that began and ended within a turn."""
     first, last = (bisect.bisect(ends, moment) for moment in turn)
     return [1000 * (b - a) for a, b in itertools.pairwise(ends[first:last])]
 
@@ -92,10 +92,10 @@ def wait_for_ranks(run_dirs, jobs):
 
 
 def ranks_of(run_dirs):
-    found = []
+    pids = []
     for path in [path for run_dir in run_dirs for path in (run_dir / "events").glob("rank-*.jsonl")]:
-        found.append(json.loads(path.read_text().splitlines()[0])["pid"])
-    return found
+        pids.append(json.loads(path.read_text().splitlines()[0])["pid"])
+    return pids
 
 
 def ends_of(run_dir):

@@ -38,8 +38,8 @@ class Block(nn.Module):
     def attend(self, x):
         rows, length, width = x.shape
         q, k, v = self.qkv(x).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return found.transpose(1, 2).reshape(rows, length, width)
+        values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return values.transpose(1, 2).reshape(rows, length, width)
 
 
 class Transformer(nn.Module):

@@ -56,7 +56,7 @@ def inputs_of(case: Case, world_size: int) -> list[torch.Tensor]:
 
 
 def laid_out(numbers: torch.Tensor, case: Case) -> torch.Tensor:
-    """Give the same numbers in the same order, in memory that is laid out as the case says."""
+    """Return the same numbers in the same order, in memory that is laid out as the case says."""
     if case.stride == "every second":
         return numbers.new_zeros(2 * numbers.numel())[::2].copy_(numbers)
     if case.stride == "transposed":
@@ -105,7 +105,7 @@ def run_by_gloo(case: Case, gloo: Any, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def reduces(case: Case) -> bool:
-    """Tell whether numbers are computed, not only brought."""
+    """Return whether numbers are computed, not only brought."""
     return case.operation == "all_reduce" or case.scatters
 
 
@@ -123,14 +123,14 @@ def expected(case: Case, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
     return inputs[rank]
 
 
-def is_in_order(case: Case, found: torch.Tensor, inputs: list[torch.Tensor], rank: int) -> bool:
-    """Tell whether every number has the bits of the sum in the order of the ranks, from some rank on."""
+def is_in_order(case: Case, actual: torch.Tensor, inputs: list[torch.Tensor], rank: int) -> bool:
+    """Return whether every number has the bits of the sum in the order of the ranks, from some rank on."""
     starts = range(len(inputs)) if case.operation == "all_reduce" else [0]
     rights = [expected(case, inputs[start:] + inputs[:start], rank) for start in starts]
-    if any(found.dtype != right.dtype or found.shape != right.shape for right in rights):
+    if any(actual.dtype != right.dtype or actual.shape != right.shape for right in rights):
         return False
     # Which of 0 and -0 is the larger one is for the ranks to agree on, nothing more.
-    seen = found if reduces(case) and case.op in ("max", "min") else found.view(BITS[found.itemsize])
+    seen = actual if reduces(case) and case.op in ("max", "min") else actual.view(BITS[actual.itemsize])
     return bool(torch.stack([seen == right.view(seen.dtype) for right in rights]).any(0).all())
 
 
@@ -153,7 +153,7 @@ def mean_of(total: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def is_near(case: Case, one: torch.Tensor, other: torch.Tensor, inputs: list[torch.Tensor], rank: int) -> bool:
-    """Tell whether two results differ by no more than another order of the additions can make them."""
+    """Return whether two results differ by no more than another order of the additions can make them."""
     if not (reduces(case) and case.dtype.is_floating_point and case.op in ("sum", "avg")):
         return torch.equal(one, other)
     sizes = expected(replace(case, op="sum"), [part.abs().double() for part in inputs], rank)

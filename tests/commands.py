@@ -65,16 +65,16 @@ def steps_in(run_dir: Path) -> list[dict[str, Any]]:
 
 def pids_of(run_dir: Path, world_size: int) -> list[int]:
     """The workers' process numbers, from the newest start events."""
-    found = []
+    pids = []
     for rank in range(world_size):
         starts = [e for e in read_events(run_dir, rank) if e["event"] == "start"]
         if starts:
-            found.append(starts[-1]["pid"])
-    return found
+            pids.append(starts[-1]["pid"])
+    return pids
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process still runs; one that ended and is not fetched yet does not."""
+    """Return whether a process still runs; one that ended and is not fetched yet does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
@@ -84,8 +84,8 @@ def is_alive(pid: int) -> bool:
 
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that these have."""
-    found = []
+    pids = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+            pids += [child, *descendants(child)]
+    return pids

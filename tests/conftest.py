@@ -51,7 +51,7 @@ def _spread(few: list[Any], many: list[Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Give a test the same random tensors in every run, whichever tests its worker ran before."""
+    """Return a test the same random tensors in every run, whichever tests its worker ran before."""
     torch.manual_seed(0)
 
 

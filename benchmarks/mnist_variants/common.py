@@ -11,7 +11,7 @@ import torch
 
 
 def read(root, split):
-    """Give the images (bytes, N x 784) and labels (int64) of one half."""
+    """Return the images (bytes, N x 784) and labels (int64) of one half."""
     prefix = "train" if split == "train" else "t10k"
     return (
         torch.from_numpy(_bytes(Path(root) / f"{prefix}-images-idx3-ubyte.gz", 16).reshape(-1, 784)),

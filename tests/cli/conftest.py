@@ -12,7 +12,7 @@ from instep.cli.app import app
 
 @pytest.fixture
 def command(capsys: Any) -> Callable[..., tuple[int, str, str]]:
-    """Give a function that runs `instep WORDS` and returns exit code, standard output and standard error."""
+    """Return a function that runs `instep WORDS` and returns exit code, standard output and standard error."""
 
     def run(*words: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:

@@ -50,9 +50,9 @@ def told(answer: tuple[int, str, str], code: int = 0) -> dict[str, Any]:
     """Read the one line of JSON."""
     assert answer[0] == code, answer[2]
     (line,) = answer[1].splitlines()
-    found = json.loads(line)
-    assert found["ok"] is (code == 0)
-    return found
+    actual = json.loads(line)
+    assert actual["ok"] is (code == 0)
+    return actual
 
 
 def refused(answer: tuple[int, str, str], *parts: str) -> None:
@@ -75,9 +75,9 @@ class TestList:
 
     def test_as_json(self, command: Command, run_dir: Path) -> None:
         answer = command("checkpoints", str(run_dir), "--json")
-        found = told(answer)
-        assert [each["step"] for each in found["checkpoints"]] == STEPS
-        assert found["checkpoints"][0]["num_files"] == len(list(file_of(run_dir, 10).parent.iterdir()))
+        actual = told(answer)
+        assert [each["step"] for each in actual["checkpoints"]] == STEPS
+        assert actual["checkpoints"][0]["num_files"] == len(list(file_of(run_dir, 10).parent.iterdir()))
         assert "sizes agree" in answer[2]
 
     def test_names_what_was_set_aside_or_half_written(self, command: Command, run_dir: Path) -> None:
@@ -116,16 +116,16 @@ class TestVerify:
             "good"
         ]
         flip(file_of(run_dir, 8))
-        found = told(command("checkpoints", path, "--verify", "--json"), code=1)
-        assert found["checkpoints"][0]["problems"][0]["file"] == "model.safetensors"
+        actual = told(command("checkpoints", path, "--verify", "--json"), code=1)
+        assert actual["checkpoints"][0]["problems"][0]["file"] == "model.safetensors"
 
     def test_every_damaged_file_is_named(self, command: Command, run_dir: Path) -> None:
         flip(file_of(run_dir, 10))
         file_of(run_dir, 8, "optimizer.safetensors").write_bytes(b"short")
         file_of(run_dir, 8, "rng.safetensors").unlink()
         file_of(run_dir, 6, "manifest.json").write_bytes(b"")
-        found = told(command("checkpoints", str(run_dir), "--verify", "--json"), code=1)["checkpoints"]
-        assert [[problem["file"] for problem in each["problems"]] for each in found] == [
+        actual = told(command("checkpoints", str(run_dir), "--verify", "--json"), code=1)["checkpoints"]
+        assert [[problem["file"] for problem in each["problems"]] for each in actual] == [
             ["model.safetensors"],
             ["optimizer.safetensors", "rng.safetensors"],
             ["manifest.json"],
@@ -146,8 +146,8 @@ class TestVerify:
         manifest["files"]["../../x"] = manifest["files"]["state.json"]
         path.write_text(json.dumps(manifest))
         for options in (["--verify"], ["--export", str(run_dir / "out"), "--step", "10"]):
-            found = told(command("checkpoints", str(run_dir), *options, "--json"), code=1)
-            (problem,) = (found.get("skipped") or found["checkpoints"])[0]["problems"]
+            report = told(command("checkpoints", str(run_dir), *options, "--json"), code=1)
+            (problem,) = (report.get("skipped") or report["checkpoints"])[0]["problems"]
             assert problem == {"file": "manifest.json", "text": "file name '../../x'"}
         assert told(command("checkpoints", str(run_dir), "--prune", "1", "--damaged", "--json"))["kept"] == [
             "step-00000008"
@@ -179,8 +179,8 @@ class TestPrune:
         flip(file_of(run_dir, 10))
         (run_dir / "checkpoints" / ".step-00000012.5").mkdir()
         shutil.copytree(file_of(run_dir, 8).parent, run_dir / "checkpoints" / "damaged-step-00000008")
-        found = told(command("checkpoints", str(run_dir), "--prune", "1", "--damaged", "--json"))
-        assert found["kept"] == ["step-00000008"]
+        actual = told(command("checkpoints", str(run_dir), "--prune", "1", "--damaged", "--json"))
+        assert actual["kept"] == ["step-00000008"]
         assert [each.name for each in (run_dir / "checkpoints").iterdir()] == ["step-00000008"]
 
     def test_deletes_nothing_where_none_is_good(self, command: Command, run_dir: Path) -> None:
@@ -218,20 +218,20 @@ class TestExport:
     def test_loads_back_bit_for_bit(
         self, command: Command, run_dir: Path, tmp_path: Path, trained: tuple[Path, instep.Result]
     ) -> None:
-        found = told(command("checkpoints", str(run_dir), "--export", str(tmp_path / "out"), "--json"))
-        assert found["step"] == 10
+        actual = told(command("checkpoints", str(run_dir), "--export", str(tmp_path / "out"), "--json"))
+        assert actual["step"] == 10
         model = Small().model()
         model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-        assert weights_sha256(model.state_dict()) == trained[1].weights_sha256 == found["weights_sha256"]
+        assert weights_sha256(model.state_dict()) == trained[1].weights_sha256 == actual["weights_sha256"]
 
     def test_in_shards(self, command: Command, run_dir: Path, tmp_path: Path) -> None:
         target = tmp_path / "out"
-        found = told(command("checkpoints", str(run_dir), "--export", str(target), "--max-shard", "0.3KB", "--json"))
-        assert len(found["files"]) > 2
+        actual = told(command("checkpoints", str(run_dir), "--export", str(target), "--max-shard", "0.3KB", "--json"))
+        assert len(actual["files"]) > 2
         index = json.loads((target / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == found["num_bytes"]
+        assert index["metadata"]["total_size"] == actual["num_bytes"]
         state = {name: load_file(target / file)[name] for name, file in index["weight_map"].items()}
-        assert weights_sha256(state) == found["weights_sha256"]
+        assert weights_sha256(state) == actual["weights_sha256"]
 
     def test_starts_another_run(self, command: Command, run_dir: Path, tmp_path: Path) -> None:
         target = tmp_path / "weights.safetensors"

@@ -25,18 +25,18 @@ def test_one_file_under_every_local_launcher(tmp_path: Path) -> None:
         "instep train": ("instep", "train", digits, "-n", "2"),
         "torchrun": ("torchrun", "--nproc-per-node", "2", "--master-port", "29673", digits),
     }
-    found = {}
+    actual = {}
     for name, words in ways.items():
-        found[name] = result_of(run(*words, *SHORT, "--run-dir", str(tmp_path / name)))
-    assert {name: result["world_size"] for name, result in found.items()} == {
+        actual[name] = result_of(run(*words, *SHORT, "--run-dir", str(tmp_path / name)))
+    assert {name: result["world_size"] for name, result in actual.items()} == {
         "python": 1,
         "python -n 2": 2,
         "instep train": 2,
         "torchrun": 2,
     }
-    assert len({found[name]["weights_sha256"] for name in ways if name != "python"}) == 1
-    assert found["python"]["loss"] == pytest.approx(found["torchrun"]["loss"], rel=1e-5)
-    assert len({result["metrics"]["accuracy"] for result in found.values()}) == 1
+    assert len({actual[name]["weights_sha256"] for name in ways if name != "python"}) == 1
+    assert actual["python"]["loss"] == pytest.approx(actual["torchrun"]["loss"], rel=1e-5)
+    assert len({result["metrics"]["accuracy"] for result in actual.values()}) == 1
 
 
 def test_own_loop_under_run_and_python(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_charlm_trains_token_weighted(tmp_path: Path) -> None:
         "--run-dir",
         str(tmp_path),
     )
-    found = result_of(run(*words))
+    actual = result_of(run(*words))
     losses = [e["loss"] for e in steps_in(tmp_path)]
-    assert len(losses) == found["steps"] == 12
+    assert len(losses) == actual["steps"] == 12
     assert losses[-1] < 0.9 * losses[0]
 
 

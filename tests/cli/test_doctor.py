@@ -105,8 +105,8 @@ GREEN = [
 
 
 @pytest.mark.parametrize(("level", "found"), [("red", RED), ("yellow", YELLOW), ("green", GREEN)])
-def test_levels(level, found):
-    assert [finding.level for finding in found] == [level] * len(found)
+def test_levels(level, actual):
+    assert [finding.level for finding in actual] == [level] * len(actual)
 
 
 def test_what_is_not_green_says_what_to_do():

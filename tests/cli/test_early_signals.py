@@ -35,7 +35,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def catches(pid: int, *numbers: int) -> bool:
-    """Tell whether a process has handlers for signals."""
+    """Return whether a process has handlers for signals."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

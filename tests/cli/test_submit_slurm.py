@@ -212,8 +212,8 @@ def test_a_refused_job_leaves_all_as_it_was(
     words = ["--fresh"] * fresh + (["--array", array] if array else [])
     assert exit_code(slurm, str(ROOT / TASK), "--run-dir", "run", *words) == EXIT_SPEC
     assert "nope" in capsys.readouterr().err
-    found = {path: path.read_text() if path.is_file() else "" for path in (tmp_path / "run").rglob("*[!k]")}
-    assert found == files
+    actual = {path: path.read_text() if path.is_file() else "" for path in (tmp_path / "run").rglob("*[!k]")}
+    assert actual == files
     assert sorted(path.name for path in tmp_path.iterdir()) == ["programs", "run"]
 
 

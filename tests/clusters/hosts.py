@@ -109,18 +109,18 @@ def connected_hosts(count: int) -> Iterator[list[Host]]:
     mark = f"i{os.getpid()}"
     switch = f"{mark}sw"
     names = [f"h{number}" for number in range(1, count + 1)]
-    found = [Host(name, f"{mark}{name}", f"10.77.0.{i}", f"p{i}", switch) for i, name in enumerate(names, 1)]
+    hosts = [Host(name, f"{mark}{name}", f"10.77.0.{i}", f"p{i}", switch) for i, name in enumerate(names, 1)]
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "br0", "type", "bridge")
         _ip("-n", switch, "link", "set", "br0", "up")
-        for number, host in enumerate(found, 1):
-            _connect(host, number, found)
-        yield found
+        for number, host in enumerate(hosts, 1):
+            _connect(host, number, hosts)
+        yield hosts
     finally:
-        for host in found:
+        for host in hosts:
             host.end()
-        _remove(*(host.namespace for host in found), switch)
+        _remove(*(host.namespace for host in hosts), switch)
 
 
 def _sweep() -> None:

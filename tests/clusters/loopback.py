@@ -46,9 +46,9 @@ def loopback_only() -> Iterator[Loopback]:
 
 
 def _ip() -> str:
-    found = shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    assert found
-    return found
+    actual = shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    assert actual
+    return actual
 
 
 def _run(*words: str) -> str:

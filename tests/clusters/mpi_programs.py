@@ -11,6 +11,6 @@ MPI = {
 
 
 def mpirun(kind: str) -> tuple[str, ...]:
-    """Give the words that start a command twice."""
+    """Return the words that start a command twice."""
     require("MPI")
     return (*MPI[kind], "-n", "2")

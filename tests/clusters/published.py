@@ -38,8 +38,8 @@ def _strict(schema: Any) -> Any:
         return [_strict(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _strict(value) for key, value in schema.items()}
+    strict = {key: _strict(value) for key, value in schema.items()}
     open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
     if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not open_ended:
-        found["additionalProperties"] = False
-    return found
+        strict["additionalProperties"] = False
+    return strict

@@ -110,7 +110,7 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def state(self, job: str) -> str:
-        """Give a job's state: PENDING, RUNNING, COMPLETED and so on."""
+        """Return a job's state: PENDING, RUNNING, COMPLETED and so on."""
         return self.job(job)["JobState"]
 
     def wait(self, job: str, *states: str, timeout_s: float = 60, hurry: bool = False) -> str:
@@ -131,7 +131,7 @@ class SlurmCluster:
         return state
 
     def output(self, job: str) -> str:
-        """Give the end of what a job has printed."""
+        """Return the end of what a job has printed."""
         path = Path(self.job(job).get("StdOut", ""))
         return path.read_text(errors="replace")[-4000:] if path.is_file() else ""
 
@@ -224,12 +224,12 @@ class SlurmCluster:
         _wait(idle, 40, "not all nodes are idle")
 
     def _is_of(self, pid: int, variable: bytes) -> bool:
-        """Tell whether a process of this cluster has a variable in its environment."""
-        found = _environment(pid)
-        return variable in found and f"SLURM_CONF={self.folder}/slurm.conf".encode() in found
+        """Return whether a process of this cluster has a variable in its environment."""
+        environment = _environment(pid)
+        return variable in environment and f"SLURM_CONF={self.folder}/slurm.conf".encode() in environment
 
     def _is_daemon_of(self, pid: int, node: str) -> bool:
-        """Tell whether a process is a step's slurmstepd of a node: it has its slurmd's spool folder."""
+        """Return whether a process is a step's slurmstepd of a node: it has its slurmd's spool folder."""
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd"):
                 return any(f"{self.folder}/spool/{node}" in os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
@@ -265,13 +265,13 @@ def _add_hosts() -> None:
 
 def _free_ports(count: int) -> list[int]:
     """Find ports that nobody listens on, below those that the kernel hands out by itself."""
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = 10000 + secrets.randbelow(4900)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            found += [port] * (port not in found)
-    return found
+            ports += [port] * (port not in ports)
+    return ports
 
 
 def _pids() -> list[int]:

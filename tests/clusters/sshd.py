@@ -125,7 +125,7 @@ def _log_in(ssh: str, folder: Path) -> None:
 
 
 def fake_version(folder: Path, package: str, version: str) -> str:
-    """Give a script for `Hosts.force` that makes a host believe another version of a package is installed there."""
+    """Return a script for `Hosts.force` that makes a host believe another version of a package is installed there."""
     place = folder / f"{package}-{version}"
     info = place / f"{package}-{version}.dist-info"
     info.mkdir(parents=True)

@@ -20,8 +20,8 @@ HERE = TESTS / "clusters"
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
-    with connected_hosts(2) as found:
-        yield found
+    with connected_hosts(2) as connected:
+        yield connected
 
 
 def launch(

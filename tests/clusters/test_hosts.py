@@ -38,8 +38,8 @@ PLAIN = ('exec sh -c "$SSH_ORIGINAL_COMMAND"\n',)
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with ssh_hosts(tmp_path_factory.mktemp("ssh") / "server") as found:
-        yield found
+    with ssh_hosts(tmp_path_factory.mktemp("ssh") / "server") as connected:
+        yield connected
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def _as_usual(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def remote_processes(hosts: Hosts) -> list[str]:
     """What runs on the hosts: all that sessions of this sshd have started, by its command line."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             session = [value for value in path.read_bytes().split(b"\0") if value.startswith(b"SSH_CONNECTION=")]
@@ -59,8 +59,8 @@ def remote_processes(hosts: Hosts) -> list[str]:
         except OSError:
             continue
         if session and session[0].endswith(f" {hosts.port}".encode()) and words:
-            found.append(words)
-    return found
+            processes.append(words)
+    return processes
 
 
 @contextmanager
@@ -256,29 +256,29 @@ class TestPlans:
         ],
     )
     def test_differences(self, there: dict[str, str], text: str, fatal: bool) -> None:
-        (found,) = compare(HERE, replace(HERE, **there), "b", "t.py")
-        assert (found.text, found.fatal) == (text, fatal)
+        (actual,) = compare(HERE, replace(HERE, **there), "b", "t.py")
+        assert (actual.text, actual.fatal) == (text, fatal)
 
     def test_the_same(self) -> None:
         assert compare(HERE, HERE, "b", "t.py") == []
 
     def test_differences_are_allowed(self, capsys: pytest.CaptureFixture[str]) -> None:
-        found = {"b": replace(HERE, torch="2.11.0", code="c2")}
+        answers = {"b": replace(HERE, torch="2.11.0", code="c2")}
         with pytest.raises(EnvironmentFailed, match=r"b: torch 2\.11\.0, here"):
-            judge(HERE, found, "t.py", allowed=False)
-        judge(HERE, found, "t.py", allowed=True)
+            judge(HERE, answers, "t.py", allowed=False)
+        judge(HERE, answers, "t.py", allowed=True)
         assert capsys.readouterr().err.count("warning: b: ") == 2
         with pytest.raises(EnvironmentFailed, match=r"t\.py does not exist"):
             judge(HERE, {"b": replace(HERE, file="")}, "t.py", allowed=True)
 
     def test_agents_meet_at_the_first(self) -> None:
         spec = TrainSpec(hosts="a,b", ssh="ssh -v", processes=2, epochs=2, rdzv_conf="join_timeout=9")
-        found = launcher_specs(spec, {"a": "10.0.0.1", "b": "b.lan"}, 4711, "job")
+        actual = launcher_specs(spec, {"a": "10.0.0.1", "b": "b.lan"}, 4711, "job")
         shared = ["--nproc-per-node", "2", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:4711", "--rdzv-id", "job"]
         tails = {"a": ("1", "10.0.0.1"), "b": ("0", "b.lan")}
         for host, (is_host, address) in tails.items():
             own = ["--rdzv-conf", f"join_timeout=9,is_host={is_host}", "--local-addr", address]
-            assert found[host].words() == [*shared, *own, "--epochs", "2"]
+            assert actual[host].words() == [*shared, *own, "--epochs", "2"]
 
     def test_contradictions(self) -> None:
         addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}

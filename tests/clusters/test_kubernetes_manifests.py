@@ -37,13 +37,13 @@ def manifests(capsys: Any, *words: str) -> dict[str, dict[str, Any]]:
     return {document["kind"]: document for document in yaml.safe_load_all(out)}
 
 
-def pod_of(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    if "PyTorchJob" in found:
-        return found["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-    if "TrainingRuntime" in found:
-        job = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
+def pod_of(by_kind: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    if "PyTorchJob" in by_kind:
+        return by_kind["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    if "TrainingRuntime" in by_kind:
+        job = by_kind["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
         return job["spec"]["template"]["spec"]
-    return found["Job"]["spec"]["template"]["spec"]
+    return by_kind["Job"]["spec"]["template"]["spec"]
 
 
 MANY_OPTIONS = [
@@ -57,33 +57,33 @@ class TestAgainstThePublishedSchemas:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("more", [[], MANY_OPTIONS], ids=["plain", "many options"])
     def test_valid(self, capsys: Any, kind: str, more: list[str]) -> None:
-        found = manifests(capsys, *BASE, "--kind", kind, *more)
+        actual = manifests(capsys, *BASE, "--kind", kind, *more)
         assert (
-            found.keys()
+            actual.keys()
             == {
                 "job": {"Service", "Job"},
                 "trainjob": {"TrainingRuntime", "TrainJob"},
                 "pytorchjob": {"PyTorchJob"},
             }[kind]
         )
-        for manifest in found.values():
+        for manifest in actual.values():
             check(manifest)
 
     def test_with_the_file_from_here(self, capsys: Any) -> None:
-        found = manifests(capsys, DIGITS, *BASE[1:], "--task-from-here", "--kind", "job")
-        for manifest in found.values():
+        actual = manifests(capsys, DIGITS, *BASE[1:], "--task-from-here", "--kind", "job")
+        for manifest in actual.values():
             check(manifest)
-        assert found["ConfigMap"]["data"] == {"digits.py": Path(DIGITS).read_text()}
-        pod = pod_of(found)
+        assert actual["ConfigMap"]["data"] == {"digits.py": Path(DIGITS).read_text()}
+        pod = pod_of(actual)
         mount = next(m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "task")
         assert f"{mount['mountPath']}/digits.py" in pod["containers"][0]["command"]
-        assert {"name": "task", "configMap": {"name": found["ConfigMap"]["metadata"]["name"]}} in pod["volumes"]
+        assert {"name": "task", "configMap": {"name": actual["ConfigMap"]["metadata"]["name"]}} in pod["volumes"]
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_broken_on_purpose(self, capsys: Any, kind: str) -> None:
         for breakage in ("typo", "type", "missing"):
-            found = manifests(capsys, *BASE, "--kind", kind)
-            pod = pod_of(found)
+            by_kind = manifests(capsys, *BASE, "--kind", kind)
+            pod = pod_of(by_kind)
             if breakage == "typo":
                 pod["terminationGraceSeconds"] = 3
             elif breakage == "type":
@@ -91,7 +91,7 @@ class TestAgainstThePublishedSchemas:
             else:
                 del pod["containers"][0]["name"]
             with pytest.raises(jsonschema.ValidationError):
-                for manifest in found.values():
+                for manifest in by_kind.values():
                     check(manifest)
 
 
@@ -101,14 +101,14 @@ class TestWhatTheySay:
         [("job", "digits-0.digits"), ("trainjob", "digits-node-0-0.digits"), ("pytorchjob", "digits-worker-0")],
     )
     def test_the_agents_meet_at_the_first_pod(self, capsys: Any, kind: str, host: str) -> None:
-        found = manifests(capsys, *BASE, "--kind", kind, "--nodes", "2", "--gpus-per-node", "4", "lr=3e-4")
-        command = pod_of(found)["containers"][0]["command"]
+        actual = manifests(capsys, *BASE, "--kind", kind, "--nodes", "2", "--gpus-per-node", "4", "lr=3e-4")
+        command = pod_of(actual)["containers"][0]["command"]
         assert command[:4] == ["instep", "train", "/workspace/digits.py", "lr=3e-4"]
         assert command[command.index("--rdzv-endpoint") + 1] == f"{host}:29400"
         assert command[command.index("--nnodes") + 1] == "2"
         assert command[command.index("--nproc-per-node") + 1] == "4"
         assert command[command.index("--run-dir") + 1] == "/data/runs/digits"
-        assert pod_of(found)["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+        assert pod_of(actual)["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_shared_memory_and_the_time_to_save(self, capsys: Any, kind: str) -> None:
@@ -120,10 +120,10 @@ class TestWhatTheySay:
 
     @pytest.mark.parametrize("kind", ["job", "trainjob"])
     def test_which_ends_are_tried_again(self, capsys: Any, kind: str) -> None:
-        found = manifests(capsys, *BASE, "--kind", kind, "--nodes", "2")
-        job = found["Job"] if kind == "job" else None
+        by_kind = manifests(capsys, *BASE, "--kind", kind, "--nodes", "2")
+        job = by_kind["Job"] if kind == "job" else None
         if job is None:
-            job = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
+            job = by_kind["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
         rules = job["spec"]["podFailurePolicy"]["rules"]
         codes = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
         assert codes == {1: "FailJob", 2: "FailJob", 143: "Ignore"}  # and 137 counts for backoffLimit
@@ -132,8 +132,8 @@ class TestWhatTheySay:
         assert names == {job["spec"]["template"]["spec"]["containers"][0]["name"]}
 
     def test_words_that_kubernetes_would_expand(self, capsys: Any) -> None:
-        found = manifests(capsys, *BASE, "--kind", "job", "--nodes", "2", "text=$(HOME) $x", "--set-env", "A=$(B)")
-        container = pod_of(found)["containers"][0]
+        by_kind = manifests(capsys, *BASE, "--kind", "job", "--nodes", "2", "text=$(HOME) $x", "--set-env", "A=$(B)")
+        container = pod_of(by_kind)["containers"][0]
         assert "text=$$(HOME) $$x" in container["command"]
         assert container["env"][0] == {"name": "A", "value": "$$(B)"}
         assert container["command"][-1] == "$(POD_IP)"  # which is meant to be
@@ -192,17 +192,17 @@ class TestRefused:
         """The annotation in which `kubectl apply` keeps a copy has room for 262,144 bytes."""
         path = tmp_path / "large.py"
         path.write_text("#" * 245_756 + "\n")
-        found = manifests(capsys, str(path), *BASE[1:], "--task-from-here", "--kind", "job")
-        assert 245_760 < len(json.dumps(found["ConfigMap"], ensure_ascii=False).encode()) < 262_144
+        actual = manifests(capsys, str(path), *BASE[1:], "--task-from-here", "--kind", "job")
+        assert 245_760 < len(json.dumps(actual["ConfigMap"], ensure_ascii=False).encode()) < 262_144
 
     @pytest.mark.parametrize("name", ["my task.py", "aufgabe_ä.py", "..py"])
     def test_a_name_that_is_no_key_of_a_config_map(self, capsys: Any, tmp_path: Path, name: str) -> None:
         path = tmp_path / name
         path.write_bytes(Path(DIGITS).read_bytes())
-        found = manifests(capsys, f"{path}:Digits", *BASE[1:], "--task-from-here", "--kind", "job")
-        check(found["ConfigMap"])
-        assert found["ConfigMap"]["data"] == {"task.py": Path(DIGITS).read_text()}
-        command = pod_of(found)["containers"][0]["command"]
+        actual = manifests(capsys, f"{path}:Digits", *BASE[1:], "--task-from-here", "--kind", "job")
+        check(actual["ConfigMap"])
+        assert actual["ConfigMap"]["data"] == {"task.py": Path(DIGITS).read_text()}
+        command = pod_of(actual)["containers"][0]["command"]
         assert command[:3] == ["instep", "train", "/run/instep/task/task.py:Digits"]
 
     @pytest.mark.parametrize(

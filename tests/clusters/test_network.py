@@ -39,8 +39,8 @@ class Training:
         return [event for event in self._events() if event["event"] == "start"]
 
     def world_size(self) -> int:
-        found = self.starts()
-        return found[-1]["world_size"] if found else 0
+        starts = self.starts()
+        return starts[-1]["world_size"] if starts else 0
 
     def steps(self) -> int:
         """How many steps the newest world has made."""

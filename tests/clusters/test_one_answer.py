@@ -30,11 +30,11 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result_of(run("python", DIGITS, *OPTIONS, "--run-dir", str(run_dir), timeout_s=150))
 
 
-def check(right: dict[str, Any], found: dict[str, Any], run_dir: Path, launcher: str) -> None:
+def check(right: dict[str, Any], actual: dict[str, Any], run_dir: Path, launcher: str) -> None:
     same = ("weights_sha256", "steps", "epochs", "loss", "metrics", "status", "restarts")
-    assert {name: found[name] for name in same} == {name: right[name] for name in same}
-    assert found["world_size"] == 2
-    assert found["run_dir"] == str(run_dir)
+    assert {name: actual[name] for name in same} == {name: right[name] for name in same}
+    assert actual["world_size"] == 2
+    assert actual["run_dir"] == str(run_dir)
     assert json.loads((run_dir / "result.json").read_text())["weights_sha256"] == right["weights_sha256"]
     starts = [next(iter(read_events(run_dir, rank))) for rank in range(2)]
     assert [(event["rank"], event["launcher"]) for event in starts] == [(0, launcher), (1, launcher)]

@@ -46,8 +46,8 @@ def test_a_script_of_ones_own(slurm: SlurmCluster, tmp_path: Path, alone: str, n
     job = sbatch(slurm, run_dir, f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "::", *WORDS)
     state = slurm.wait(job, timeout_s=200)
     assert state == "COMPLETED", (tmp_path / f"slurm-{job}.out").read_text()
-    found = result(run_dir)
-    assert (found["world_size"], found["weights_sha256"]) == (4, alone)
+    actual = result(run_dir)
+    assert (actual["world_size"], actual["weights_sha256"]) == (4, alone)
 
 
 @pytest.mark.timeout(240)
@@ -69,8 +69,8 @@ def test_submitted_by_instep(slurm: SlurmCluster, tmp_path: Path, alone: str, no
     assert slurm.state(told["job_id"]) == "COMPLETED"
     for part in (f"job {told['job_id']} is submitted", "4 processes on cpu", "the training is complete"):
         assert part in done.stderr
-    found = result(run_dir)
-    assert (found["world_size"], found["weights_sha256"]) == (4, alone)
+    actual = result(run_dir)
+    assert (actual["world_size"], actual["weights_sha256"]) == (4, alone)
 
 
 @pytest.mark.timeout(240)

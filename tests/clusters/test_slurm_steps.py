@@ -26,17 +26,17 @@ def places(slurm: SlurmCluster, *words: str) -> list[dict[str, object]]:
 
 @pytest.mark.timeout(120)
 def test_two_tasks_on_each_of_two_nodes(slurm: SlurmCluster) -> None:
-    found = places(slurm, "--nodes=2", "--ntasks-per-node=2")
-    assert [p["rank"] for p in found] == [0, 1, 2, 3]
-    assert [p["node_rank"] for p in found] == [0, 0, 1, 1]
-    assert [p["local_rank"] for p in found] == [0, 1, 0, 1]
-    assert {p["local_world_size"] for p in found} == {2}
-    assert {(p["launcher"], p["master_addr"]) for p in found} == {("slurm", "node1")}
-    assert len({p["master_port"] for p in found}) == 1
+    actual = places(slurm, "--nodes=2", "--ntasks-per-node=2")
+    assert [p["rank"] for p in actual] == [0, 1, 2, 3]
+    assert [p["node_rank"] for p in actual] == [0, 0, 1, 1]
+    assert [p["local_rank"] for p in actual] == [0, 1, 0, 1]
+    assert {p["local_world_size"] for p in actual} == {2}
+    assert {(p["launcher"], p["master_addr"]) for p in actual} == {("slurm", "node1")}
+    assert len({p["master_port"] for p in actual}) == 1
     other = places(slurm, "--nodes=2", "--ntasks=3", "--nodelist=node[3-4]", "--distribution=block")
     assert [p["local_world_size"] for p in other] == [2, 2, 1]
     assert {p["master_addr"] for p in other} == {"node3"}
-    assert {p["master_port"] for p in other}.isdisjoint(p["master_port"] for p in found)
+    assert {p["master_port"] for p in other}.isdisjoint(p["master_port"] for p in actual)
 
 
 @pytest.mark.timeout(120)
@@ -46,9 +46,9 @@ def test_a_step_on_other_nodes_than_the_jobs_first(slurm: SlurmCluster, tmp_path
     script.write_text(f"#!/bin/bash\n{step} > one &\nsleep 0.3\n{step} > two\nwait\n")
     job = slurm.sbatch("--nodes=3", "--ntasks-per-node=2", f"--chdir={tmp_path}", str(script))
     assert slurm.wait(job, timeout_s=100) == "COMPLETED"
-    found = [[json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("one", "two")]
-    assert {p["master_addr"] for step in found for p in step} == {"node2"}
-    assert len({p["master_port"] for step in found for p in step}) == 2  # two steps side by side
+    actual = [[json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("one", "two")]
+    assert {p["master_addr"] for step in actual for p in step} == {"node2"}
+    assert len({p["master_port"] for step in actual for p in step}) == 2  # two steps side by side
 
 
 @pytest.mark.timeout(120)

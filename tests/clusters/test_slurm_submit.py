@@ -120,8 +120,8 @@ def lose_a_node(slurm: SlurmCluster, tmp_path: Path, policy: str) -> str:
 @pytest.mark.timeout(300)
 def test_a_node_fails_and_the_rest_goes_on(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
     job = lose_a_node(slurm, tmp_path, "continue")
-    found = result(tmp_path / "run")
-    assert (found["world_size"], found["weights_sha256"]) == (1, alone)
+    actual = result(tmp_path / "run")
+    assert (actual["world_size"], actual["weights_sha256"]) == (1, alone)
     assert slurm.job(job)["Restarts"] == "0"
 
 
@@ -129,8 +129,8 @@ def test_a_node_fails_and_the_rest_goes_on(slurm: SlurmCluster, tmp_path: Path, 
 @pytest.mark.timeout(300)
 def test_a_node_fails_and_the_job_is_requeued(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
     job = lose_a_node(slurm, tmp_path, "requeue")
-    found = result(tmp_path / "run")
-    assert (found["world_size"], found["weights_sha256"]) == (2, alone)
+    actual = result(tmp_path / "run")
+    assert (actual["world_size"], actual["weights_sha256"]) == (2, alone)
     assert slurm.job(job)["Restarts"] == "1"
 
 
@@ -141,8 +141,8 @@ def test_an_array(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert {row["job_id"] for row in listed} == {f"{job}_{index}" for index in range(2)}
     for index in range(2):
         slurm.wait(f"{job}_{index}", "COMPLETED", timeout_s=200)
-    found = [result(tmp_path / "runs" / str(index)) for index in range(2)]
-    assert len({each["weights_sha256"] for each in found}) == 2
+    actual = [result(tmp_path / "runs" / str(index)) for index in range(2)]
+    assert len({each["weights_sha256"] for each in actual}) == 2
     for index, seed in enumerate((5, 6)):
         spec = json.loads((tmp_path / "runs" / str(index) / "spec.json").read_text())
         assert spec["recipe"]["seed"] == seed

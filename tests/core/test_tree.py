@@ -47,9 +47,9 @@ def wild(count: int, seed: int) -> list[numpy.ndarray]:
 def test_any_cut_gives_the_same_bits(count: int, seed: int, data: st.DataObject) -> None:
     values = wild(count, seed)
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=9)))
-    found = in_runs(values, cuts)
-    assert found.tobytes() == by_definition(values).tobytes()
-    assert found.dtype == numpy.float32
+    actual = in_runs(values, cuts)
+    assert actual.tobytes() == by_definition(values).tobytes()
+    assert actual.dtype == numpy.float32
 
 
 @settings(deadline=None)
@@ -75,8 +75,8 @@ def test_what_is_not_finite_stays_what_it_is(odd: float) -> None:
     values = wild(16, 1)
     values[5][3] = odd
     for cuts in ([], [4, 9], [1, 2, 3, 14]):
-        found = in_runs(values, cuts)[3]
-        assert numpy.isnan(found) if numpy.isnan(odd) else found == odd
+        actual = in_runs(values, cuts)[3]
+        assert numpy.isnan(actual) if numpy.isnan(odd) else actual == odd
     values[12][3] = -odd
     with numpy.errstate(invalid="ignore"):
         assert numpy.isnan(in_runs(values, [7])[3])

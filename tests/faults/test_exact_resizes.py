@@ -45,8 +45,8 @@ def test_killed_five_times_and_resized_each_time(tmp_path: Path) -> None:
         job.communicate(timeout=30)
         assert job.returncode == 3
         assert not (run_dir / "result.json").exists()
-    found = result_of(run("instep", "train", TASK, *OPTIONS, PAUSE, "-n", "3", "--run-dir", str(run_dir)))
-    assert found["weights_sha256"] == expected["weights_sha256"]
-    assert found["loss"] == expected["loss"]
+    actual = result_of(run("instep", "train", TASK, *OPTIONS, PAUSE, "-n", "3", "--run-dir", str(run_dir)))
+    assert actual["weights_sha256"] == expected["weights_sha256"]
+    assert actual["loss"] == expected["loss"]
     losses = {e["step"]: e["loss"] for e in steps_in(run_dir)}
     assert losses == {e["step"]: e["loss"] for e in steps_in(tmp_path / "alone")}

@@ -28,7 +28,7 @@ HANG_AFTER_S = 2
 
 
 def line(file: Path, comment: str) -> str:
-    """Give `file.py:12`, the line that ends with a comment."""
+    """Return `file.py:12`, the line that ends with a comment."""
     for number, text in enumerate(file.read_text().splitlines(), 1):
         if text.endswith(f"# {comment}"):
             return f"{file.name}:{number}"
@@ -37,7 +37,7 @@ def line(file: Path, comment: str) -> str:
 
 def left_in(session: int) -> list[str]:
     """List the ranks' processes, and what they forked, that still run in a session."""
-    found = []
+    names = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = path.read_text().rpartition(")")
@@ -45,8 +45,8 @@ def left_in(session: int) -> list[str]:
             continue
         state, _, _, its_session = rest.split()[:4]
         if int(its_session) == session and state not in "ZX" and "(instep:" in name:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def check(verdict: str, logs: Path, session: int) -> tuple[str, str]:

@@ -63,8 +63,8 @@ def test_continued_on_another_number_of_processes(victim: str, tmp_path: Path, t
 
     lines = [len(re.findall("^samples", (tmp_path / "logs" / f"rank-{r}.log").read_text(), re.M)) for r in range(2)]
     # pause_s is a field of the Task, and with it part of the recipe; to go on, it must stay.
-    found = result_of(run("instep", "train", TASK, *OPTIONS, "-n", "3", "--run-dir", str(tmp_path)))
-    assert found["world_size"] == 3
+    actual = result_of(run("instep", "train", TASK, *OPTIONS, "-n", "3", "--run-dir", str(tmp_path)))
+    assert actual["world_size"] == 3
     plan = [e for e in read_events(tmp_path) if e["event"] == "plan"][-1]
     saved = plan["first_step"]
     assert saved == lived - lived % 4 or saved == lived - lived % 4 - 4  # killed while it saved
@@ -72,7 +72,7 @@ def test_continued_on_another_number_of_processes(victim: str, tmp_path: Path, t
     assert [e["step"] for e in later] == list(range(saved + 1, 34))
     assert [e["loss"] for e in later] == pytest.approx([e["loss"] for e in reference[saved:]], rel=1e-10)
     assert [e["lr"] for e in later] == [e["lr"] for e in reference[saved:]]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-10)
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-10)
 
     # No sample lost or repeated in the epoch that was cut in two.
     again = [samples_by_step_of_rank(tmp_path, rank, lines[rank] if rank < 2 else 0) for rank in range(3)]
@@ -100,10 +100,10 @@ def test_a_killed_worker_is_restarted_and_the_end_is_the_same(tmp_path: Path, tm
     out, err = job.communicate(timeout=40)
     import json
 
-    found = json.loads(out.strip().splitlines()[-1])
+    actual = json.loads(out.strip().splitlines()[-1])
     assert job.returncode == 0, err
-    assert found["restarts"] == 1
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-10)
+    assert actual["restarts"] == 1
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-10)
 
 
 def test_a_rank_that_raises_is_shown_first(tmp_path: Path) -> None:

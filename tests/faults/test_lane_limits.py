@@ -30,9 +30,9 @@ def test_little_and_no_room_in_dev_shm() -> None:
     with nothing_left():
         done = subprocess.run(words, capture_output=True, text=True, timeout=50, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each["size"] for each in found] == ["64m", "4k"]
-    for rank in [rank for each in found for rank in each["ranks"]]:
+    actual = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["size"] for each in actual] == ["64m", "4k"]
+    for rank in [rank for each in actual for rank in each["ranks"]]:
         assert rank["backend"] == "shared memory"
         assert rank["right"]
         assert rank["mapped_bytes"] == rank["block_bytes"] <= 33 * 2**20

@@ -26,16 +26,16 @@ def trained(cases: tuple[Case, ...], world_size: int, again: int = 0) -> dict[Ca
     return run_ranks(train_cases, world_size, list(cases), timeout_s=500, device="cuda:0")[0]
 
 
-def show(case: Case, found: dict[str, Any], world_size: int) -> None:
-    print(f"{case!s:48} {world_size} process(es): {found['sha256'][:16]}, loss {found['losses'][-1]!r}")
+def show(case: Case, actual: dict[str, Any], world_size: int) -> None:
+    print(f"{case!s:48} {world_size} process(es): {actual['sha256'][:16]}, loss {actual['losses'][-1]!r}")
 
 
 def same_bits(cases: list[Case], case: Case, world_size: int, again: int = 0) -> None:
     expected = trained(tuple(cases), 1)[case]
-    found = trained(tuple(cases), world_size, again)[case]
+    actual = trained(tuple(cases), world_size, again)[case]
     show(case, expected, 1)
-    show(case, found, world_size)
-    assert expected == found
+    show(case, actual, world_size)
+    assert expected == actual
     assert len(set(expected["losses"])) == 7  # it does train
 
 

@@ -41,8 +41,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
         q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.drop(self.out(found.transpose(1, 2).reshape(rows, length, width)))
+        values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(values.transpose(1, 2).reshape(rows, length, width)))
         return x + self.drop(self.mlp(x))
 
 
@@ -129,20 +129,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def close(found: dict[str, Any], expected: dict[str, Any], rel: float) -> None:
-    print([f"{a:.5f} {b:.5f}" for a, b in zip(found["losses"], expected["losses"], strict=True)])
-    assert found["losses"] == pytest.approx(expected["losses"], rel=rel)
-    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=rel)
-    assert found["losses"][-1] < 0.9 * found["losses"][0]
+def close(actual: dict[str, Any], expected: dict[str, Any], rel: float) -> None:
+    print([f"{a:.5f} {b:.5f}" for a, b in zip(actual["losses"], expected["losses"], strict=True)])
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=rel)
+    assert actual["eval_loss"] == pytest.approx(expected["eval_loss"], rel=rel)
+    assert actual["losses"][-1] < 0.9 * actual["losses"][0]
 
 
 def test_the_defaults_are_the_fast_path(folder: Path) -> None:
-    found = on_gpu(folder / "default")
-    assert found["notices"][0] == "bf16, fused AdamW, compiled"
-    assert not [text for text in found["notices"] if "failed" in text], found["notices"]
-    assert found["precision"] == "bf16"
-    assert found["fused"] == [True]
-    close(found, eager_fp32(folder), rel=0.02)
+    actual = on_gpu(folder / "default")
+    assert actual["notices"][0] == "bf16, fused AdamW, compiled"
+    assert not [text for text in actual["notices"] if "failed" in text], actual["notices"]
+    assert actual["precision"] == "bf16"
+    assert actual["fused"] == [True]
+    close(actual, eager_fp32(folder), rel=0.02)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
@@ -209,6 +209,6 @@ def test_recomputed_blocks_give_the_same_and_take_less(precision: str, folder: P
 
 def test_ragged_batches_and_evaluations_are_not_compiled(folder: Path) -> None:
     """100 samples in batches of 16: each epoch ends with 4."""
-    found = on_gpu(folder / "ragged", steps=21, eval_every="1epoch")
-    assert not [text for text in found["notices"] if "failed" in text], found["notices"]
-    assert found["losses"][-1] < found["losses"][0]
+    actual = on_gpu(folder / "ragged", steps=21, eval_every="1epoch")
+    assert not [text for text in actual["notices"] if "failed" in text], actual["notices"]
+    assert actual["losses"][-1] < actual["losses"][0]

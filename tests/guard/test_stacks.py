@@ -77,11 +77,11 @@ def test_stacks_of_a_process_and_of_its_fork(child, tmp_path: Path) -> None:
     assert beat.pid == child.pid
     for pid in (child.pid, *descendants_of(child.pid)):
         asked = Asked(pid, None, beat.main_thread, tmp_path / "stacks")
-        found = collect_stacks({0: asked})
+        actual = collect_stacks({0: asked})
         if Path(f"/proc/{pid}/comm").read_text().strip() == "sleep":
-            assert found == {}
+            assert actual == {}
         else:
-            assert [frame.function for frame in found[0][0]] == ["block", "<module>"]
+            assert [frame.function for frame in actual[0][0]] == ["block", "<module>"]
             assert system_call_of(pid) in ("read", "")
     assert all(map(is_alive, (child.pid, *descendants_of(child.pid))))
 

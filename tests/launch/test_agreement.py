@@ -62,35 +62,35 @@ def test_what_cannot_work_is_refused(second, kind, text):
     ],
 )
 def test_what_may_change_the_answer_is_named(other, text):
-    found = warnings(
+    actual = warnings(
         {"h1": node(code={"task.py": "a"}), "h2": node("h2", **{"code": {"task.py": "a"}} | other)}, {}, False
     )
-    assert len(found) == 1
-    assert found[0].startswith(text)
+    assert len(actual) == 1
+    assert actual[0].startswith(text)
 
 
 def test_exact_mode_says_which_differences_break_bits():
     platform = {"torch": "2.11.0", "cpu": "AVX2"}
-    found = warnings({"h1": node(), "h2": node("h2", {"torch": "2.11.0"}, platform=platform)}, {}, exact=True)
-    assert [line.split(".")[0] for line in found] == [
+    actual = warnings({"h1": node(), "h2": node("h2", {"torch": "2.11.0"}, platform=platform)}, {}, exact=True)
+    assert [line.split(".")[0] for line in actual] == [
         "exact mode: h2 has torch 2",
         "exact mode: h2 has a processor of kind AVX2, h1 AVX512",
     ]
-    assert all("the weights may not be those of nodes that are alike" in line for line in found)
+    assert all("the weights may not be those of nodes that are alike" in line for line in actual)
 
 
 def test_the_odd_one_of_many_comes_first_and_interfaces_may_differ():
     nodes = {f"h{i}": node(variables={"NCCL_SOCKET_IFNAME": f"eth{i}"}) for i in range(1, 4)}
     nodes["h2"] = node(versions={"numpy": "1.0"}, variables={"NCCL_DEBUG": "INFO"})
-    (found,) = warnings(nodes, {}, exact=False)
-    assert found.startswith("h2 has numpy 1.0, h1 and h3 2.4.")
+    (actual,) = warnings(nodes, {}, exact=False)
+    assert actual.startswith("h2 has numpy 1.0, h1 and h3 2.4.")
 
 
 def test_packages_are_named_up_to_a_few():
     many = {f"p{i:02}": "1" for i in range(12)}
-    (found,) = warnings({}, {"h1": many | {"same": "3"}, "h2": {"same": "3", "p00": "2"}}, exact=False)
-    assert found.startswith("h2 has other packages than h1: p00 2 instead of 1, p01 (none) instead of 1, ")
-    assert found.endswith(" and 4 more.")
+    (actual,) = warnings({}, {"h1": many | {"same": "3"}, "h2": {"same": "3", "p00": "2"}}, exact=False)
+    assert actual.startswith("h2 has other packages than h1: p00 2 instead of 1, p01 (none) instead of 1, ")
+    assert actual.endswith(" and 4 more.")
 
 
 def test_nodes_of_one_name_are_told_apart():
@@ -154,9 +154,9 @@ def test_the_offset_is_as_good_as_its_doubt_says(ahead, ways):
 
 def test_only_notable_offsets_are_said():
     offsets = {"h1": Offset(), "h2": Offset(-5_000_000_000, 1000), "h3": Offset(900_000_000, 1000)}
-    found = clock_warnings(offsets, "h1")
-    assert len(found) == 1
-    assert found[0].startswith("The clock of h2 is 5.0 s behind that of h1")
+    actual = clock_warnings(offsets, "h1")
+    assert len(actual) == 1
+    assert actual[0].startswith("The clock of h2 is 5.0 s behind that of h1")
 
 
 @st.composite

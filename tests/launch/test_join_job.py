@@ -231,14 +231,14 @@ def compare_as_nodes(world, code):
     """Be the first rank of a node of its own."""
     os.environ["OMP_NUM_THREADS"] = str(world.rank + 1)
     world.place = dataclasses.replace(world.place, local_rank=0)
-    own, found = look_around(world, [Path(code)], exact=False, compare=True)
+    own, differing = look_around(world, [Path(code)], exact=False, compare=True)
     alone = look_around(world, [Path(code)], exact=False, compare=False)
-    return own is not None and own.code, found, alone[1]
+    return own is not None and own.code, differing, alone[1]
 
 
 def test_ranks_of_another_launcher_compare_their_nodes():
     host = socket.gethostname()
-    for code, found, unsaid in run_ranks(compare_as_nodes, 2, __file__):
+    for code, actual, unsaid in run_ranks(compare_as_nodes, 2, __file__):
         assert list(code) == [Path(__file__).name]
-        assert found == [f"OMP_NUM_THREADS is 1 on {host} (rank 0), 2 on {host} (rank 1)."]
+        assert actual == [f"OMP_NUM_THREADS is 1 on {host} (rank 0), 2 on {host} (rank 1)."]
         assert unsaid == []

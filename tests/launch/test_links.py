@@ -149,9 +149,9 @@ def test_a_client_does_not_resolve_the_name_again(monkeypatch: pytest.MonkeyPatc
     def no_name_server(host: object, *args: object, **more: object) -> list[object]:
         if host not in ("127.0.0.1", "::1"):
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        return found(host, *args, **more)
+        return getaddrinfo(host, *args, **more)
 
-    found = socket.getaddrinfo
+    getaddrinfo = socket.getaddrinfo
     addresses = resolve("localhost")
     monkeypatch.setattr(socket, "getaddrinfo", no_name_server)
     assert resolve("localhost") == ("localhost",)

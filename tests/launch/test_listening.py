@@ -15,20 +15,20 @@ _LISTENS = "0A"
 
 
 def listening(pids: set[int]) -> set[str]:
-    """Give the addresses that processes listen on, as the kernel knows them."""
+    """Return the addresses that processes listen on, as the kernel knows them."""
     inodes = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             inodes.add(os.readlink(fd))
-    found = set()
+    addresses = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in inodes:
                 words = bytes.fromhex(fields[1].partition(":")[0])
                 address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-                found.add(socket.inet_ntop(family, address))
-    return found
+                addresses.add(socket.inet_ntop(family, address))
+    return addresses
 
 
 @pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])

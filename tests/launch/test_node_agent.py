@@ -130,18 +130,18 @@ def test_a_way_that_stays_closed_is_final_only_at_the_beginning(host: ControlSto
 
 
 def test_a_way_that_opens_in_time_is_taken(place: Place) -> None:
-    port, found = closed_port(), []
+    port, servers = closed_port(), []
 
     def open_later() -> None:
         time.sleep(0.6)
-        found.append(socket.create_server(("127.0.0.1", port)))
+        servers.append(socket.create_server(("127.0.0.1", port)))
 
     thread = threading.Thread(target=open_later)
     with place.agent(lost_after_s=10) as agent:
         thread.start()
         agent.check_reach(Generation(2, Address("h1", "127.0.0.1", 1), {1: Address("h2", "127.0.0.1", port)}))
     thread.join()
-    found[0].close()
+    servers[0].close()
     assert len(place.said) == 1
 
 
@@ -188,10 +188,10 @@ def test_a_node_that_receives_nothing_ends_its_ranks_before_it_is_lost(tmp_path:
         publisher.stop()
     assert rank.returncode == -signal.SIGKILL
     assert 1.5 < took_s < 4.0
-    found = scratch.load_failure(0, 1)
-    assert found is not None
-    assert "has not answered h" in found.summary
-    assert place.said == [f"{found.summary}. The ranks here are ended"]
+    actual = scratch.load_failure(0, 1)
+    assert actual is not None
+    assert "has not answered h" in actual.summary
+    assert place.said == [f"{actual.summary}. The ranks here are ended"]
 
 
 STOPPED = """
@@ -233,9 +233,9 @@ def test_a_launcher_that_was_stopped_ends_its_ranks_first(host: ControlStore, tm
         rank.wait(3)
         process.kill()
     publisher.stop()
-    found = scratch.load_failure(0, 1)
-    assert found is not None
-    assert "this launcher was stopped, or its machine suspended" in found.summary
+    actual = scratch.load_failure(0, 1)
+    assert actual is not None
+    assert "this launcher was stopped, or its machine suspended" in actual.summary
 
 
 def test_only_the_host_of_a_store_leads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,10 +310,10 @@ def test_a_disk_that_stalls_does_not_hold_the_job_state_back(host: ControlStore)
 
 
 def test_a_disk_that_refuses_has_brought_nothing() -> None:
-    found: list[int | OSError] = [3, OSError(116, "Stale file handle"), 9]
+    answers: list[int | OSError] = [3, OSError(116, "Stale file handle"), 9]
 
     def progress() -> int:
-        answer = found.pop(0)
+        answer = answers.pop(0)
         if isinstance(answer, OSError):
             raise answer
         return answer

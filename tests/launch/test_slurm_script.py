@@ -61,7 +61,7 @@ def words_of(spec: SubmitSpec, tmp_path: Path, **variables: str) -> list[str]:
 
 
 def test_what_slurm_is_asked_for() -> None:
-    found = directives(PLAIN)
+    actual = directives(PLAIN)
     for line in (
         "--job-name=digits",
         "--comment=instep",
@@ -77,7 +77,7 @@ def test_what_slurm_is_asked_for() -> None:
         "--signal=B:USR1@120",
         "--requeue",
     ):
-        assert line in found
+        assert line in actual
     assert "--no-requeue" in directives(replace(PLAIN, requeue=False))
     assert "scontrol requeue" not in batch_script(replace(PLAIN, requeue=False))
     assert "--no-kill" in directives(replace(PLAIN, on_node_failure="continue"))

@@ -106,8 +106,8 @@ class TiedBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm_1(x)
         q, k, v = (self.heads(project(h)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.drop(self.o_proj(found))
+        values = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.o_proj(values))
         return x + self.drop(self.mlp(self.norm_2(x)))
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -272,7 +272,7 @@ def train_cases(world: World, cases: list[Case], **options: Any) -> dict[Case, d
     return {case: train_case(world, case, **options) for case in cases}
 
 
-def assert_same_answer(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_same_answer(case: Case, actual: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Compare two trainings of a case that may differ in the order of additions only.
 
     These are of at most a thousand numbers for each gradient here, in every step; an update divides by gradients that
@@ -281,13 +281,13 @@ def assert_same_answer(case: Case, found: dict[str, Any], wanted: dict[str, Any]
     rounding = 2.0**-52 if case.dtype == "float64" else 2.0**-23
     near = {"rel": 1000 * rounding, "abs": 1000 * rounding}
     far = {"rel": 1e-9, "abs": 1e-9} if case.dtype == "float64" else {"rel": 20000 * rounding, "abs": 20000 * rounding}
-    assert found["losses"] == pytest.approx(wanted["losses"], **near)
-    assert found["grad_norms"] == pytest.approx(wanted["grad_norms"], **far)
-    assert found["lrs"] == wanted["lrs"]
-    assert found["metrics"] == pytest.approx(wanted["metrics"], **far)
-    assert found["weights"].keys() == wanted["weights"].keys()
+    assert actual["losses"] == pytest.approx(wanted["losses"], **near)
+    assert actual["grad_norms"] == pytest.approx(wanted["grad_norms"], **far)
+    assert actual["lrs"] == wanted["lrs"]
+    assert actual["metrics"] == pytest.approx(wanted["metrics"], **far)
+    assert actual["weights"].keys() == wanted["weights"].keys()
     for name, tensor in wanted["weights"].items():
-        assert _flat(found["weights"][name]) == pytest.approx(_flat(tensor), **far), name
+        assert _flat(actual["weights"][name]) == pytest.approx(_flat(tensor), **far), name
 
 
 def _flat(nested: Any) -> list[float]:

@@ -36,9 +36,9 @@ def together(cases: tuple[Case, ...], world_size: int) -> dict[Case, dict[str, A
 
 
 def same_bits(cases: tuple[Case, ...], case: Case, world_size: int) -> None:
-    expected, found = alone(cases)[case], together(cases, world_size)[case]
-    assert expected["sha256"] == found["sha256"]
-    assert expected == found
+    expected, actual = alone(cases)[case], together(cases, world_size)[case]
+    assert expected["sha256"] == actual["sha256"]
+    assert expected == actual
     assert len(set(expected["losses"])) == 7  # it does train
     assert expected["notices"] == []
 

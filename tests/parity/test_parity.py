@@ -41,34 +41,34 @@ def rows_of(by_rank: list[list[list[int]]]) -> list[list[int]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 class TestSameAnswer:
     def test_losses(self, case: Case, world_size: int) -> None:
-        expected, found = reference()[case], spread(world_size)[0][case]
-        assert len(found["losses"]) == STEPS
-        assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[case.dtype], abs=0)
-        assert found["lrs"] == expected["lrs"]
+        expected, actual = reference()[case], spread(world_size)[0][case]
+        assert len(actual["losses"]) == STEPS
+        assert actual["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[case.dtype], abs=0)
+        assert actual["lrs"] == expected["lrs"]
 
     def test_samples(self, case: Case, world_size: int) -> None:
-        found = rows_of([by_case[case]["seen"] for by_case in spread(world_size)])
-        assert found == reference()[case]["seen"]
+        actual = rows_of([by_case[case]["seen"] for by_case in spread(world_size)])
+        assert actual == reference()[case]["seen"]
 
     def test_metrics(self, case: Case, world_size: int) -> None:
-        expected, found = reference()[case]["metrics"], spread(world_size)[0][case]["metrics"]
-        assert found["accuracy"] == expected["accuracy"]
+        expected, actual = reference()[case]["metrics"], spread(world_size)[0][case]["metrics"]
+        assert actual["accuracy"] == expected["accuracy"]
         if case.dtype == "float64":
             # In float32, Adam blows the rounding noise in the gradient of a bias before a BatchNorm up to a full
             # step; training does not see that bias, evaluation by running statistics does.
-            assert found == pytest.approx(expected, rel=TOLERANCE[case.dtype])
+            assert actual == pytest.approx(expected, rel=TOLERANCE[case.dtype])
 
     def test_all_ranks_agree(self, case: Case, world_size: int) -> None:
         hashes = {by_case[case]["sha256"] for by_case in spread(world_size)}
         assert len(hashes) == 1
 
     def test_clipping(self, case: Case, world_size: int) -> None:
-        expected, found = reference()[case]["grad_norms"], spread(world_size)[0][case]["grad_norms"]
+        expected, actual = reference()[case]["grad_norms"], spread(world_size)[0][case]["grad_norms"]
         if case.clip_norm is None:
-            assert set(found) == {None}
+            assert set(actual) == {None}
         else:
-            assert found == pytest.approx(expected, rel=TOLERANCE[case.dtype] * 10, abs=0)
-            assert max(found) > case.clip_norm > min(found)
+            assert actual == pytest.approx(expected, rel=TOLERANCE[case.dtype] * 10, abs=0)
+            assert max(actual) > case.clip_norm > min(actual)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -100,14 +100,14 @@ EXACT = [name for name in CASES if name.startswith("exact")]
 
 
 def train_all(world: World, names: list[str]) -> dict[str, dict[str, Any]]:
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = world.broadcast_object(scratch)
         for name in names:
             task, options = CASES[name]
-            found[name] = train(world, task, f"{folder}/{name}", STEPS, **options)
+            results[name] = train(world, task, f"{folder}/{name}", STEPS, **options)
         world.barrier()
-    return found
+    return results
 
 
 @functools.cache
@@ -122,13 +122,13 @@ def together(world_size: int) -> list[dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", NORMAL)
 def test_two_processes_give_the_answer_of_one(name: str) -> None:
-    expected, found = alone()[name], together(2)[0][name]
-    differences = [abs(a / b - 1) for a, b in zip(found["losses"], expected["losses"], strict=True)]
+    expected, actual = alone()[name], together(2)[0][name]
+    differences = [abs(a / b - 1) for a, b in zip(actual["losses"], expected["losses"], strict=True)]
     print(name, max(differences), expected["skipped"], expected["scale"])
     assert max(differences) < TOLERANCE[name.split("-")[0]]
-    assert found["skipped"] == expected["skipped"]
-    assert found["scale"] == expected["scale"]
-    assert together(2)[1][name] == found  # and both ranks hold the same
+    assert actual["skipped"] == expected["skipped"]
+    assert actual["scale"] == expected["scale"]
+    assert together(2)[1][name] == actual  # and both ranks hold the same
 
 
 SPREAD = {
@@ -141,17 +141,17 @@ SPREAD = {
 
 def train_spread(world: World) -> dict[str, dict[str, dict[str, Any]]]:
     """Train on two processes under all strategies, in one launch."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = world.broadcast_object(scratch)
         for way, names in SPREAD.items():
-            found[way] = {}
+            results[way] = {}
             more = {"strategy": "fsdp", "narrow_gather": True} if way == "narrow" else {"strategy": way}
             for name in names:
                 task, options = CASES[name]
-                found[way][name] = train(world, task, f"{folder}/{way}-{name}", STEPS, **{**options, **more})
+                results[way][name] = train(world, task, f"{folder}/{way}-{name}", STEPS, **{**options, **more})
         world.barrier()
-    return found
+    return results
 
 
 @functools.cache
@@ -162,14 +162,14 @@ def spread() -> list[dict[str, dict[str, dict[str, Any]]]]:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in SPREAD.items() for name in names])
 def test_a_model_that_is_spread_gives_the_answer_of_one(way: str, name: str) -> None:
-    expected, found = alone()[name], spread()[0][way][name]
-    differences = [abs(a / b - 1) for a, b in zip(found["losses"], expected["losses"], strict=True)]
+    expected, actual = alone()[name], spread()[0][way][name]
+    differences = [abs(a / b - 1) for a, b in zip(actual["losses"], expected["losses"], strict=True)]
     print(way, name, max(differences))
     # Rounded weights are as far off as rounded activations, in every layer.
     assert max(differences) < TOLERANCE[name.split("-")[0]] * (3 if way == "narrow" else 1)
-    assert found["skipped"] == expected["skipped"]
-    assert found["scale"] == expected["scale"]
-    assert spread()[1][way][name] == found
+    assert actual["skipped"] == expected["skipped"]
+    assert actual["scale"] == expected["scale"]
+    assert spread()[1][way][name] == actual
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -181,22 +181,22 @@ def test_exact_mode_gives_the_bits_of_one(name: str, world_size: int) -> None:
 
 def test_a_step_that_overflows_is_skipped_and_halves_the_scale() -> None:
     for name in ("fp16-overflow", "fp16-overflow-clip"):
-        found = alone()[name]
-        num = len(found["skipped"])
+        actual = alone()[name]
+        num = len(actual["skipped"])
         assert num == 3  # once an epoch of 7 steps
-        assert found["scale"]["value"] == 2.0 ** (16 - num)
-        assert found["scale"]["num_skipped"] == num
+        assert actual["scale"]["value"] == 2.0 ** (16 - num)
+        assert actual["scale"]["num_skipped"] == num
     assert alone()["fp16"]["skipped"] == []
     assert alone()["fp16"]["scale"]["num_good"] == STEPS
     assert alone()["bf16"]["scale"] is None
 
 
 def test_weights_cost_at_most_the_first_step() -> None:
-    found = alone()["fp16-weighted"]
-    assert found["skipped"] in ([], [1])
-    assert found["scale"]["value"] == 2.0**16
-    late = len(found["skipped"])
-    assert found["losses"] == pytest.approx(alone()["fp16"]["losses"], rel=0.05 * late + 0.001)
+    actual = alone()["fp16-weighted"]
+    assert actual["skipped"] in ([], [1])
+    assert actual["scale"]["value"] == 2.0**16
+    late = len(actual["skipped"])
+    assert actual["losses"] == pytest.approx(alone()["fp16"]["losses"], rel=0.05 * late + 0.001)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -216,9 +216,9 @@ def test_overflow_in_the_first_steps_is_only_a_notice(tmp_path: Path) -> None:
     """The schedule goes on, without torch's warning about an update that it misses."""
     task = Task16(boosted=None)
     task.loss = lambda model, batch: 3e3 * Task16.loss(task, model, batch)  # type: ignore[method-assign]
-    found = train(World.join(Place()), task, str(tmp_path), 20, precision="fp16")
-    assert found["skipped"][:5] == [1, 2, 3, 4, 5]
-    assert len(found["skipped"]) < 15
+    actual = train(World.join(Place()), task, str(tmp_path), 20, precision="fp16")
+    assert actual["skipped"][:5] == [1, 2, 3, 4, 5]
+    assert len(actual["skipped"]) < 15
     notices = [e["text"] for e in read_events(tmp_path) if e["event"] == "notice"]
     assert len([text for text in notices if "step 1 overflowed" in text]) == 1
     assert len(notices) <= 3

@@ -62,10 +62,10 @@ def train_way(world: Any, cases: tuple[Case, ...], options: dict[str, Any]) -> d
 
 @cache
 def trained(chosen: Way) -> dict[Case, dict[str, Any]]:
-    found: dict[Case, dict[str, Any]] = run_ranks(
+    results: dict[Case, dict[str, Any]] = run_ranks(
         train_way, chosen.world_size, chosen.cases, dict(chosen.options), timeout_s=150
     )[0]
-    return found
+    return results
 
 
 @pytest.mark.timeout(200)

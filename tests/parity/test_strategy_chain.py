@@ -77,9 +77,9 @@ def test_across_all_strategies(tmp_path: Path) -> None:
     alone, changing = tmp_path / "alone", tmp_path / "changing"
     go_through(alone, [(1, 0, {"strategy": "single"})])
     told = go_through(changing, ACROSS)
-    wanted, found = losses(alone), losses(changing)
-    assert list(found) == list(range(1, STEPS + 1))
-    assert found == pytest.approx(wanted, rel=1e-11)
+    wanted, actual = losses(alone), losses(changing)
+    assert list(actual) == list(range(1, STEPS + 1))
+    assert actual == pytest.approx(wanted, rel=1e-11)
     weights, others = load_weights(alone), load_weights(changing)
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():

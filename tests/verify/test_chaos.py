@@ -30,18 +30,18 @@ def test_some_faults() -> None:
     assert {fault.kind for fault in faults} == KINDS
     assert {fault.moment for fault in faults} == set(Moment)
     words = ("--faults", str(len(faults)), "--seed", str(ONCE_EACH), "--worlds", "1,2,3")
-    code, found, said = disturb(DIGITS, *words, timeout_s=290)
-    assert (code, found["same"], found["complaints"]) == (0, True, []), said
-    assert found["faults"] == len(faults)
+    code, actual, said = disturb(DIGITS, *words, timeout_s=290)
+    assert (code, actual["same"], actual["complaints"]) == (0, True, []), said
+    assert actual["faults"] == len(faults)
     assert all(kind.value in said for kind in KINDS), said
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_twenty_faults() -> None:
-    code, found, said = disturb(DIGITS, "--faults", "20", "--seed", "7", timeout_s=400)
-    assert (code, found["same"], found["complaints"]) == (0, True, []), said
-    assert found["faults"] == 20
+    code, actual, said = disturb(DIGITS, "--faults", "20", "--seed", "7", timeout_s=400)
+    assert (code, actual["same"], actual["complaints"]) == (0, True, []), said
+    assert actual["faults"] == 20
     assert all(kind.value in said for kind in Kind), said
 
 
@@ -55,8 +55,8 @@ def test_faults_without_chaos_are_refused(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_faults() -> None:
-    code, found, said = disturb(DIGITS, "--faults", "100", "--seed", "11", timeout_s=3500)
-    assert (code, found["same"], found["faults"]) == (0, True, 100), said
+    code, actual, said = disturb(DIGITS, "--faults", "100", "--seed", "11", timeout_s=3500)
+    assert (code, actual["same"], actual["faults"]) == (0, True, 100), said
 
 
 @pytest.mark.timeout(200)
@@ -64,8 +64,8 @@ def test_a_hundred_faults() -> None:
 def test_a_task_that_forgets_is_found(tmp_path: Path) -> None:
     """What it knows is in no checkpoint: after a kill it goes on otherwise."""
     assert plan_faults(45, 1)[0].kind is Kind.KILL_JOB
-    code, found, said = disturb(
+    code, actual, said = disturb(
         f"{TESTS / 'verify' / 'forgetful.py'}:Forgetful", "--faults", "1", "--seed", "45", timeout_s=190
     )
-    assert (code, found["same"]) == (1, False), said
+    assert (code, actual["same"]) == (1, False), said
     assert "ended with other weights" in said

@@ -58,7 +58,7 @@ EXACT = Limits(BATCH_SIZE, NUM_SAMPLES)
 ROUNDED = Limits(BATCH_SIZE, NUM_SAMPLES, training("the twin", moved=1e-5))
 
 
-def found(change: Callable[[Evidence], None], limits: Limits = ROUNDED) -> dict[str, Finding]:
+def compared(change: Callable[[Evidence], None], limits: Limits = ROUNDED) -> dict[str, Finding]:
     """Compare a training that was changed with one that was not; give the findings by row."""
     other = copy.deepcopy(training("2 processes"))
     change(other)
@@ -71,7 +71,7 @@ def kinds(findings: dict[str, Finding], kind: Kind) -> set[str]:
 
 @pytest.mark.parametrize("limits", [EXACT, ROUNDED], ids=["exact", "rounded"])
 def test_the_same_training_is_the_same_in_every_row(limits: Limits) -> None:
-    findings = found(lambda _: None, limits)
+    findings = compared(lambda _: None, limits)
     assert tuple(findings) == ROWS
     assert kinds(findings, Kind.SAME) == set(ROWS)
     assert {finding.run for finding in findings.values()} == {"2 processes"}
@@ -169,7 +169,7 @@ PLANTED = [
 def test_a_planted_difference_is_found_in_its_rows(
     change: Callable[[Evidence], None], rows: set[str], text: str, limits: Limits
 ) -> None:
-    findings = found(change, limits)
+    findings = compared(change, limits)
     assert kinds(findings, Kind.DIFFERENT) == rows
     assert kinds(findings, Kind.SAME) == set(ROWS) - rows
     assert any(text in findings[row].text for row in rows), findings
@@ -188,19 +188,19 @@ MOVED = {"loss trajectory", "gradients at step 1", "final weights", "evaluation 
 
 
 def test_what_moves_as_far_as_the_twin_is_rounding() -> None:
-    findings = found(lambda e: move(e, far=0.9e-5 * MARGIN, early=2 * EPS))
+    findings = compared(lambda e: move(e, far=0.9e-5 * MARGIN, early=2 * EPS))
     assert kinds(findings, Kind.NEAR) == MOVED
     assert kinds(findings, Kind.SAME) == set(ROWS) - MOVED
     assert is_same(findings.values())
 
 
 def test_what_moves_further_than_the_twin_is_not() -> None:
-    findings = found(lambda e: move(e, far=3e-5 * MARGIN, early=100 * EPS))
+    findings = compared(lambda e: move(e, far=3e-5 * MARGIN, early=100 * EPS))
     assert kinds(findings, Kind.DIFFERENT) == MOVED
 
 
 def test_exact_mode_allows_not_one_bit() -> None:
-    findings = found(lambda e: move(e, far=EPS, early=EPS), EXACT)
+    findings = compared(lambda e: move(e, far=EPS, early=EPS), EXACT)
     assert kinds(findings, Kind.DIFFERENT) == MOVED
     zero, other_zero = training(), training("2 processes")
     zero.weights["bias"], other_zero.weights["bias"] = torch.tensor([0.0]), torch.tensor([-0.0])
@@ -214,8 +214,8 @@ def test_metrics_that_jump_are_compared_on_equal_weights_only() -> None:
     def jump(e: Evidence) -> None:
         e.metrics["accuracy"] = 0.5
 
-    assert kinds(found(jump), Kind.DIFFERENT) == set()
-    assert kinds(found(jump, EXACT), Kind.DIFFERENT) == {"evaluation metrics"}
+    assert kinds(compared(jump), Kind.DIFFERENT) == set()
+    assert kinds(compared(jump, EXACT), Kind.DIFFERENT) == {"evaluation metrics"}
 
 
 def test_the_precision_that_a_layer_computed_in_counts() -> None:

@@ -25,34 +25,34 @@ def findings(name: str, exact: bool = False, worlds: tuple[int, ...] = (1, 2), s
     """Verify a Task of planted.py with batches that do not divide: two epochs and a bit."""
     task = getattr(planted, name)()
     spec = TrainSpec(steps=steps, batch_size=23, exact=exact, shards=5 if exact else None, threads=1)
-    found = verify(task, TaskSource.of_file(PLANTED, task), spec, worlds, lambda _: None)
-    return list(found.findings)
+    compared = verify(task, TaskSource.of_file(PLANTED, task), spec, worlds, lambda _: None)
+    return list(compared.findings)
 
 
-def failing(found: list[Finding]) -> set[tuple[str, str]]:
-    return {(finding.row, finding.run) for finding in found if finding.kind is Kind.DIFFERENT}
+def failing(findings: list[Finding]) -> set[tuple[str, str]]:
+    return {(finding.row, finding.run) for finding in findings if finding.kind is Kind.DIFFERENT}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_sound_task_passes(exact: bool) -> None:
-    found = findings("Sound", exact, worlds=(1, 2, 3))
-    assert failing(found) == set()
+    actual = findings("Sound", exact, worlds=(1, 2, 3))
+    assert failing(actual) == set()
     again = set() if exact else {"1 process"}
-    assert {finding.run for finding in found} == {"2 processes", "3 processes", "3, killed, then 2"} | again
-    assert all(finding.kind is Kind.SAME for finding in found if exact)
+    assert {finding.run for finding in actual} == {"2 processes", "3 processes", "3, killed, then 2"} | again
+    assert all(finding.kind is Kind.SAME for finding in actual if exact)
     if not exact:  # else there would be nothing to tolerate, and the limits would prove nothing
-        assert {f.row for f in found if f.kind is Kind.NEAR} >= {"loss trajectory", "gradients at step 1"}
+        assert {f.row for f in actual if f.kind is Kind.NEAR} >= {"loss trajectory", "gradients at step 1"}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_hidden_state_is_found_by_the_kill(exact: bool) -> None:
-    found = failing(findings("HiddenState", exact))
-    assert ("loss trajectory", KILLED) in found
-    assert ("final weights", KILLED) in found
+    actual = failing(findings("HiddenState", exact))
+    assert ("loss trajectory", KILLED) in actual
+    assert ("final weights", KILLED) in actual
     # Shards are more calls than steps, on fewer processes the more; so exact mode finds it without a kill, too.
-    assert exact or {run for _, run in found} == {KILLED}
+    assert exact or {run for _, run in actual} == {KILLED}
 
 
 @pytest.mark.timeout(120)
@@ -98,10 +98,10 @@ EVERY_ROW = {
     ],
 )
 def test_a_planted_mistake_is_found_in_its_row(name: str, rows: set[str]) -> None:
-    found = failing(findings(name))
-    assert rows <= {row for row, run in found if run == "2 processes"}
+    actual = failing(findings(name))
+    assert rows <= {row for row, run in actual if run == "2 processes"}
     if name != "ItemsOfTheProcess":  # whose processes may be alike by chance
-        assert (("the same again", "1 process") in found) == (name == "TimeInForward")
+        assert (("the same again", "1 process") in actual) == (name == "TimeInForward")
 
 
 @pytest.mark.slow

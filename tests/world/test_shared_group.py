@@ -92,13 +92,13 @@ def compare(world: World, wanted: list[Case], compiled: bool) -> tuple[list[str]
         for case in wanted:
             inputs = inputs_of(case, world.world_size)
             with named(case):
-                found = run(case, ours[case.seed % 2], inputs[world.rank])
-            if not is_in_order(case, found, inputs, world.rank):
+                actual = run(case, ours[case.seed % 2], inputs[world.rank])
+            if not is_in_order(case, actual, inputs, world.rank):
                 wrong.append(f"not in the order of the ranks: {case}")
-            if not is_near(case, found, run_by_gloo(case, gloo, inputs[world.rank]), inputs, world.rank):
+            if not is_near(case, actual, run_by_gloo(case, gloo, inputs[world.rank]), inputs, world.rank):
                 wrong.append(f"not what gloo gives: {case}")
             if not case.scatters and case.operation != "barrier":
-                bits.append(f"{digest(found)} {case}")
+                bits.append(f"{digest(actual)} {case}")
     return wrong, bits
 
 
@@ -284,7 +284,7 @@ def test_what_the_lane_does_not_have_goes_to_gloo() -> None:
 
 
 def often_by_gloo(world: World, operation: str) -> int:
-    """Give gloo's threads tensors that Python holds no longer: to let them go they need the GIL."""
+    """Return gloo's threads tensors that Python holds no longer: to let them go they need the GIL."""
     size, kind = world.world_size, {"dtype": torch.uint8}
     for _ in range(1000):
         if operation == "all_reduce":

@@ -43,11 +43,11 @@ def compare(world: World, machines: str, wanted: list[Case]) -> tuple[list[str],
     with group_over(world, machines) as group:
         for case in wanted:
             inputs = inputs_of(case, world.world_size)
-            found = run(case, group, inputs[world.rank])
-            if not is_near(case, found, expected(case, inputs, world.rank), inputs, world.rank):
+            actual = run(case, group, inputs[world.rank])
+            if not is_near(case, actual, expected(case, inputs, world.rank), inputs, world.rank):
                 wrong.append(str(case))
             if not case.scatters:
-                bits.append(f"{digest(found)} {case}")
+                bits.append(f"{digest(actual)} {case}")
     return wrong, bits
 
 

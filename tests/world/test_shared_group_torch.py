@@ -139,10 +139,10 @@ def test_dtensor() -> None:
     factors = {"Shard": 1.0, "Partial(sum)": 6.0, "Partial(avg)": 2.0, "Partial(max)": 3.0}
     for answer in run_ranks(redistributed, 3):
         assert len(answer) == 24
-        for name, found in answer.items():
+        for name, actual in answer.items():
             rows = int(name.split()[0])
             factor = next(factors[key] for key in factors if f", {key}" in name)
-            assert torch.equal(found, factor * torch.arange(rows * 5.0).view(rows, 5)), name
+            assert torch.equal(actual, factor * torch.arange(rows * 5.0).view(rows, 5)), name
 
 
 def speak_on_a_mesh(world: World) -> dict[str, Any]:
@@ -214,8 +214,8 @@ tensor = torch.full((100000,), dist.get_rank() + 1.0)
 dist.all_reduce(tensor)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
 model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
-found = [tensor.unique().tolist(), model.module.weight.grad.tolist(), dist.group.WORLD.describe()]
-pathlib.Path(f"{dist.get_rank()}.json").write_text(json.dumps(found))
+spread = [tensor.unique().tolist(), model.module.weight.grad.tolist(), dist.group.WORLD.describe()]
+pathlib.Path(f"{dist.get_rank()}.json").write_text(json.dumps(spread))
 dist.destroy_process_group()
 """
 

@@ -157,8 +157,8 @@ def test_a_nan_has_the_same_bits_on_ranks_with_other_pieces(dtype: torch.dtype) 
         thread.start()
     for thread in threads:
         thread.join(20)
-    found = [torch.cat(own).view(bits) for own in pieces]
-    assert torch.equal(found[0], found[1])
+    actual = [torch.cat(own).view(bits) for own in pieces]
+    assert torch.equal(actual[0], actual[1])
     assert bool(torch.cat(pieces[0]).isnan().all())
 
 

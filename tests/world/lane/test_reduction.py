@@ -66,7 +66,7 @@ def combined(how: Reduction, parts: list[torch.Tensor], alias: int | None = None
 
 
 def same(one: torch.Tensor, other: torch.Tensor, *, zeros_alike: bool = False) -> bool:
-    """Tell whether the bits are the same; one NaN is as good as another."""
+    """Return whether the bits are the same; one NaN is as good as another."""
     alike = one.view(_BITS[one.itemsize]) == other.view(_BITS[one.itemsize])
     if zeros_alike:
         alike |= one == other
@@ -116,9 +116,9 @@ def test_the_mean_of_integers_is_rounded_towards_zero(dtype: torch.dtype) -> Non
 def test_what_is_not_finite_is_not_lost(how: Reduction, dtype: torch.dtype, num_parts: int, place: int) -> None:
     parts = [torch.ones(20, dtype=dtype) for _ in range(num_parts)]
     parts[place][3], parts[place][18] = math.nan, math.inf
-    found = combined(how, parts)
-    assert found.isnan().nonzero().tolist() == [[3]]
-    assert found[18].item() == (1.0 if how is Reduction.MIN else math.inf)
+    actual = combined(how, parts)
+    assert actual.isnan().nonzero().tolist() == [[3]]
+    assert actual[18].item() == (1.0 if how is Reduction.MIN else math.inf)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
