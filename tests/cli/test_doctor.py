@@ -104,7 +104,7 @@ GREEN = [
 ]
 
 
-@pytest.mark.parametrize(("level", "found"), [("red", RED), ("yellow", YELLOW), ("green", GREEN)])
+@pytest.mark.parametrize(("level", "actual"), [("red", RED), ("yellow", YELLOW), ("green", GREEN)])
 def test_levels(level, actual):
     assert [finding.level for finding in actual] == [level] * len(actual)
 

@@ -67,7 +67,8 @@ def test_continued_on_another_number_of_processes(victim: str, tmp_path: Path, t
     assert actual["world_size"] == 3
     plan = [e for e in read_events(tmp_path) if e["event"] == "plan"][-1]
     saved = plan["first_step"]
-    assert saved == lived - lived % 4 or saved == lived - lived % 4 - 4  # killed while it saved
+    # The newest one; or it was killed while it saved that; or after it had, before the log had its last steps.
+    assert saved in {lived - lived % 4 + early for early in (-4, 0, 4)}
     later = steps_in(tmp_path)[lived:]
     assert [e["step"] for e in later] == list(range(saved + 1, 34))
     assert [e["loss"] for e in later] == pytest.approx([e["loss"] for e in reference[saved:]], rel=1e-10)
