@@ -18,7 +18,8 @@ from commands import ROOT, TESTS, is_alive, pids_of, result_of, run, start, step
 from instep.cli.app import app
 from instep.cli.hosts import judge
 from instep.core.errors import EnvironmentFailed, SpecError
-from instep.core.spec import LaunchSpec, TrainSpec
+from instep.core.launch_spec import LaunchSpec
+from instep.core.spec import TrainSpec
 from instep.launch.hosts.plan import (
     check_addresses,
     exit_code_of,

@@ -16,7 +16,8 @@ import pytest
 from commands import TESTS, result_of, run, start, wait_for
 from instep.cli.conduct import conduct
 from instep.core.errors import RanksFailed
-from instep.core.spec import LaunchSpec, TrainSpec
+from instep.core.launch_spec import LaunchSpec
+from instep.core.spec import TrainSpec
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
 from instep.launch.script import run_script

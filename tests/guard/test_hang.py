@@ -7,7 +7,8 @@ import math
 import pytest
 
 from instep.core.errors import SpecError
-from instep.core.spec import LaunchSpec, TrainSpec
+from instep.core.launch_spec import LaunchSpec
+from instep.core.spec import TrainSpec
 from instep.guard.hang import all_stuck, hang_timeout_s, is_stuck, recheck_after_s
 from instep.guard.observation import Frame, Observation, Process
 

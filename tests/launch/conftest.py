@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from instep.core.errors import RanksFailed
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
 

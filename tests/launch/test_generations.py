@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from instep.core.errors import EXIT_ENVIRONMENT, EXIT_SPEC, EXIT_USER, FailureRecord, SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.failures import environment_failure
 from instep.launch.membership.clock_offset import Offset
 from instep.launch.membership.generations import (

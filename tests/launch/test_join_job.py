@@ -16,7 +16,7 @@ import pytest
 
 from commands import wait_for
 from instep.core.errors import EnvironmentFailed, FailureRecord, SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.launcher import LaunchJob
 from instep.launch.logs import LogPlan
 from instep.launch.membership.control_store import ControlStore

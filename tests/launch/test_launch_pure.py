@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from instep.core.errors import EnvironmentFailed, FailureRecord, NumericsError, RanksFailed, SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch import elastic
 from instep.launch.failures import complete_failures, describe, failure_of_exception, order_failures
 from instep.launch.launcher import LaunchJob, launch

@@ -23,8 +23,8 @@ import typer
 from typer.core import TyperCommand
 
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
+from instep.core.launch_spec import LaunchSpec
 from instep.core.options import GROUPS, OUTPUT, Option, options_of
-from instep.core.spec import LaunchSpec
 from instep.launch.failures import describe
 from instep.world.environment import launcher_here
 

@@ -19,7 +19,7 @@ from instep.cli.command import command, option, print_json
 from instep.cli.findings import Finding, TorchBuild
 from instep.core.durations import seconds_of
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.core.version import __version__
 from instep.launch.membership.rendezvous import StorePlan, split_endpoint
 from instep.launch.resources import check_folder, check_temporary_folder, free_ports, node_resources

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from instep.cli.command import say
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EnvironmentFailed, SpecError
-from instep.core.spec import LaunchSpec, TrainSpec
+from instep.core.launch_spec import LaunchSpec
+from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.launch.hosts.plan import S, check_addresses, launcher_specs, outcome, parse_hosts, parse_ssh
 from instep.launch.hosts.preflight import HostInfo, compare, host_info, inspect_hosts

@@ -10,7 +10,7 @@ from typing import Any
 
 from instep.cli.command import argument, command, make_spec, option
 from instep.core.errors import SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 
 
 @command(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO, TypeVar
 
 from instep.core.errors import SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.core.topology import Place
 from instep.launch.logs import LogPlan
 from instep.launch.membership.node_info import JobRequest

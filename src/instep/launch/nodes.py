@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.core.topology import Place
 from instep.launch.elastic import ElasticRanks, Rendezvous, elastic_ranks, signal_behind
 from instep.launch.failures import environment_failure

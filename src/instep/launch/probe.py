@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from instep.core.errors import EnvironmentFailed, InstepError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
 from instep.world.device import device_backends

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from instep.core.errors import EnvironmentFailed
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
 from instep.launch.script import run_script

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import launch_entries
 
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
 

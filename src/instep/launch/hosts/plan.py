@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_SPEC, EXIT_USER, SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.world.interfaces import is_loopback
 
 S = TypeVar("S", bound=LaunchSpec)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.core.errors import EnvironmentFailed
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.membership.control_store import ControlStore
 from instep.launch.membership.generations import too_few_nodes, waiting_for_nodes
 from instep.launch.membership.links import Pair, pairings

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.membership.control_store import ControlStore
 from instep.launch.membership.node_info import HOST_KEY, JobRequest, NodeInfo, describe_node, installed_packages
 from instep.launch.membership.peers import Listener

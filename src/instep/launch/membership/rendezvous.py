@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from instep.core.errors import SpecError
-from instep.core.spec import LaunchSpec
+from instep.core.launch_spec import LaunchSpec
 from instep.launch.membership.generations import Rules
 
 DEFAULT_PORT = 29400
