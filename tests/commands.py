@@ -40,6 +40,7 @@ def run(*words: str, timeout_s: float = 50, **more: Any) -> subprocess.Completed
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()  # else its pipes are closed in another test, which fails by the warning
         raise
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 

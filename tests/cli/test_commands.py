@@ -80,16 +80,17 @@ def test_charlm_trains_token_weighted(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not MNIST.is_dir(), reason="MNIST's files are not here")
-def test_mnist_reaches_its_accuracy_on_any_number_of_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_sizes", [(2,), pytest.param((2, 1), marks=pytest.mark.slow)])  # parity has one and two
+def test_mnist_reaches_its_accuracy_on_any_number_of_processes(world_sizes: tuple[int, ...], tmp_path: Path) -> None:
     accuracy = {}
-    for processes in (2, 1):
+    for processes in world_sizes:
         words = ("instep", "train", str(EXAMPLES / "mnist.py"), f"root={MNIST}", "-n", str(processes))
         options = ("--epochs", "3", "--batch-size", "128", "--json", "--eval-every", "never")
-        done = run(*words, *options, "--run-dir", str(tmp_path / str(processes)))
+        done = run(*words, *options, "--run-dir", str(tmp_path / str(processes)), timeout_s=110)
         accuracy[processes] = result_of(done)["metrics"]["accuracy"]
     assert accuracy[2] >= 0.975
     right = {processes: round(10_000 * value) for processes, value in accuracy.items()}
-    assert abs(right[1] - right[2]) <= 10, right  # of 10,000 images: 0.1 points
+    assert max(right.values()) - min(right.values()) <= 10, right  # of 10,000 images: 0.1 points
 
 
 CELLS = [

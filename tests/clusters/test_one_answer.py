@@ -67,6 +67,7 @@ def test_srun(right: dict[str, Any], tmp_path: Path, slurm: SlurmCluster) -> Non
     check(right, json.loads(out.strip().splitlines()[-1]), tmp_path, "slurm")
 
 
+@pytest.mark.slow  # test_ray.py compares the bits, and starts a Ray that ends with the run
 def test_ray(right: dict[str, Any], tmp_path: Path, ray_alone: RayHome) -> None:
     words = ("instep", "train", DIGITS, "--on", "ray", "-n", "2", *OPTIONS, "--run-dir", str(tmp_path))
     done = ray_alone.run(*words, timeout_s=250)

@@ -11,7 +11,7 @@ import pytest
 
 from commands import TESTS, is_alive, pids_of, result_of, run, steps_in, wait_for
 from instep.events.read import read_events
-from ray_cluster import RayCluster
+from ray_cluster import RayCluster, RayHome
 
 TASK = str(TESTS / "faults" / "slow_task.py")
 OPTIONS = ("--steps", "60", "--batch-size", "12", "--drop-last", "--exact", "--shards", "6", "--json")
@@ -79,24 +79,16 @@ def test_interrupted_it_leaves_nothing_behind(ray_nodes: RayCluster, tmp_path: P
     assert not list(run_dir.glob(".ray-*"))
 
 
-def test_an_error_of_the_users_names_the_rank(ray_nodes: RayCluster, tmp_path: Path) -> None:
-    words = (
-        *ON_RAY,
-        ray_nodes.address,
-        "raise_at=5",
-        "pause_s=0",
-        "--max-restarts",
-        "0",
-        "--run-dir",
-        str(tmp_path / "run"),
-    )
-    done = ray_nodes.run(*words, timeout_s=200)
+def test_an_error_of_the_users_names_the_rank_in_a_ray_of_its_own(ray_alone: RayHome, tmp_path: Path) -> None:
+    words = ("raise_at=5", "pause_s=0", "--max-restarts", "0", "--run-dir", str(tmp_path / "run"))
+    done = ray_alone.run(*ON_RAY[:-1], *words, timeout_s=200)
     assert done.returncode == 1, done.stderr
     last = done.stderr[done.stderr.index("rank 1 failed first:") :]
     assert f'File "{TASK}"' in last
     assert "KeyError: 'sample 17'" in last
     assert "lost its peer" in last
     assert "KeyError" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    wait_for(lambda: not ray_alone.inside.pids())  # the Ray of this run has ended with it
 
 
 @pytest.mark.slow

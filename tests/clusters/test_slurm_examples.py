@@ -73,6 +73,7 @@ def test_submitted_by_instep(slurm: SlurmCluster, tmp_path: Path, alone: str, no
     assert (actual["world_size"], actual["weights_sha256"]) == (4, alone)
 
 
+@pytest.mark.slow  # test_slurm_submit.py::test_warned_and_requeued has the warning and the requeueing
 @pytest.mark.timeout(240)
 def test_a_script_of_ones_own_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
     words = ["--exact", "--shards", "8", "--steps", "400", "--batch-size", "16", "--eval-every", "never", "--quiet"]

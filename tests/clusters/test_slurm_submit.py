@@ -72,6 +72,7 @@ def test_the_time_limit(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None
     assert "The time is up: requeued" in (tmp_path / "run" / "logs" / f"slurm-{job}.out").read_text()
 
 
+@pytest.mark.slow  # as test_warned_and_requeued, by another signal; faults/test_preemption.py has both
 @pytest.mark.timeout(300)
 def test_preempted_by_a_higher_partition(slurm: SlurmCluster, tmp_path: Path, alone: str) -> None:
     job = submit(slurm, tmp_path / "run", *STEPS, "pause_s=0.1", "--nodes", "2", "--save-every", "never")
@@ -134,6 +135,7 @@ def test_a_node_fails_and_the_job_is_requeued(slurm: SlurmCluster, tmp_path: Pat
     assert slurm.job(job)["Restarts"] == "1"
 
 
+@pytest.mark.slow  # launch/test_slurm_script.py runs an array's script through bash, cli/test_submit_slurm.py its words
 @pytest.mark.timeout(300)
 def test_an_array(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path / "runs", "--steps", "3", "pause_s=0", "--array", "seed=5,6", "--quiet")

@@ -38,7 +38,8 @@ def undisturbed(folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return result_of(done), steps_in(Path(folder))
 
 
-@pytest.mark.parametrize("victim", ["a worker", "the whole job"])
+# test_chaos.py kills the whole job, and compares the bits.
+@pytest.mark.parametrize("victim", ["a worker", pytest.param("the whole job", marks=pytest.mark.slow)])
 def test_continued_on_another_number_of_processes(victim: str, tmp_path: Path, tmp_path_factory: Any) -> None:
     expected, reference = undisturbed(str(tmp_path_factory.getbasetemp() / "undisturbed"))
     assert len(reference) == expected["steps"] == 33

@@ -48,34 +48,34 @@ def targets(whom: str, job: subprocess.Popen[str], run_dir: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("whom", "number"),
+    "signals",
     [
-        pytest.param("the command", signal.SIGTERM, marks=pytest.mark.slow),  # "every process" is more
-        pytest.param("the command", signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param("rank 1", signal.SIGTERM, marks=pytest.mark.slow),
-        ("rank 1", signal.SIGUSR1),
-        ("every process", signal.SIGTERM),
-        pytest.param("every process", signal.SIGUSR1, marks=pytest.mark.slow),
+        [("rank 1", signal.SIGUSR1), ("every process", signal.SIGTERM)],
+        pytest.param([("rank 1", signal.SIGTERM), ("every process", signal.SIGUSR1)], marks=pytest.mark.slow),
+        pytest.param([("the command", signal.SIGTERM), ("the command", signal.SIGUSR1)], marks=pytest.mark.slow),
     ],
 )
-def test_preempted_and_continued(whom: str, number: signal.Signals, tmp_path: Path, undisturbed: str) -> None:
+def test_preempted_and_continued(signals: list[tuple[str, signal.Signals]], tmp_path: Path, undisturbed: str) -> None:
     words = ["instep", "train", TASK, *OPTIONS, "--json", "pause_s=0.05", "--run-dir", str(tmp_path)]
-    job = start(*words, "-n", "2")
-    wait_for(lambda: len(steps_in(tmp_path)) >= 3, timeout_s=30)
-    workers = pids_of(tmp_path, 2)
-    for pid in targets(whom, job, tmp_path):
-        os.kill(pid, number)
-    out, err = job.communicate(timeout=20)
-    assert job.returncode == 0, err
-    result = json.loads(out.splitlines()[-1])
-    assert result["status"] == "preempted"
-    assert 3 <= result["steps"] < 30
-    assert not (tmp_path / "result.json").exists()
-    assert not any(map(is_alive, workers))
-    assert RunDirectory(tmp_path).names() == [f"step-{result['steps']:08d}"]
-    for rank in range(2):  # at one step, all of them
-        last = [e for e in read_events(tmp_path, rank) if e["event"] == "end"][-1]
-        assert (last["status"], last["step"]) == ("preempted", result["steps"])
+    reached = 0
+    for whom, number in signals:
+        job = start(*words, "-n", "2")
+        wait_for(lambda reached=reached: len(steps_in(tmp_path)) >= reached + 3, timeout_s=30)
+        workers = pids_of(tmp_path, 2)
+        for pid in targets(whom, job, tmp_path):
+            os.kill(pid, number)
+        out, err = job.communicate(timeout=20)
+        assert job.returncode == 0, err
+        result = json.loads(out.splitlines()[-1])
+        assert result["status"] == "preempted"
+        assert reached + 3 <= result["steps"] < 30
+        assert not (tmp_path / "result.json").exists()
+        assert not any(map(is_alive, workers))
+        reached = result["steps"]
+        assert RunDirectory(tmp_path).names()[0] == f"step-{reached:08d}"
+        for rank in range(2):  # at one step, all of them
+            last = [e for e in read_events(tmp_path, rank) if e["event"] == "end"][-1]
+            assert (last["status"], last["step"]) == ("preempted", reached)
     done = result_of(run(*words, "-n", "3"))
     assert (done["status"], done["steps"], done["weights_sha256"]) == ("complete", 30, undisturbed)
 
