@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,6 +184,41 @@ class Nondeterministic(Plain):
         out = model(x)
         out.put_(torch.tensor([0]), out.detach()[0, :1])
         return F.cross_entropy(out, y)
+
+
+@dataclass(kw_only=True)
+class Drawing(Plain):
+    """Draws noise in evaluations too: torch's in the loss, as a VAE does, and the others' in the metrics."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x + torch.randn_like(x)), y)
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return {"drawn": torch.full((len(batch[1]),), random.random() + float(numpy.random.random()))}
+
+
+def drawn(world: World, run_dir: str) -> list[dict[str, float]]:
+    spec = instep.TrainSpec(exact=True, shards=5, batch_size=13, steps=4, eval_every="2", seed=2)
+    worker_main(world, Drawing(), spec, RunDirectory(Path(run_dir)))
+    return [event["metrics"] for event in read_events(Path(run_dir)) if event["event"] == "eval"]
+
+
+def test_noise_in_an_evaluation_does_not_depend_on_the_world_size(tmp_path: Path) -> None:
+    first, second = alone = drawn(World.join(Place()), str(tmp_path / "1"))
+    assert first["drawn"] != second["drawn"]  # each evaluation draws anew
+    for world_size in (2, 3):
+        assert run_ranks(drawn, world_size, str(tmp_path / str(world_size)))[0] == alone
+
+
+def test_an_evaluation_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
+    spec = instep.TrainSpec(batch_size=13, steps=4)
+    with open_run(World.join(Place()), spec, RunDirectory(tmp_path), "loop") as run:
+        run.prepare(Plain().model(), Plain().optimizer)
+        states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+        run.evaluate(lambda model, batch: {"x": torch.rand(len(batch))}, Plain().eval_data()[0])
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states[1:]
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -131,10 +133,29 @@ class Engine:
         """Seed the noise of an optimizer that draws some: not by what this rank's parts left."""
         self._seed(mix64(self.context.step_key ^ 0x55504441) >> 1)
 
-    def _seed(self, seed: int) -> None:
+    @contextlib.contextmanager
+    def evaluation_noise(self, step: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that seeds the noise of this rank's next chunk; leave the generators as they were.
+
+        The seed depends on the step and the number of the chunk, which is the same one at any world size.
+        """
+        key = mix64(self.context.seed ^ mix64(step) ^ 0x4556414C)
+        chunks = itertools.count(self.grid.data.rank, self.grid.data.world_size)
+        states = [generator.get_state() for generator in self._generators]
+        others = random.getstate(), numpy.random.get_state()
+        try:
+            yield lambda: self._seed(mix64(key + next(chunks)) >> 1, is_whole=True)
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(others[0])
+            numpy.random.set_state(others[1])
+
+    def _seed(self, seed: int, is_whole: bool = False) -> None:
+        """Seed torch's generators; of what is the same whole at any world size (a shard, a chunk), the others too."""
         for generator in self._generators:
             generator.manual_seed(seed)
-        if self.spec.exact:  # a shard is the same one at any world size, so all its noise may be
+        if is_whole or self.spec.exact:
             random.seed(seed)
             numpy.random.seed(seed & 0xFFFFFFFF)
 

@@ -279,10 +279,11 @@ class Run:
         model = self.engine.trained[0].model
         self._pulse.beat(Phase.EVALUATE)
         self.engine.context.end_part()
-        with evaluating(model) as buffers, torch.no_grad():
+        with evaluating(model) as buffers, torch.no_grad(), self.engine.evaluation_noise(self.step) as seed_chunk:
 
             def metrics_of(batch: Any) -> dict[str, Any]:
                 self._pulse.beat(Phase.EVALUATE)
+                seed_chunk()
                 with self.engine.precision.autocast():
                     values = metrics(model, batch)
                 buffers.restore()  # which chunks a rank has computed before must not matter, now or later
