@@ -130,7 +130,7 @@ def reduce_until(world: World, say: Say, seconds: float) -> tuple[int, float]:
 
 
 def test_stopped_for_a_while_and_continued() -> None:
-    with RankProcesses(reduce_until, 3, 1.8, timeout_s=SHORT_TIMEOUT_S) as processes:
+    with RankProcesses(reduce_until, 3, 3.5, timeout_s=SHORT_TIMEOUT_S) as processes:
         processes.all_say("going")
         for victim in range(3):
             processes.send(victim, signal.SIGSTOP)
