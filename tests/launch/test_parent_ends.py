@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from commands import BIN
 from launch_support import SCRIPTS
 
 
@@ -23,12 +24,16 @@ def session_members(session: int) -> list[str]:
     return members
 
 
+PROGRAM = (sys.executable, SCRIPTS / "launcher.py")
+COMMAND = (BIN / "instep", "run", "-n", "2", "--log-dir")
+
+
 @pytest.mark.parametrize(
-    ("number", "code", "within_s"),
-    [(signal.SIGKILL, -9, 2), (signal.SIGINT, 130, 5), (signal.SIGTERM, 3, 5)],
+    ("launching", "number", "code", "within_s"),
+    [(COMMAND, signal.SIGKILL, -9, 2), (PROGRAM, signal.SIGINT, 130, 5), (COMMAND, signal.SIGTERM, 3, 5)],
 )
-def test_no_process_outlives_the_launcher(tmp_path, number, code, within_s):
-    command = [sys.executable, SCRIPTS / "launcher.py", tmp_path / "logs", SCRIPTS / "long.py"]
+def test_no_process_outlives_the_launcher(tmp_path, launching, number, code, within_s):
+    command = [*launching, tmp_path / "logs", SCRIPTS / "long.py"]
     launcher = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -42,7 +47,7 @@ def test_no_process_outlives_the_launcher(tmp_path, number, code, within_s):
         while sum("working" in line for line in seen) < 2:
             seen.append(launcher.stdout.readline())
             assert seen[-1], seen
-        assert sum("launching" in line for line in seen) == 1  # no worker ran the launcher's script
+        assert sum("launching" in line for line in seen) == (launching == PROGRAM)  # no worker ran that script
         assert any("instep:r1" in member for member in session_members(launcher.pid))
         launcher.send_signal(number)
         sent = time.monotonic()

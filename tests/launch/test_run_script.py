@@ -2,6 +2,7 @@
 
 import pytest
 
+import commands
 from instep.launch.script import run_script
 from launch_support import SCRIPTS
 
@@ -21,6 +22,12 @@ def test_multiprocessing_argparse_and_imports_beside(run):
             f"total 56 found beside the script {rank} 127.0.0.1",
             "handlers at exit run",
         ]
+
+
+def test_workers_are_forks_of_the_command():
+    """So torch is imported once. A forkserver that a script starts itself is not in the way of the command's."""
+    done = commands.run("instep", "run", "-n", "1", str(SCRIPTS / "forked.py"))
+    assert done.stdout.splitlines() == ["[rank0] ancestors 3", "[rank0] squares [9]"], done.stderr
 
 
 def test_a_module_of_the_working_directory(run, monkeypatch):

@@ -9,8 +9,6 @@ all of them without knowing which are tied. One tensor is in memory at a time, s
 be exported on a machine with too little memory for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

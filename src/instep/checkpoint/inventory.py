@@ -4,8 +4,6 @@ Listing compares the sizes of the files with the manifest; `verify` also reads t
 checkpoint is one that `Checkpoint` would load when training resumes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Delete checkpoints of a run that are no longer needed: plan from verified checkpoints first, then delete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 Ranks: all; methods that issue a collective say so. The rest runs in a thread and issues no collective.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

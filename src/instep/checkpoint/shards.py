@@ -9,8 +9,6 @@ tensor-parallel shards, so applying the plain shardings first and the strided on
 they are contiguous. A stride that is not that number means another layout, which is refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -7,8 +7,6 @@ tensor. JSON has neither tuples, nor keys that are not strings, nor infinities; 
 key begins with `$`. Anything else is refused by name: a pickle would run code when it is loaded.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

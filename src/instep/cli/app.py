@@ -4,8 +4,6 @@ A command is one module, which makes it with `cli.command.command`, and one line
 command is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Annotated, Any
@@ -58,9 +56,7 @@ submit = typer.main.get_group(_group(SUBMIT_COMMANDS, COMMANDS["submit"][1]))
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
     if version:
         print(__version__)
         raise typer.Exit

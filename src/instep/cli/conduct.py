@@ -3,8 +3,6 @@
 The command `instep train`, a Task's own `instep.main` and `instep.train` in a program all call `conduct`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -22,6 +22,7 @@ from instep.core.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFailed, S
 from instep.core.launch_spec import LaunchSpec
 from instep.core.version import __version__
 from instep.launch.membership.rendezvous import StorePlan, split_endpoint
+from instep.launch.preload import fork_forkserver
 from instep.launch.resources import check_folder, check_temporary_folder, free_ports, node_resources
 from instep.world.device import ACCELERATORS, current_accelerator, torch_build
 
@@ -47,6 +48,7 @@ E = TypeVar("E", bound=Exception)
 def doctor(json: bool, nnodes: int, rdzv_endpoint: str, node_rank: int | None, local_addr: str, wait: str) -> int:
     """Check everything, print each finding as it comes, and return the exit code."""
     network = plan_checkup(nnodes, rdzv_endpoint, node_rank, local_addr, wait)
+    fork_forkserver()  # for the two processes of a probe
     console = Console(stderr=json, highlight=False)
     progress = Console(stderr=True, highlight=False)
     # The network comes first: the other nodes wait for it.

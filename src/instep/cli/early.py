@@ -3,8 +3,6 @@
 See [Note: Asked before anybody listens] in core/stop.py.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`--hosts a,b`: run the same command on each of several hosts, over ssh."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

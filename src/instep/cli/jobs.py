@@ -1,7 +1,5 @@
 """`instep jobs` and `instep cancel`: the jobs that `instep submit slurm` submitted."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,16 +1,16 @@
 """`instep run`: any script on several processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from instep.cli.command import argument, command, make_spec, option
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
+from instep.launch.preload import fork_forkserver
 
 
 @command(
@@ -29,6 +29,7 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
         from instep.cli.hosts import run_on_hosts
 
         return run_on_hosts(script, arguments or [], module, log_dir, spec)
+    fork_forkserver()
     from instep.launch.launcher import LaunchJob, launch
     from instep.launch.logs import LogPlan
     from instep.launch.membership.node_info import JobRequest
@@ -39,8 +40,8 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
     if not module and not Path(script).is_file():
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
-    with tempfile.TemporaryDirectory(prefix="instep-run-") as scratch:
-        logs = LogPlan(Path(log_dir or scratch), split=True)
+    with nullcontext(log_dir) if log_dir else tempfile.TemporaryDirectory(prefix="instep-run-") as folder:
+        logs = LogPlan(Path(folder), split=True)
         request = JobRequest(code=() if module else (script,))
         args = (script, arguments or [], module)
         launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))

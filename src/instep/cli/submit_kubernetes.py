@@ -1,7 +1,5 @@
 """`instep submit kubernetes`: write the manifests of a training, and apply them with kubectl if asked to."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence

@@ -11,6 +11,7 @@ from instep.cli.command import TASK, VALUES, command, find_task, make_spec
 from instep.cli.early import keep_early_stops
 from instep.core.errors import EXIT_DONE
 from instep.core.spec import TrainSpec
+from instep.launch.preload import fork_forkserver
 
 if TYPE_CHECKING:
     from instep.train.task import Task
@@ -24,6 +25,7 @@ def train(task: str, values: list[str] | None, **options: Any) -> int:
         from instep.cli.hosts import train_on_hosts
 
         return train_on_hosts(task, values or [], spec)
+    fork_forkserver()
     return _conduct(*find_task(task, values), spec, supervised=True)
 
 

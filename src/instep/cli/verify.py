@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option, print_json, say
 from instep.core.errors import EXIT_DONE, EXIT_USER, SpecError
 from instep.core.spec import TrainSpec
+from instep.launch.preload import fork_forkserver
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,6 +52,7 @@ def verify(
     if faults is not None and not chaos:
         raise SpecError(f"faults={faults} is for --chaos, which is off. Add --chaos.")
     spec = make_spec(TrainSpec, {**options, "steps": (150 if chaos else 20) if steps is None else steps})
+    fork_forkserver()
     made, path = find_task(task, values)
     sizes = _read_worlds(worlds or ("1,2,3,4" if chaos else "1,2,3"))
     if chaos:

@@ -15,8 +15,6 @@
 A message says what is wrong (with values), why it cannot work, and what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Whose code a file is: the user's, or that of a library, Python or instep. Pure."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sysconfig

@@ -1,7 +1,5 @@
 """How to launch: the options that `instep run` and `instep train` share. Each field declares its option."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -9,15 +9,12 @@ of equal cost and m micro-batches, it is busy for m of m + p - 1 turns. This hol
 per rank (interleaved), a turn takes 1/v of the time, and so does the wait: v·m of v·m + p - 1 turns.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import Literal, get_args
+from typing import Literal
 
 from instep.core.errors import SpecError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 _INTERLEAVED_STAGES = 2
 _DEFAULT_A_STAGE = 4
 """Micro-batches for each rank of a pipeline: stages are idle for less than a fifth of the time."""

@@ -4,8 +4,6 @@ The field states the option's name, type, default, help text and scope. Commands
 nodes ask the field; none of them keeps a list of names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each field declares its option (core/options.py).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """splitmix64's mixing function, for noise keys and fingerprints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _MASK = 0xFFFFFFFFFFFFFFFF

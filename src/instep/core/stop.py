@@ -6,8 +6,6 @@ So a command installs an `EarlyStop` as its handler before anything else, which 
 requests later finds that handler in place, and takes the request over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

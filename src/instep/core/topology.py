@@ -1,7 +1,5 @@
 """Which process of a job this is, as plain values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,3 +32,8 @@ class Place:
     def launched(self) -> bool:
         """Whether a launcher started this process as a rank."""
         return self.launcher != "none"
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the world has ranks on several nodes."""
+        return self.local_world_size < self.world_size

@@ -7,8 +7,6 @@ subtrees inside it. Then the subtrees of all ranks, side by side, are added by t
 into runs gives the bits that one rank with all leaves gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Generic, TypeVar

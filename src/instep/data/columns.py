@@ -1,7 +1,5 @@
 """Tensors and NumPy arrays, alone or side by side, read a whole batch at a time."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The base class of datasets that are read a whole batch at a time, and the splits of those that come with instep."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 

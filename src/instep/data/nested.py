@@ -1,7 +1,5 @@
 """Nested batches: tensors inside dicts, tuples, lists, named tuples and dataclasses."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -10,8 +10,6 @@ The height is even: on an odd × odd grid the rounds reach only the even permuta
 some orders several times as frequent as others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -3,13 +3,21 @@
 Samples are read by torch's DataLoader and its worker processes.
 
 Ranks: all; each has its own workers.
+
+[Note: Randomness of a sample]
+A dataset that augments draws from the global generators. Which process reads a sample, and after which
+others, depends on the world size and the number of workers. So before each sample the generators are
+seeded from (seed, epoch, sample), which depends on neither. Only the CPU generators are seeded: a dataset
+that draws on a GPU must seed it itself.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import threading
 import time
@@ -17,8 +25,10 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
@@ -26,7 +36,6 @@ from instep.core.errors import DataError
 from instep.data.columns import as_columns
 from instep.data.dataset import BatchDataset
 from instep.data.nested import map_tensors
-from instep.data.randomness import fingerprint, generators_kept, seed_sample
 from instep.world.tensors import nested_tensors
 
 Request = tuple[int, torch.Tensor]
@@ -302,3 +311,30 @@ def _end_with_parent(_worker: int) -> None:
 
 def _shortened(indices: list[int]) -> str:
     return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, … {len(indices)} in all]"
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed the global generators for one sample of one epoch."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample").digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the global generators on exit."""
+    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def fingerprint() -> tuple[bytes, ...]:
+    """Return the states of the generators: they differ if something was drawn in between."""
+    _, keys, position, has_gauss, _ = np.random.get_state(legacy=True)
+    numpy_state = repr((position, has_gauss)).encode() + np.asarray(keys).tobytes()
+    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy_state

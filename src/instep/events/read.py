@@ -1,7 +1,5 @@
 """Read a rank's log, also while it is being written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

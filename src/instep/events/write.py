@@ -4,8 +4,6 @@ Steps are many and small: they are collected, and written together a few times a
 written at once, after the steps before them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Which collective a stack is in: torch's, World's, and what is built on them. Pure."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 
 from instep.guard.observation import Frame

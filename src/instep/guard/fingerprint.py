@@ -7,8 +7,6 @@ their keys agree in their lowest 33 bits. A key is a row's times a column's, so 
 the cache however long a tensor is.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

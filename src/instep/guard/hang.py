@@ -11,8 +11,6 @@ no progress. That is not so in a script's collectives: a script that evaluates o
 same line over and over looks the same in every observation, and makes no step that could be counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What was observed of a rank, as values. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from instep.guard.pulse import Phase

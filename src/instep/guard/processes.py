@@ -9,8 +9,6 @@ read: it must catch the signal, and have the stacks file open, which no program 
 it signalled, through the pidfd.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -6,8 +6,6 @@ writes to memory of its own.
 Ranks: each writes its own; the launcher reads them.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

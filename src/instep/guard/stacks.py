@@ -6,8 +6,6 @@ blocked collective and while another thread holds the GIL. Forked processes inhe
 Ranks: all register, in their worker, before the user's code; the launcher collects.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import re
 import signal

@@ -6,8 +6,6 @@ A rank with more rows may take longer, so it must be slow per row, too. A rank i
 slow in three checks in a row, and again only after a check in which it was not.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

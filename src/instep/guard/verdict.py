@@ -7,8 +7,6 @@ but not in the same collective, the smallest group in one. Where all wait in the
 is to blame.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field

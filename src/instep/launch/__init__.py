@@ -1,4 +1,4 @@
 """Start ranks, watch them, and report what failed first.
 
-Importing this package imports nothing: preload.py must be reached without torch.
+Importing this package imports nothing: help and wrong options are answered without torch.
 """

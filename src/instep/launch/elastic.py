@@ -12,8 +12,6 @@ unpickled.
 Ranks: none; this is the process that launches them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -43,7 +41,7 @@ from instep.core.errors import EnvironmentFailed, RanksFailed
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.launcher import LaunchJob
-from instep.launch.preload import start_preload
+from instep.launch.preload import start_forkserver
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
 from instep.launch.scratch import Scratch, open_scratch
@@ -151,7 +149,7 @@ def elastic_ranks(job: LaunchJob) -> Iterator[ElasticRanks]:
     """
     spec = job.spec
     num_ranks = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
-    start_preload()
+    start_forkserver()
     job.logs.directory.mkdir(parents=True, exist_ok=True)
     logs = dataclasses.replace(job.logs, directory=job.logs.directory.absolute())
     try:

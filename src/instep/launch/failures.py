@@ -9,8 +9,6 @@ nodes] in clock_offset.py). Failures closer together than the uncertainty of the
 (one that the user's code raised before one of the environment), then by the step that was reached.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -10,8 +10,6 @@ worker left running, and ends with the launcher.
 Ranks: all, one keeper each. Issues no collectives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -6,8 +6,6 @@ one, write a module with a subclass of `Launcher` and add its line to `_LAUNCHER
 Ranks: none; this is the process that launches them.
 """
 
-from __future__ import annotations
-
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable

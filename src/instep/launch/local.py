@@ -3,8 +3,6 @@
 Ranks: none; this is the process that launches them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

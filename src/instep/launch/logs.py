@@ -1,7 +1,5 @@
 """The log files of the ranks."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

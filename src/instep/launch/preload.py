@@ -1,15 +1,77 @@
-"""Start the forkserver early, so that its imports run in parallel with ours.
+"""The forkserver: the process that workers are forked from, with torch and instep imported.
 
-Imports no torch: call it before anything that does.
+[Note: A forkserver that is forked itself]
+Importing torch takes seconds of CPU. A command needs it for itself, and so does the forkserver; as a new interpreter,
+which is what multiprocessing starts, it would import everything a second time. So a command imports what workers need,
+and forks the forkserver from itself before it has loaded the user's code, started a thread or opened a file. A program
+that calls `instep.train` has done such things already: there the forkserver is a new interpreter.
 """
 
-from __future__ import annotations
-
+import contextlib
+import importlib
 import multiprocessing
-from multiprocessing import forkserver
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
+
+MODULES = (
+    "numpy",
+    "psutil",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.nn.parallel",
+    "torch._dynamo",  # any optimizer or DDP constructor imports it: a second of every worker's start
+    "instep.launch.keeper",
+    "instep.launch.script",
+    "instep.train.worker",
+)
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that reach the forkserver with a Ctrl-C, or with a scheduler's signal to the whole job. It must neither print
+a traceback nor end before the workers: it ends when the last process that may ask it for a fork is gone."""
 
 
-def start_preload() -> None:
-    """Start the process that workers are forked from; it imports torch and instep in the background."""
+def start_forkserver() -> None:
+    """Start the forkserver as a new interpreter, which imports in the background, unless one is running."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["instep.launch.warm"])
     forkserver.ensure_running()
+
+
+def fork_forkserver() -> None:
+    """Import what workers need, and fork the forkserver from this process; see the Note.
+
+    A process that has imported torch already is not a command that has just begun, but a program that calls one.
+    """
+    if "torch" in sys.modules:
+        return
+    for name in MODULES:
+        importlib.import_module(name)
+    resource_tracker.ensure_running()  # before `spawnv_passfds` is replaced: it starts this process too
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _fork  # type: ignore[assignment]
+    try:
+        with contextlib.suppress(OSError):  # the launcher tries again, and can report it
+            start_forkserver()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(_path: str, args: Sequence[str], fds: Sequence[int]) -> int:
+    """Run the Python program `args[-1]` in a fork of this process that has only these files; return its pid."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # until instep.launch.warm ignores them
+    pid = os.fork()
+    if pid == 0:
+        try:
+            start = 3
+            for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
+                os.closerange(start, fd)
+                start = fd + 1
+            for server in (forkserver._forkserver, resource_tracker._resource_tracker):
+                server.__init__()  # type: ignore[misc] # their locks are held, their files closed
+            exec(args[-1])  # noqa: S102 - composed by multiprocessing, not by a user
+        finally:
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid

@@ -1,7 +1,5 @@
 """Check whether processes on this node can communicate: launch two that all-reduce a tensor."""
 
-from __future__ import annotations
-
 import datetime
 import io
 import tempfile

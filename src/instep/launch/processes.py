@@ -1,7 +1,5 @@
 """How many processes to start on this node. Pure."""
 
-from __future__ import annotations
-
 from instep.core.errors import SpecError
 
 

@@ -7,8 +7,6 @@ imported only when Ray is asked for.
 Ranks: none; this is the process that launches them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -10,8 +10,6 @@ ours: Ray's own would be a plain gloo, without shared memory, made before an err
 Ranks: all, in a thread of Ray's worker process: no signal reaches them, so a mark asks them to stop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

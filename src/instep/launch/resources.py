@@ -1,7 +1,5 @@
 """The resources of this node, as this process sees them: cores, memory, ports, disk space."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -4,8 +4,6 @@ Restarts are counted since the last progress. A run that gets further each time 
 does not is given up after --max-restarts, or as soon as the user's own code fails the same way twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ There are no pickles: what to run travels in memory. Every file but the stacks, 
 another name and renamed, so a reader never sees half of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -3,8 +3,6 @@
 Ranks: all.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Signal handlers of a launch: set for its time, restored afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

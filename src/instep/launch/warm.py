@@ -1,10 +1,7 @@
-"""What the forkserver imports before it forks the first worker.
+"""What the forkserver does before it forks the first worker. Importing this module does it; nothing else imports it.
 
-Importing this module does it; only the forkserver imports it, once. A module that fails to import here is imported
-again by the worker, which can report the error.
+A module that fails to import here is imported again by the worker, which can report the error.
 """
-
-from __future__ import annotations
 
 import contextlib
 import gc
@@ -12,23 +9,11 @@ import importlib
 import os
 import signal
 
-MODULES = (
-    "numpy",
-    "psutil",
-    "torch",
-    "torch.distributed",
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.nn.parallel",
-    "torch._dynamo",  # any optimizer or DDP constructor imports it: a second of every worker's start
-    "instep.launch.keeper",
-    "instep.launch.script",
-    "instep.train.worker",
-)
+from instep.launch.preload import IGNORED, MODULES
 
-# A Ctrl-C, or a scheduler's SIGTERM to the whole job, reaches the forkserver too. It must neither print a traceback nor
-# end before the workers: it ends when the last process that may ask it for a fork is gone.
-for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+for _number in IGNORED:
     signal.signal(_number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
 
 
 def warm_up() -> None:

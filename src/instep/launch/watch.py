@@ -7,8 +7,6 @@ as after any failure.
 Ranks: none; this runs in the launcher. Issues no collectives.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import threading

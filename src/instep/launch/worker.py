@@ -3,8 +3,6 @@
 Ranks: all. After a failure it issues no collectives.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

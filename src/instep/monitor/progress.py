@@ -1,7 +1,5 @@
 """The progress of a run, computed from its events."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 A reader is a subclass of `EventReader` in a file of its own and one line of `READERS` in monitor/follow.py.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TextIO
 

@@ -1,7 +1,5 @@
 """The progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import io
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ A deep model repeats one block. The block is the unit of sharding and of activat
 worth a collective or a second pass, small enough that only a fraction of the model is in memory at a time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 

@@ -1,7 +1,5 @@
 """Change the class of a module that exists: its names, state, hooks and the user's methods stay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

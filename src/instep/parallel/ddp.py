@@ -9,8 +9,6 @@ that a step costs one collective. It is at least as fast on gloo: docs/log.md ha
 memory add gradients in place, without that buffer (World.all_reduce_coalesced).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ It copies the model to every GPU in each forward pass, and its layers see one GP
 dropout's noise depend on the number of GPUs, as under no other strategy. Use `ddp`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -8,8 +8,6 @@ kernel when compiled. One hash serves two elements of 16 bits each. The keep pro
 scale uses the rounded probability, so that the expectation is exact.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ adds its own as they come, the ranks exchange the remaining subtrees, and all ad
 weights) are kept by shard and added in the order of the shards. A world of one rank does the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

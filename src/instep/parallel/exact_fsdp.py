@@ -9,8 +9,6 @@ which are resharded before the update. Between steps a rank holds its shards and
 whole parameters and gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

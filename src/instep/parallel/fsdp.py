@@ -10,8 +10,6 @@ zeros ([Note: Parts of weight 0]). In evaluation a rank without a chunk computes
 A block that shares a parameter with a module outside of it is no unit: a tied weight is gathered once.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Gradients of a distributed model: this rank's shards of them, their norm over all ranks, clipping."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@ that depends on the split. They are seeded by the step and the first row, so tha
 number of processes gives other noise, which the user is told once.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

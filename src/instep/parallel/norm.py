@@ -11,8 +11,6 @@ gather the statistics of their shards, and each rank combines them in the order 
 float64) and makes one update. Until then no buffer changes, so no shard depends on another one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

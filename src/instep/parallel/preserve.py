@@ -1,7 +1,5 @@
 """Run a model on the side, and leave it as it was."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 

@@ -7,8 +7,6 @@ have the values that they would have without a second pass.
 Ranks: all alike, because a synchronised BatchNorm communicates in the second pass, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """All strategies, and the choice of one."""
 
-from __future__ import annotations
-
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.ddp import Ddp

@@ -7,8 +7,6 @@ beginning of the step, and after the step the buffers have the values that its l
 statistics are treated separately ([Note: Shard statistics]).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """One process: nothing is distributed, nothing is reduced."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

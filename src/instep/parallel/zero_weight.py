@@ -7,8 +7,6 @@ through the statistics, so the backward pass of the part must run, and propagate
 the part's own gradient is removed: at the model's output, where it enters, it is replaced by zeros.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 To checkpoint something new, make a CheckpointPart and `add` it to the Saver.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ new shape is a trial: if it fails, everything is restored, the same rows are com
 uncompiled, and so is all that follows. A user who asks for --compile gets an error instead.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

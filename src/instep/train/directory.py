@@ -3,8 +3,6 @@
 Ranks: `prepare_directory` one (the launcher, or rank 0); `agree_on_…` all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import socket

@@ -1,7 +1,5 @@
 """What a step works with: the models in training, the layers' context, the strategy, the precision."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

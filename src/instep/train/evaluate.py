@@ -3,8 +3,6 @@
 Each sample is computed once, on one rank. Values are added up without rounding, and divided once.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -105,10 +103,7 @@ class _Summed:
 
 
 def evaluate(
-    metrics_of: MetricsOf,
-    chunks: Iterable[tuple[Any, int]],
-    world: World,
-    exact: bool = False,
+    metrics_of: MetricsOf, chunks: Iterable[tuple[Any, int]], world: World, exact: bool = False
 ) -> dict[str, float]:
     """Compute this rank's chunks, and return the metrics over all ranks' chunks. Called on all ranks.
 

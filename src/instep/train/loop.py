@@ -1,7 +1,5 @@
 """Train a Task: the loop that a person would write, with `instep.start`'s run."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable

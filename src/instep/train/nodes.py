@@ -4,8 +4,6 @@ Where instep launches the ranks, its launchers have compared their nodes before 
 launcher the ranks compare them, once, after the rendezvous.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import socket

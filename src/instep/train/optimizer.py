@@ -8,8 +8,6 @@ again after every restore.
 its numbers differ from those of the whole model; names are the same everywhere. Groups go by their position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Ranks: all, alike, for layers communicate in both passes. The findings are excha
 and a synchronised BatchNorm then spreads it to all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ layers see is about as large as without weights.
 Ranks: all, alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import deque
@@ -149,12 +147,7 @@ class LossScale:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
-        return {
-            "value": self.value,
-            "num_good": self._num_good,
-            "num_skipped": self.num_skipped,
-            "unit": self._unit,
-        }
+        return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped, "unit": self._unit}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what a checkpoint holds."""

@@ -3,8 +3,6 @@
 Ranks: all, each its own share.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

@@ -13,8 +13,6 @@ axis `dp` of the mesh), if there are any.
 Ranks: all, alike.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Ranks: all make the same calls in the same order.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -269,10 +267,7 @@ class Run:
         self._pulse.begin_steps(self.step)
 
     def evaluate(
-        self,
-        metrics: Callable[[nn.Module, Any], dict[str, Any]],
-        dataset: Any,
-        collate: Collate | None = None,
+        self, metrics: Callable[[nn.Module, Any], dict[str, Any]], dataset: Any, collate: Collate | None = None
     ) -> dict[str, float]:
         """Compute metrics exactly over a whole set; `metrics(model, batch)` as in a Task."""
         begun = time.monotonic()

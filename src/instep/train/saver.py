@@ -13,8 +13,6 @@ the step's sums, and rank 0 alone knows, and reports, the outcome of a save.
 Ranks: rank 0, or all of them where a rank holds only a part of the model; all read the same checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

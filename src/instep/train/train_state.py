@@ -1,7 +1,5 @@
 """One model with its optimizer and scheduler: live and checkpointed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings
@@ -105,11 +103,7 @@ class TrainState:
         ]
 
     def _part(
-        self,
-        kind: str,
-        save: Callable[[], Any],
-        load: Callable[[Checkpoint, str], None],
-        on_all_ranks: bool = True,
+        self, kind: str, save: Callable[[], Any], load: Callable[[Checkpoint, str], None], on_all_ranks: bool = True
     ) -> CheckpointPart:
         name = kind + self._suffix
 

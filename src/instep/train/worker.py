@@ -3,8 +3,6 @@
 Ranks: all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -7,8 +7,6 @@ when a training ends with other bits, makes no progress for too long, resumes fr
 process behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

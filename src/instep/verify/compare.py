@@ -13,8 +13,6 @@ Metrics are compared on the same weights, those before the first step, because a
 weight changes by a rounding. Of the last evaluation, only the loss is compared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The evidence of a training: what its ranks recorded, read back for the comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Planned faults: what goes wrong and when, chosen by a seed. Pure."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from enum import Enum

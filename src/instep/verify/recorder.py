@@ -3,8 +3,6 @@
 Ranks: all; each writes its own file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Train the same few steps at each world size, once more with a kill and a resume, and compare."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -4,8 +4,6 @@ PyTorch calls `register` while it is imported (the entry point `torch.backends` 
 imports nothing at its top, and `instep.world.group` only when a group is made.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 BACKEND = "instep"

@@ -9,8 +9,6 @@ there are no spare cores, the caller runs the operation itself until it would ha
 thread.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

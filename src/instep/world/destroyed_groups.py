@@ -10,8 +10,6 @@ on busy cores: the work is done, and a rank hangs at its end. When Python is the
 first.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from functools import wraps
 from typing import Any

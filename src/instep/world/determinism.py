@@ -1,7 +1,5 @@
 """Deterministic kernels: the same bits every time, for as long as a run needs them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ process, so the order of the candidates below is torchrun, OpenMPI, MPICH, SLURM
 rank would show up as a hang an hour later.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ all-reduce]). What the lane does not have (point to point, all-to-all, products,
 group that every SharedGroup holds, and so does everything where memory cannot be shared; `refusal` says why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ ranks: there are as many inter-node groups as the smallest node has ranks, and t
 are in the order of the ranks within a node, starting at one of them, and in gloo's fixed order between nodes.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

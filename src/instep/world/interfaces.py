@@ -7,8 +7,6 @@ to the loopback, a container's bridge or a network that the other nodes are not 
 addresses it would use to reach a given one.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ other cases the user must name it. MPICH has no job number either: the port at w
 one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Ranks: each for itself.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket
@@ -16,17 +14,12 @@ from instep.core.topology import Place
 from instep.world.interfaces import address_towards, interface_of, is_loopback, socket_variables
 
 
-def spans_nodes(place: Place) -> bool:
-    """Return whether the world has ranks on several nodes."""
-    return place.local_world_size < place.world_size
-
-
 def choose_interface(place: Place) -> None:
     """Make the backends use the interface that reaches rank 0's node, unless the user or the launcher chose one.
 
     On one node that is the loopback; by default gloo listens on the address that the host's name resolves to.
     """
-    if not spans_nodes(place):
+    if not place.spans_nodes:
         if is_loopback(place.master_addr):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
         return

@@ -1,7 +1,5 @@
 """Seeds, derived from (seed, purpose): never from the rank, the clock or the process."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 

@@ -4,8 +4,6 @@ A process may see SLURM's variables in four ways: as a task of a step (srun star
 shell that salloc opened, or left over in a shell whose allocation has ended. Only the tasks of a step form a world.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from instep.core.errors import SpecError

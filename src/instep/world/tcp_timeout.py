@@ -7,8 +7,6 @@ may send to a rank that reads much later, which looks the same as a lost node.
 Ranks: each for its own sockets; issues no collectives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Tensors as communication needs them: found in nested values, as one contiguous row, gathered from all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -29,7 +29,7 @@ from instep.world.device import accelerator_of, device_backends, device_count, d
 from instep.world.environment import detect
 from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp, Rows
-from instep.world.rendezvous import choose_interface, rendezvous_arguments, spans_nodes
+from instep.world.rendezvous import choose_interface, rendezvous_arguments
 from instep.world.slurm import gpus_of_node, judge_allocation
 from instep.world.tcp_timeout import TCP_TIMEOUT_S, open_sockets, set_tcp_timeout
 
@@ -139,7 +139,7 @@ class World(contextlib.AbstractContextManager["World"]):
         if comm == "shared-memory" and isinstance(group, SharedGroup) and group.refusal:
             dist.destroy_process_group()
             raise EnvironmentFailed(f"comm=shared-memory is not possible: {group.refusal}. --comm auto would use gloo.")
-        if not spans_nodes(place) or backend in device_backends():
+        if not place.spans_nodes or backend in device_backends():
             return cls(place, backend, group)
         return cls(place, backend, group, functools.partial(set_tcp_timeout, tcp_timeout_s, before))
 

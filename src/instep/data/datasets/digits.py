@@ -1,7 +1,5 @@
 """Handwritten digits of 8×8 pixels, shipped with the package (files/digits.md names their source)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

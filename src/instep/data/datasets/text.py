@@ -1,7 +1,5 @@
 """The characters of a text file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

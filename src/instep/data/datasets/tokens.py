@@ -1,7 +1,5 @@
 """Next-token samples: windows of one long sequence of tokens, for instance of a memory-mapped file of token ids."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

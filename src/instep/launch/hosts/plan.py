@@ -1,7 +1,5 @@
 """What to do on several hosts. Pure: from options to commands, specs and an exit code."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

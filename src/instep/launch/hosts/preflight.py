@@ -5,8 +5,6 @@ The local side runs this module on each host over ssh, which is where `main` run
 the folder. At the end of input the host removes its own mark.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

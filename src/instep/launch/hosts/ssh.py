@@ -1,7 +1,5 @@
 """The local side: one ssh per host, from start to end. The shell of a host gets one command, quoted."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ empty: a keepalive. The end of input, or a missing keepalive, means that the loc
 lost. Then the launcher is asked to save and exit, and killed if it does not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,8 +1,5 @@
 """Run kubectl: ask a cluster for its resources, apply manifests. Its own messages reach the user."""
 
-from __future__ import annotations
-
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,12 +13,10 @@ _APPLY_S = 120
 
 def choose_kind() -> tuple[Kind, str]:
     """Return the best kind that the cluster supports, and why it was chosen."""
-    program = shutil.which("kubectl")
-    if program is None:
-        return "job", "kubectl is not on the path to ask what the cluster supports: a plain Job, which every one does"
-    command = [program, "api-resources", "--output=name", f"--request-timeout={_ANSWER_S}s"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S + 5, check=False)
+        done = _kubectl("api-resources", "--output=name", f"--request-timeout={_ANSWER_S}s", timeout_s=_ANSWER_S + 5)
+    except FileNotFoundError:
+        return "job", "kubectl is not on the path to ask what the cluster supports: a plain Job, which every one does"
     except subprocess.TimeoutExpired:
         return "job", f"the cluster did not answer within {_ANSWER_S} s: a plain Job, which every cluster supports"
     supported = set(done.stdout.split())
@@ -29,29 +24,28 @@ def choose_kind() -> tuple[Kind, str]:
         if resource in supported:  # whatever the exit code: kubectl fails if any other API group does not answer
             return kind, f"the cluster has {resource}"
     if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        reason = lines[-1] if lines else "no reason given"
-        return "job", f"no cluster answers ({reason}): a plain Job, which every cluster supports"
+        reason = done.stderr.strip().rpartition("\n")[2] or "no reason given"
+        return "job", f"no cluster answers ({reason.strip()}): a plain Job, which every cluster supports"
     return "job", f"the cluster has neither {' nor '.join(RESOURCES.values())}: a plain Job"
 
 
 def apply(path: Path) -> str:
     """Apply the manifests and return what kubectl printed."""
-    program = shutil.which("kubectl")
-    if program is None:
+    command = f"kubectl apply -f {path}"
+    try:
+        done = _kubectl("apply", "-f", str(path), timeout_s=_APPLY_S)
+    except FileNotFoundError as error:
         raise EnvironmentFailed(
             "kubectl is not on the path, so nothing was submitted. Install it, or run it where it is installed: "
-            f"kubectl apply -f {path}"
-        )
-    command = [program, "apply", "-f", str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_APPLY_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentFailed(
-            f"kubectl apply -f {path} did not end within {_APPLY_S} s. See kubectl cluster-info."
+            f"{command}"
         ) from error
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFailed(f"{command} did not end within {_APPLY_S} s. See kubectl cluster-info.") from error
     if done.returncode:
-        raise EnvironmentFailed(
-            f"kubectl apply -f {path} failed (exit code {done.returncode}):\n{(done.stderr or done.stdout).strip()}"
-        )
+        text = (done.stderr or done.stdout).strip()
+        raise EnvironmentFailed(f"{command} failed (exit code {done.returncode}):\n{text}")
     return done.stdout.strip()
+
+
+def _kubectl(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["kubectl", *words], capture_output=True, text=True, timeout=timeout_s, check=False)  # noqa: S607

@@ -1,7 +1,5 @@
 """The manifests: a plain Job with its Service, Kubeflow's TrainJob, or the older PyTorchJob. Pure."""
 
-from __future__ import annotations
-
 from pathlib import PurePosixPath
 from typing import Any
 

@@ -4,8 +4,6 @@ It is written by hand because YAML libraries drop comments. It covers what the m
 numbers and booleans.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

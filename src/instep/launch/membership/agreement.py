@@ -4,8 +4,6 @@ What cannot work is an error before anything is trained: different numbers of no
 training. What works but may change the result, such as another version of torch, is a warning that names it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ the same results.
 Ranks: none; one such process on each node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

@@ -7,8 +7,6 @@ node corrects the times of its failures by its offset before it reports them, so
 put in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

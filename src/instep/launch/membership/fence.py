@@ -3,8 +3,6 @@
 See [Note: Losing nodes] in agent.py. Issues no collectives.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ another node joins, the generation ends on all of them, and the next one starts 
 leader sees all nodes and decides here; the others follow (agent.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

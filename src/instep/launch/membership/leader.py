@@ -3,8 +3,6 @@
 Runs in one thread of one launcher; reads and writes the control store. Ranks: none. Issues no collectives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading

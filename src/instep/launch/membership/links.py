@@ -1,7 +1,5 @@
 """Which links between nodes are slow. Pure: from measurements to sentences."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 

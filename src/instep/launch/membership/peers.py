@@ -6,8 +6,6 @@ connect, the time for each byte, or its bytes counted. Nothing that comes in is 
 Ranks: none; these are the launchers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket

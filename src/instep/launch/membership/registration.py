@@ -3,8 +3,6 @@
 Ranks: none; these are the launchers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

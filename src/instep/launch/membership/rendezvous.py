@@ -1,7 +1,5 @@
 """Where the launchers of a job find each other, and by which rules. Pure: from a LaunchSpec to plans."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from instep.core.errors import SpecError

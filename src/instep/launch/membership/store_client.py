@@ -6,8 +6,6 @@ So each call runs in a thread of its own, which is abandoned with its connection
 Ranks: none; these are the launchers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Run sbatch, squeue, scontrol and scancel. SLURM's own messages reach the user."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil

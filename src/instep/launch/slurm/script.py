@@ -9,8 +9,6 @@ running until then, and signals the ranks but not always the script. So ranks th
 were asked to. The queue distinguishes such a job, which is requeued, from a cancelled one, which is not.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from instep.core.version import __version__

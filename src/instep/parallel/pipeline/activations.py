@@ -5,8 +5,6 @@ tensor is sent flat, in a buffer of the size that the largest microbatch needs; 
 which are not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ count: every stage reads the same batch, so each has them. The same holds for wh
 alone (positions, masks): a stage that needs it computes it itself.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ its output. All shapes are known beforehand ([Note: Activation shapes] in stages
 of its own, in which it unpickles what neighbours send, calls the loss once more, and lets BatchNorm count those rows.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ all ranks of a pipeline know. When a call has new shapes, all ranks notice it, a
 without gradients; each stage broadcasts the shapes of its output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial

@@ -3,8 +3,6 @@
 Ranks: all, in the same order.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Ranks: all of a group; each holds the whole model before, and its shards after. That needs no collective.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -6,8 +6,6 @@ layers allows it ([Note: Slices]). Without an example, only the pairs that torch
 of other layers are gathered, which is right for any code around them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Ranks: all of a group, alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

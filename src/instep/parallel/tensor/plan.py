@@ -3,8 +3,6 @@
 The names of the styles are those of Hugging Face's plans, so a model that has such a plan needs nothing else.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

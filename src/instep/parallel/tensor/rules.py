@@ -4,8 +4,6 @@ A rule gets the arguments of `__torch_function__`, and returns NotImplemented wh
 are gathered. Functions are known by their names, which torch, torch.Tensor and torch.nn.functional share.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

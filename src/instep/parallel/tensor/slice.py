@@ -128,11 +128,7 @@ class Slice(torch.Tensor):
         return (self.positive_dim, *self.group.shard_range(self.full_size))
 
     def with_local(
-        self,
-        local: torch.Tensor,
-        shard_dim: int | None = None,
-        size: int | None = None,
-        sources: Iterable[Slice] = (),
+        self, local: torch.Tensor, shard_dim: int | None = None, size: int | None = None, sources: Iterable[Slice] = ()
     ) -> Slice:
         """Wrap what was computed from this shard, and from those of `sources`."""
         shard_dim = self.shard_dim if shard_dim is None else shard_dim

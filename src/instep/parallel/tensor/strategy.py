@@ -7,8 +7,6 @@ one bit drift apart. So such a gradient is not each rank's own: one rank of each
 same sum. It is reduced together with the loss, so it costs no more collectives than data parallelism.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar

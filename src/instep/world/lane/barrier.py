@@ -15,8 +15,6 @@ Two more links of the chain: torch's CPU kernels have written everything when th
 first), and neither Python nor a compiler moves memory accesses across the call of a foreign function.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -23,8 +23,6 @@ complete, and every rank copies the chunk out. Each rank reads and writes every 
 in the cache; staging everything first takes half as much again (docs/log.md).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

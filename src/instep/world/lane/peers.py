@@ -3,8 +3,6 @@
 After a failure no barrier is possible: every later call on the lane raises, and issues nothing.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import time

@@ -5,8 +5,6 @@ wraps around; where it starts depends only on the element's position in the tens
 every run. 16-bit floats are added up in float32 and rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import Enum
 

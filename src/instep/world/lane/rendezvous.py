@@ -3,8 +3,6 @@
 Ranks: all of the group. What one rank cannot do, none does: then all of them know the reason.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.core.balance import balance
+from instep.parallel.pipeline.profile import balance
 
 
 def most(costs: list[float], bounds: tuple[int, ...] | list[int]) -> float:
