@@ -102,13 +102,12 @@ def moments_of(events, trace):
         launcher, rank = trace[0]["pid"], first["start"]["pid"]
 
         def look(name, what, moment, pid):
-            # Under a forkserver a rank is born with torch: the import is then the forkserver's.
+            # A rank that is a fork of the command is born with torch: the import is then the command's.
             times = {line["pid"]: line["time"] for line in trace if (line["what"], line["moment"]) == (what, moment)}
-            others = [when for owner, when in times.items() if owner != launcher]
             if pid in times:
                 moments[name] = times[pid]
-            elif pid == rank and others:
-                moments[name] = min(others)
+            elif what.startswith("import") and launcher in times:
+                moments[name] = times[launcher]
 
         look(MOMENTS[0], "python", "begin", launcher)
         look(MOMENTS[1], "import torch", "end", launcher)
@@ -154,7 +153,7 @@ def split_table(splits):
         "",
         *table(["moment", *COMMANDS], rows),
         "",
-        "Under a forkserver the imports of rank 0 are the forkserver's, which run beside the launcher's own.",
+        "The ranks of instep train are forks of the command: the imports of rank 0 are the command's.",
         "",
     ]
 
