@@ -6,18 +6,23 @@ BIN := .venv/bin
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
+# Each process that a test starts would compile what it imports, where this is set.
+export PYTHONDONTWRITEBYTECODE =
+# Byte code is written when a module is first imported: pip would take half a minute to compile what nobody imports.
+PIP = $(BIN)/pip install -q --disable-pip-version-check --no-compile
+
 # torch comes first and alone: with torch there, nothing that depends on it pulls another build.
 .venv/torch:
 	test -x $(BIN)/python || $(PY) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check 'torch>=2.11,<2.14'
+	$(PIP) 'torch>=2.11,<2.14'
 	touch $@
 
 .venv/installed: .venv/torch pyproject.toml src/instep/world/lane/engine.c
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples]'
+	$(PIP) -e '.[examples]'
 	touch $@
 
 .venv/installed-dev: .venv/torch pyproject.toml src/instep/world/lane/engine.c
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[examples,dev]'
+	$(PIP) -e '.[examples,dev]'
 	touch $@
 
 demo: .venv/installed ## install into .venv and train the digits on two processes
@@ -37,8 +42,9 @@ WORKERS ?= 4
 SYSTEM ?= system
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 20
 
-# Byte code for the many processes that tests start: where PYTHONDONTWRITEBYTECODE is set, each would compile all of it.
+# Byte code for the processes that tests start at the same time: each would compile all of it.
 compiled: .venv/installed-dev
+	$(BIN)/python -c 'import torch._dynamo, torch.distributed.fsdp, instep.train.worker, hypothesis, xdist.plugin, ray.train'
 	$(BIN)/python -m compileall -q src tests
 
 # Two at a time: the system programs are downloaded while mypy computes.

@@ -43,12 +43,11 @@ def way(world_size: int, cases: tuple[Case, ...] = CASES, **options: Any) -> Way
 WAYS = [
     way(1, strategy="dp"),
     *(way(n, strategy=strategy) for strategy in ("ddp", "fsdp") for n in (2, 4)),
-    way(2, strategy="tensor"),
     way(4, mesh="dp=2,fsdp=2"),
     way(2, strategy="fsdp", reshard=False),
 ]
 IN_PARALLEL_TOO = [
-    way(4, strategy="tensor"),
+    *(way(n, strategy="tensor") for n in (2, 4)),
     *(way(n, IN_STAGES, strategy="pipeline", schedule=s) for s in ("gpipe", "1f1b", "interleaved") for n in (2, 4)),
     *(way(4, mesh=mesh) for mesh in ("dp=2,tp=2", "fsdp=2,tp=2")),
     way(4, IN_STAGES, mesh="dp=2,pp=2"),

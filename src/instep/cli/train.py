@@ -25,7 +25,8 @@ def train(task: str, values: list[str] | None, **options: Any) -> int:
         from instep.cli.hosts import train_on_hosts
 
         return train_on_hosts(task, values or [], spec)
-    fork_forkserver()
+    if spec.on == "here":
+        fork_forkserver()
     return _conduct(*find_task(task, values), spec, supervised=True)
 
 
