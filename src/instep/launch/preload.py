@@ -33,6 +33,9 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 a traceback nor end before the workers: it ends when the last process that may ask it for a fork is gone."""
 
 
+_spawn = util.spawnv_passfds
+
+
 def start_forkserver() -> None:
     """Start the forkserver as a new interpreter, which imports in the background, unless one is running."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["instep.launch.warm"])
@@ -49,13 +52,12 @@ def fork_forkserver() -> None:
     for name in MODULES:
         importlib.import_module(name)
     resource_tracker.ensure_running()  # before `spawnv_passfds` is replaced: it starts this process too
-    spawn = util.spawnv_passfds
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
         with contextlib.suppress(OSError):  # the launcher tries again, and can report it
             start_forkserver()
     finally:
-        util.spawnv_passfds = spawn
+        util.spawnv_passfds = _spawn
 
 
 def _fork(_path: str, args: Sequence[str], fds: Sequence[int]) -> int:
@@ -64,6 +66,7 @@ def _fork(_path: str, args: Sequence[str], fds: Sequence[int]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            util.spawnv_passfds = _spawn  # a worker may start a forkserver of its own, which is no fork of the worker
             start = 3
             for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
                 os.closerange(start, fd)
