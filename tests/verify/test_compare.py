@@ -7,12 +7,16 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from instep.checkpoint.rundir import RunDirectory
 from instep.verify.compare import MARGIN, Finding, Kind, Limits, compare, compare_twin, is_same
 from instep.verify.evidence import Evidence, Row, died_as_planned, read_evidence
+from instep.verify.recorder import GRADIENTS, Recorder, WatchPlan
 
 NUM_SAMPLES, BATCH_SIZE, STEPS = 10, 4, 6
 """Three steps an epoch, the last of two rows: two epochs."""
@@ -280,3 +284,40 @@ def test_evidence_is_put_together_from_the_ranks_and_attempts(tmp_path: Path, mo
     assert (evidence.first_metrics, evidence.metrics) == ({"accuracy": 0.5}, {"accuracy": 0.75})
     assert died_as_planned(first)
     assert not died_as_planned(second)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding(tmp_path: Path) -> None:
+    """A convolution's bias before BatchNorm: its gradient is the sum of thousands of terms that cancel out."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(inplace=True))
+    x, target = torch.randn(16, 1, 28, 28), torch.randn(16, 4, 26, 26) * 50
+    evidence = []
+    for number, order in enumerate((torch.arange(16), torch.randperm(16))):
+        plan = WatchPlan(str(tmp_path / str(number)))
+        recorder = Recorder(plan, rank=0, world_size=1, directory=RunDirectory(tmp_path))
+        model.zero_grad()
+        recorder.begin(model)
+        (model(x[order]) - target[order]).square().mean().backward()
+        recorder.gradients(1, model)
+        recorder.ended(["a"])
+        made = training()
+        folder = tmp_path / str(number)
+        read = read_lines(folder)
+        made.gradients, made.weights = load_file(folder / GRADIENTS), dict(model.state_dict())
+        made.terms, made.eps = read["terms"], read["eps"]
+        evidence.append(made)
+    one, other = evidence
+    apart = float((one.gradients["0.bias"] - other.gradients["0.bias"]).abs().max())
+    assert apart > 0  # else nothing was tested
+    kinds = {finding.row: finding for finding in compare(one, other, Limits(16, NUM_SAMPLES, one))}
+    assert kinds["gradients at step 1"].kind is Kind.NEAR, kinds["gradients at step 1"].text
+    other.gradients["0.bias"] = other.gradients["0.bias"] + 1e-3
+    kinds = {finding.row: finding for finding in compare(one, other, Limits(16, NUM_SAMPLES, one))}
+    assert kinds["gradients at step 1"].kind is Kind.DIFFERENT
+
+
+def read_lines(folder: Path) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for line in (folder / "rank-0.jsonl").read_text().splitlines():
+        merged |= json.loads(line)
+    return merged

@@ -38,6 +38,8 @@ class Evidence:
     metrics: dict[str, float] = field(default_factory=dict)
     """In the end."""
     hashes: list[str] = field(default_factory=list)
+    terms: dict[str, float] = field(default_factory=dict)
+    """The sum of the absolute values of the terms that a gradient at step 1 is the sum of, where that is known."""
     eps: float = 0.0
     """Of the coarsest precision that a layer computed in."""
 
@@ -53,6 +55,8 @@ def read_evidence(name: str, run_dir: Path, folders: Sequence[Path], metrics: di
                     rows.setdefault(record["step"], []).extend(_rows(record))
                 evidence.hashes = record.get("hashes", evidence.hashes)
                 evidence.eps = max(evidence.eps, record.get("eps", 0.0))
+                for parameter, size in record.get("terms", {}).items():
+                    evidence.terms[parameter] = evidence.terms.get(parameter, 0.0) + size
         evidence.rows |= {step: sorted(rows[step], key=lambda row: row.row) for step in rows}
         if (folder / GRADIENTS).exists():
             evidence.gradients = load_file(folder / GRADIENTS)

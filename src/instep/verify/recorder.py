@@ -3,6 +3,7 @@
 Ranks: all; each writes its own file.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -64,14 +65,29 @@ class Recorder:
         self._file = (self._folder / f"rank-{rank}.jsonl").open("w", buffering=1)  # a rank may be killed
         self._hooks: list[Any] = []
         self._dtypes: set[torch.dtype] = set()
+        self._terms: dict[str, list[torch.Tensor]] = {}
+        """What the gradients of biases are added up from: the sums of the terms, and of their absolute values."""
 
     def begin(self, model: nn.Module) -> None:
-        """Record the precision in which layers compute, until the first gradients are complete."""
+        """Record the precision in which layers compute, and the terms of sums, until there are gradients."""
 
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def note(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
             self._dtypes |= {tensor.dtype for tensor in nested_tensors(output) if tensor.is_floating_point()}
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, nn.Parameter) and isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: self._note_terms(f"{name}.bias", bias.numel(), gradient))
 
-        self._hooks = [module.register_forward_hook(note) for module in model.modules()]
+        self._hooks = [m.register_forward_hook(functools.partial(note, name)) for name, m in model.named_modules()]
+
+    def _note_terms(self, name: str, num_channels: int, gradient: torch.Tensor) -> None:
+        """Add the terms of a bias's gradient, which is the sum of its output's over all but the channels."""
+        channels = 1 if gradient.dim() > 2 and gradient.shape[1] == num_channels else gradient.dim() - 1
+        if not self._hooks or gradient.dim() < 2 or gradient.shape[channels] != num_channels:
+            return
+        terms = gradient.detach().movedim(channels, 0).reshape(num_channels, -1).double()
+        sums = [terms.sum(1), terms.abs().sum(1)]
+        before = self._terms.get(name)
+        self._terms[name] = sums if before is None else [a + b for a, b in zip(before, sums, strict=True)]
 
     def part(self, step: int, plan: PartPlan, indices: Sequence[int], batch: Any) -> None:
         """Record the samples of a part, and digests of their contents."""
@@ -88,10 +104,13 @@ class Recorder:
         """Save the first step's gradients; disturb every step's, if asked to."""
         for hook in self._hooks:
             hook.remove()
+        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if self._hooks:
             self._hooks = []
             self._write(eps=max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0))
-        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            self._write(
+                terms={name: _size_of_terms(named[name], *t) for name, t in self._terms.items() if name in named}
+            )
         if step == 1 and self._is_main:
             save_file({name: _plain(grad) for name, grad in named.items()}, self._folder / GRADIENTS)
         if self._plan.disturb:
@@ -127,6 +146,12 @@ def row_digests(batch: Any, num_rows: int) -> list[str] | None:
         for digest, row in zip(hashes, raw, strict=True):
             digest.update(row.tobytes())
     return [digest.hexdigest() for digest in hashes]
+
+
+def _size_of_terms(grad: torch.Tensor, total: torch.Tensor, sizes: torch.Tensor) -> float:
+    """Return the sum of the absolute values of the terms of a gradient, in its units: it may have been scaled since."""
+    largest = float(total.abs().max())
+    return float(sizes.max()) * float(grad.abs().max()) / largest if largest else 0.0
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:
