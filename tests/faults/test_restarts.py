@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,6 @@ def test_the_same_error_twice_is_not_tried_a_third_time(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert attempts(tmp_path) == 2
     assert "failed the same way twice, without progress in between" in done.stderr
+    failure = json.loads(done.stdout.splitlines()[-1])
+    assert failure.pop("error").startswith("KeyError: 'sample 17'")
+    assert failure == {"status": "failed", "rank": 0, "exit_code": 1}

@@ -119,6 +119,16 @@ def test_restarts(now, before, attempt, most):
     same = now[0].exit_code == 1 and now[0].summary == before[0].summary
     assert plan.restart == (attempt < most and not now[0].final and not same)
     assert [failure.rank for failure in plan.failures] == [failure.rank for failure in now]
+    early = plan_restart(now, (), attempt, most, has_begun=False)
+    assert early.restart == (attempt < most and not now[0].final and now[0].exit_code != 1)
+
+
+def test_an_error_is_recognised_though_a_number_in_it_changed():
+    first, again = (record(IndexError(f"Target {target} is out of bounds.")) for target in (104, 77))
+    plan = plan_restart([again], [first], 1, 9)
+    assert not plan.restart
+    assert "Target 77 is out of bounds. (not restarted again" in plan.failures[0].summary
+    assert plan_restart([record(IndexError("another"))], [first], 1, 9).restart
 
 
 def test_process_counts():

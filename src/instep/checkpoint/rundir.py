@@ -22,6 +22,7 @@ from instep.checkpoint.manifest import newest_first, replaced_name, step_of
 from instep.checkpoint.policy import RetentionPolicy
 from instep.checkpoint.snapshot import Snapshot
 from instep.core.errors import CheckpointError
+from instep.events.read import last_step
 
 if TYPE_CHECKING:  # it imports more of torch than a launcher needs
     from instep.checkpoint.sharded_save import ShardedSave
@@ -217,10 +218,10 @@ class RunDirectory:
             shutil.rmtree(entry, ignore_errors=True)
         return newest, complaints
 
-    def newest_step(self) -> int:
-        """Return the step of the newest checkpoint, by its name; 0 if there is none."""
+    def progress(self) -> int:
+        """Return the step of the newest checkpoint, by its name; without one 0, or -1 if not one step was made."""
         names = self.names()
-        return (step_of(names[0]) or 0) if names else 0
+        return (step_of(names[0]) or 0) if names else 0 if last_step(self.path) else -1
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints, newest first."""

@@ -144,16 +144,25 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def guard(*arguments: Any, **options: Any) -> None:
+        def fail(exit_code: int, error: str, rank: int | None = None) -> int:
+            """Print the object that --json promises; of ranks that another launcher started, the others may succeed."""
+            if options.get("json") and launcher_here() == "none":
+                status = "interrupted" if exit_code == EXIT_INTERRUPTED else "failed"
+                print_json({"status": status, "error": error, "rank": rank, "exit_code": exit_code})
+            return exit_code
+
         try:
             code = function(*arguments, **options)
         except KeyboardInterrupt:
-            leave(EXIT_INTERRUPTED, "interrupted")
+            leave(fail(EXIT_INTERRUPTED, "interrupted"), "interrupted")
         except RanksFailed as error:
-            leave(error.first.exit_code, describe(error))
+            first = error.first
+            leave(fail(first.exit_code, first.summary, None if first.names_ranks else first.rank), describe(error))
         except InstepError as error:
-            leave(error.exit_code, f"instep: {error}")
+            leave(fail(error.exit_code, str(error)), f"instep: {error}")
         except Exception as error:
             if launcher_here() == "none":
+                fail(EXIT_USER, "".join(traceback.format_exception_only(error)).strip())
                 raise
             leave(EXIT_USER, "".join(traceback.format_exception(error)))
         leave(code or EXIT_DONE)

@@ -128,10 +128,11 @@ class FailureRecord:
 class RanksFailed(InstepError):
     """Ranks of a launched job failed."""
 
-    def __init__(self, failures: Sequence[FailureRecord]) -> None:
+    def __init__(self, failures: Sequence[FailureRecord], report: str = "") -> None:
+        """`report` is the message; by default the line of the first failure."""
         assert failures
         self.failures = tuple(failures)
-        super().__init__(self.first.line)
+        super().__init__(report or self.first.line)
 
     @property
     def first(self) -> FailureRecord:

@@ -48,7 +48,7 @@ class LaunchJob:
     preemptable: bool = False
     """Whether ranks save and leave on SIGUSR1: then the first SIGTERM or SIGUSR1 asks for that, the second ends all."""
     progress: Callable[[], int] = lambda: 0
-    """How far the run has come for good; restarts that bring it further are not counted."""
+    """How far the run has come for good; restarts that bring it further are not counted. -1: not one step was made."""
     run_dir: Path | None = None
     request: JobRequest = field(default_factory=JobRequest)
     """What all nodes must have been asked for."""

@@ -29,7 +29,7 @@ class LocalLauncher(Launcher):
                 except RanksFailed as failed:
                     if job.progress() > reached:
                         in_vain, reached, previous = 0, job.progress(), ()
-                    plan = plan_restart(failed.failures, previous, in_vain, max_restarts)
+                    plan = plan_restart(failed.failures, previous, in_vain, max_restarts, has_begun=reached >= 0)
                     if not plan.restart:
                         raise RanksFailed(plan.failures) from None
                     attempt, in_vain, previous = attempt + 1, in_vain + 1, failed.failures

@@ -104,7 +104,7 @@ def _plan_meeting(job: RayJob) -> Meeting:
     return Meeting(
         attempt=job.scratch.last_attempt() + 1,
         world_size=context.get_world_size(),
-        reached=RunDirectory(job.run_dir).newest_step(),
+        reached=RunDirectory(job.run_dir).progress(),
         address="127.0.0.1" if one_node else ray.util.get_node_ip_address(),
         port=port,
         given_up=job.scratch.is_marked("given-up"),
@@ -134,10 +134,11 @@ def _is_given_up(job: RayJob, meeting: Meeting, record: FailureRecord) -> bool:
     if record.consequence:
         wait_for_cause(scratch, attempt, meeting.world_size)
     failures = order_failures(scratch.load_failures(attempt))
-    further = RunDirectory(job.run_dir).newest_step() > meeting.reached
+    progress = RunDirectory(job.run_dir).progress()
+    further = progress > meeting.reached
     previous = [] if further or not attempt else order_failures(scratch.load_failures(attempt - 1))
     # Ray counts the restarts, but cannot know whether one is of any use.
-    plan = plan_restart(failures, previous, in_vain=0, max_restarts=1)
+    plan = plan_restart(failures, previous, in_vain=0, max_restarts=1, has_begun=progress >= 0)
     if plan.restart or not job.max_restarts:
         return scratch.is_marked("given-up")
     scratch.mark("given-up")

@@ -1,16 +1,19 @@
 """Whether a failed attempt is restarted. Pure.
 
 Restarts are counted since the last progress. A run that gets further each time may fail any number of times; one that
-does not is given up after --max-restarts, or as soon as the user's own code fails the same way twice.
+does not is given up after --max-restarts, or as soon as the user's own code fails the same way twice. If that fails
+before the first step has succeeded once, it is not restarted at all.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instep.core.errors import EXIT_USER, FailureRecord
 
 _REPEATS = "not restarted again: it failed the same way twice, without progress in between"
+_NEVER_BEGUN = "not restarted: no step has succeeded yet"
 
 
 @dataclass(frozen=True)
@@ -22,19 +25,36 @@ class RestartPlan:
 
 
 def plan_restart(
-    failures: Sequence[FailureRecord], previous: Sequence[FailureRecord], in_vain: int, max_restarts: int
+    failures: Sequence[FailureRecord],
+    previous: Sequence[FailureRecord],
+    in_vain: int,
+    max_restarts: int,
+    has_begun: bool = True,
 ) -> RestartPlan:
-    """Decide what follows a failed attempt after `in_vain` restarts without progress; the last failed as `previous`."""
+    """Decide what follows a failed attempt after `in_vain` restarts without progress; the last failed as `previous`.
+
+    `has_begun`: whether a step has succeeded, in this attempt or before.
+    """
     first = failures[0]
     if in_vain >= max_restarts or first.final:
         return RestartPlan(False, tuple(failures))
     # Only for the user's own code: two kills, or two lost connections, look alike and say nothing about a third. The
     # first one may be another rank.
-    if first.exit_code == EXIT_USER and previous and first.summary == previous[0].summary:
-        noted = dataclasses.replace(
-            first,
-            summary=f"{first.summary} ({_REPEATS})",
-            traceback=f"{first.traceback.rstrip()}\n({_REPEATS})\n" if first.traceback else "",
-        )
-        return RestartPlan(False, (noted, *failures[1:]))
-    return RestartPlan(True, tuple(failures))
+    if first.exit_code != EXIT_USER or (has_begun and not _is_alike(first, previous)):
+        return RestartPlan(True, tuple(failures))
+    why = _REPEATS if has_begun else _NEVER_BEGUN
+    noted = dataclasses.replace(
+        first,
+        summary=f"{first.summary} ({why})",
+        traceback=f"{first.traceback.rstrip()}\n({why})\n" if first.traceback else "",
+    )
+    return RestartPlan(False, (noted, *failures[1:]))
+
+
+def _is_alike(first: FailureRecord, previous: Sequence[FailureRecord]) -> bool:
+    """Return whether the last attempt failed the same way, apart from the numbers in its message."""
+    return bool(previous) and _without_numbers(first.summary) == _without_numbers(previous[0].summary)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)

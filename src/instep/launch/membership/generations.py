@@ -242,7 +242,7 @@ def _fail(
         if len(members) - len(lost) >= rules.min_nodes and lost_in_vain <= rules.max_nodes:
             why = f"{ordered[0].line}. The others continue without it"
             return dataclasses.replace(ended, why=why, lost_in_vain=lost_in_vain)
-    plan = plan_restart(ordered, state.previous, state.in_vain, rules.max_restarts)
+    plan = plan_restart(ordered, state.previous, state.in_vain, rules.max_restarts, has_begun=progress >= 0)
     if not plan.restart or any_done:
         return dataclasses.replace(state, over=True, running=False, failures=tuple(plan.failures))
     why = f"restart {state.in_vain + 1} of {rules.max_restarts} after {ordered[0].line}"
