@@ -22,11 +22,12 @@ def made(kind: str) -> tuple[nn.Module, torch.Tensor]:
         "1d": (ROWS, 5),
         "1d-long": (ROWS, 5, 3),
         "2d": (ROWS, 5, 2, 3),
+        "the user's SyncBatchNorm": (ROWS, 5, 2, 3),
         "plain": (ROWS, 5),
         "cumulative": (ROWS, 5),
     }
     options = {"plain": {"affine": False, "track_running_stats": False}, "cumulative": {"momentum": None}}.get(kind, {})
-    module = (nn.BatchNorm2d if kind == "2d" else nn.BatchNorm1d)(5, **options).double()
+    module = (nn.BatchNorm2d if len(shapes[kind]) == 4 else nn.BatchNorm1d)(5, **options).double()
     if module.affine:
         nn.init.normal_(module.weight)
         nn.init.normal_(module.bias)
@@ -49,13 +50,15 @@ def rank_part(world: World, kind: str, replicated: bool) -> dict[str, torch.Tens
     module, x = made(kind)
     weights = torch.linspace(0.5, 2, x.numel(), dtype=torch.float64).view_as(x)
     context = BatchContext(torch.device("cpu"), 0)
+    if kind == "the user's SyncBatchNorm":
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     assert sync_batch_norm(module, world, context) == 1
     low, high = (0, ROWS) if replicated else (ROWS * world.rank // 3, ROWS * (world.rank + 1) // 3)
     context.begin_part(low, high - low, replicated)
     return through(module, x[low:high], weights[low:high])
 
 
-@pytest.mark.parametrize("kind", ["1d", "1d-long", "2d", "plain", "cumulative"])
+@pytest.mark.parametrize("kind", ["1d", "1d-long", "2d", "plain", "cumulative", "the user's SyncBatchNorm"])
 def test_three_uneven_shares_equal_the_whole(kind: str) -> None:
     module, x = made(kind)
     weights = torch.linspace(0.5, 2, x.numel(), dtype=torch.float64).view_as(x)

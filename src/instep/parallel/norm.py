@@ -136,12 +136,27 @@ def sync_batch_norm(model: nn.Module, world: World, context: BatchContext) -> in
 
     In the method resolution order, the synchronised forward pass comes right before torch's own.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    norms = _batch_norms(model)
     for module in norms:
         if world.world_size > 1:
             refuse_own_statistics(type(module))
         add_base(module, _Synced, before=False, _context=context, _world=world)
     return len(norms)
+
+
+class BatchNormNd(_BatchNorm):
+    """What a user's nn.SyncBatchNorm becomes: a BatchNorm for any number of dimensions, on any device."""
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+
+
+def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorms of a model; those that would synchronise by themselves no longer do."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module in norms:
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = BatchNormNd  # type: ignore[assignment]
+    return norms
 
 
 def refuse_own_statistics(kind: type) -> None:
@@ -174,10 +189,9 @@ class ByShard(_BatchNorm):
 
 def use_shard_statistics(model: nn.Module, context: BatchContext) -> None:
     """Make the BatchNorms of a model normalise by one shard's statistics, in place."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            refuse_own_statistics(type(module))
-            add_base(module, ByShard, before=False, _context=context, _by_shard={})
+    for module in _batch_norms(model):
+        refuse_own_statistics(type(module))
+        add_base(module, ByShard, before=False, _context=context, _by_shard={})
 
 
 def update_running_statistics(model: nn.Module, world: World, context: BatchContext, apply: bool) -> None:
