@@ -71,6 +71,10 @@ def train(task: Any, **options: Any) -> Result:
     return train_here(task, **options)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module("instep.data")

@@ -45,6 +45,18 @@ def test_a_sample_can_be_looked_at() -> None:
     assert len(list(data)) == 360
 
 
+@pytest.mark.parametrize("slice_", [slice(100), slice(5, 50, 3), slice(None, None, -1), slice(-7, None), slice(9, 9)])
+def test_a_slice_is_a_dataset(slice_: slice) -> None:
+    whole = instep.data.digits("test")
+    part = whole[slice_]
+    expected = range(len(whole))[slice_]
+    assert len(part) == len(expected)
+    for own, there in zip(range(len(part)), expected, strict=True):
+        assert torch.equal(part[own][0], whole[there][0])
+    indices = torch.arange(len(part))
+    assert torch.equal(part.gather(indices)[1], whole.gather(torch.tensor(list(expected), dtype=torch.int64))[1])
+
+
 def test_an_unknown_split_is_refused() -> None:
     for make in (instep.data.digits, instep.data.mnist, lambda split: instep.data.text("file", 8, split)):
         with pytest.raises(SpecError, match="split='valid' is unknown"):
@@ -56,6 +68,7 @@ def test_the_public_names_are_there() -> None:
     for name in instep.data.__all__:
         assert callable(getattr(instep.data, name))
     assert dir(instep.data) == instep.data.__all__
+    assert set(instep.__all__) <= set(dir(instep))
     with pytest.raises(AttributeError, match="nonsense"):
         instep.data.nonsense  # noqa: B018
 

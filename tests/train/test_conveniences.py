@@ -207,6 +207,28 @@ def test_load_model_gives_the_weights_that_the_hash_names(tmp_path: Path) -> Non
     assert float((model(x).argmax(1) == y).double().mean()) == result.metrics["accuracy"]
 
 
+def test_the_best_checkpoint_and_the_history(tmp_path: Path) -> None:
+    result = train(Small(), tmp_path, epochs=4, keep_best="accuracy", keep=9, save_every="5")
+    events = read_events(tmp_path)
+    scores = {e["step"]: e["metrics"]["accuracy"] for e in events if e["event"] == "eval"}
+    step = max(scores, key=lambda number: (scores[number], number))
+    assert result.best == tmp_path / "checkpoints" / f"step-{step:08}"
+    best, there = instep.load_model(Small(), tmp_path, best=True), instep.load_model(Small(), result.best)
+    x, y = Small().eval_data()
+    for model in (best, there):
+        assert float((model(x).argmax(1) == y).double().mean()) == scores[step]
+    worst = instep.load_model(Small(), tmp_path, best="accuracy:min")
+    assert float((worst(x).argmax(1) == y).double().mean()) == min(scores.values())
+    with pytest.raises(CheckpointError, match="has no best checkpoint: none of its checkpoints has a metric 'f1'"):
+        instep.load_model(Small(), tmp_path, best="f1")
+    steps = [e for e in events if e["event"] == "step"]
+    assert [entry["step"] for entry in result.history] == [5, 10, 15, 20]
+    assert [entry["metrics"]["accuracy"] for entry in result.history] == [scores[number] for number in (5, 10, 15, 20)]
+    first = result.history[0]
+    assert first["loss"] == sum(e["loss"] * e["num_samples"] for e in steps[:5]) / 43
+    assert (first["epoch"], first["lr"]) == (1, 0.05)
+
+
 def test_the_checkpoint_format_carries_a_version(tmp_path: Path) -> None:
     result = train(Small(), tmp_path)
     manifest = next((tmp_path / "checkpoints").glob("step-*")) / "manifest.json"

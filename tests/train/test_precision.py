@@ -28,12 +28,12 @@ def notices(run_dir: Path) -> list[str]:
 
 
 def test_auto_is_fp32_on_cpu_and_resolved_in_the_recipe(tmp_path: Path) -> None:
-    instep.train(Small(), steps=1, run_dir=str(tmp_path), **OPTIONS)
+    instep.train(Small(), steps=1, batch_size=16, run_dir=str(tmp_path), **OPTIONS)
     assert json.loads((tmp_path / "spec.json").read_text())["recipe"]["precision"] == "fp32"
     assert notices(tmp_path) == []  # a plain training is a quiet one
     with pytest.raises(CheckpointError, match="precision: 'fp32' there, 'bf16' now"):
-        instep.train(Small(), steps=2, run_dir=str(tmp_path), precision="bf16", **OPTIONS)
-    assert instep.train(Small(), steps=2, run_dir=str(tmp_path), precision="fp32", **OPTIONS).steps == 2
+        instep.train(Small(), steps=2, batch_size=16, run_dir=str(tmp_path), precision="bf16", **OPTIONS)
+    assert instep.train(Small(), steps=2, batch_size=16, run_dir=str(tmp_path), precision="fp32", **OPTIONS).steps == 2
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -87,7 +87,7 @@ def load_weights(source: Path) -> dict[str, torch.Tensor]:
         try:
             return load_file(source)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{source} is not a safetensors file: {error}.") from error
+            raise CheckpointError(f"{source} is not a safetensors file: {error}.{_conversion(source)}") from error
     if (source / MANIFEST).exists():
         return dict(Checkpoint(source).part(MODEL))
     if source.is_dir():
@@ -97,4 +97,24 @@ def load_weights(source: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{source} holds no good checkpoint. " + " ".join(complaints))
     raise CheckpointError(
         f"{source} does not exist. Weights come from a run directory, a checkpoint or a .safetensors file."
+    )
+
+
+def _conversion(source: Path) -> str:
+    """Return how to convert a file that torch.save wrote; empty if it is none."""
+    try:
+        with source.open("rb") as file:
+            start = file.read(2)
+    except OSError:
+        return ""
+    if start not in (b"PK", b"\x80\x02"):
+        return ""
+    target = source.with_suffix(".safetensors")
+    program = (
+        "import torch, safetensors.torch as s; "
+        f"s.save_file(torch.load({str(source)!r}, weights_only=True), {str(target)!r})"
+    )
+    return (
+        " It seems to be PyTorch's own format, a pickle, which may run code when it is loaded; instep never loads one. "
+        f'If you trust it, convert it: python -c "{program}"'
     )

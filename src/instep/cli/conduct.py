@@ -11,9 +11,11 @@ from typing import Any, TextIO
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.cli.command import make_spec, print_json, say
-from instep.core.errors import EnvironmentFailed, SpecError
+from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
+from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
+from instep.launch.failures import describe
 from instep.launch.launcher import Launcher, LaunchJob, find_launcher
 from instep.launch.logs import LogPlan
 from instep.launch.processes import check_process_count
@@ -24,7 +26,7 @@ from instep.train.nodes import job_request
 from instep.train.precision import resolve_precision
 from instep.train.result import Result
 from instep.train.source import TaskSource
-from instep.train.task import Task
+from instep.train.task import Task, check_fields
 from instep.train.worker import joined_world, launched_main, placed_main, worker_main
 from instep.world.device import device_count
 from instep.world.world import judge_place, place_here
@@ -36,7 +38,10 @@ def train_here(task: Task, **options: Any) -> Result:
         raise SpecError(
             f"instep.train got a {type(task).__name__}, and needs an instance of a Task: Digits(), for instance."
         )
-    return conduct(task, make_spec(TrainSpec, options), None)
+    try:
+        return conduct(task, make_spec(TrainSpec, options), None)
+    except RanksFailed as failed:
+        raise RanksFailed(failed.failures, describe(failed)) from None
 
 
 def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = False) -> Result:
@@ -47,6 +52,7 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
     """
     if spec.hosts:
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
+    check_fields(task)
     place = place_here()
     spec = resolve_precision(spec, place.device)
     launcher = find_launcher(spec)
@@ -77,7 +83,7 @@ def _start(
         stdout=output,
         stderr=sys.stderr,
         preemptable=True,
-        progress=directory.newest_step,
+        progress=directory.progress,
         run_dir=path,
         request=job_request(task, spec),
         meet=directory.claim,
@@ -146,7 +152,11 @@ def _complete(directory: RunDirectory, task: Task, spec: TrainSpec, is_main: boo
 def _show(result: Result, spec: TrainSpec) -> Result:
     """Print the result of a training: for a person, and as one line of JSON if asked for."""
     if not spec.quiet:
-        parts = [f"{result.status}: {result.steps} steps", f"loss {result.loss:.4g}", metrics_text(result.metrics)]
+        parts = [
+            f"{result.status}: {plural(result.steps, 'step')}",
+            f"loss {result.loss:.4g}",
+            metrics_text(result.metrics),
+        ]
         say("  ".join(filter(None, parts)) + f"  ({duration(result.wall_s)})\n{result.run_dir}")
     if spec.json:
         print_json(result.to_json())

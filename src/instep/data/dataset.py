@@ -30,11 +30,26 @@ class BatchDataset(ABC):
     def gather(self, indices: torch.Tensor) -> Any:
         """Return these samples as one batch."""
 
-    def __getitem__(self, index: int) -> Any:
-        """Return one sample, for people who want to look at it."""
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return one sample, for people who want to look at it; for a slice, a dataset of these samples."""
+        if isinstance(index, slice):
+            return _Slice(self, range(len(self))[index])
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return map_tensors(lambda rows: rows[0], self.gather(torch.tensor([index % len(self)])))
+
+
+class _Slice(BatchDataset):
+    """Some samples of a dataset."""
+
+    def __init__(self, dataset: BatchDataset, indices: range) -> None:
+        self._dataset, self._indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def gather(self, indices: torch.Tensor) -> Any:
+        return self._dataset.gather(indices * self._indices.step + self._indices.start)
 
 
 def check_split(split: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from instep.core.errors import DataError, TaskError
 from instep.data.columns import as_columns
@@ -172,6 +172,11 @@ def num_samples(dataset: Any, collate: Collate | None = None) -> int:
 
 def _length(dataset: Any) -> int:
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise TaskError(
+            f"The dataset is a {kind}, which makes batches and their order itself. Return its dataset instead; "
+            "--batch-size is the global batch, and a Task's collate replaces collate_fn."
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TaskError(
             f"The dataset ({kind}) can only be read from its beginning to its end. The order of the samples "

@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from instep.core.plural import plural
+
 _WINDOW = 200
 
 
@@ -52,7 +54,7 @@ class ProgressState:
         start = f", from step {self.first_step}" if self.first_step else ""
         return (
             f"{self.task}: {event['num_parameters']:,} parameters, {event['num_samples']:,} samples "
-            f"({event['reading']}), {self.num_steps:,} steps of {event['batch_size']}{start}"
+            f"({event['reading']}), {plural(self.num_steps, 'step')} of {event['batch_size']}{start}"
         )
 
     def speed(self) -> tuple[float | None, float | None]:

@@ -1,9 +1,11 @@
 """Train a Task: the loop that a person would write, with `instep.start`'s run."""
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,9 +17,11 @@ from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.train.compile import is_compiled
+from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
 from instep.train.step import Step, with_weight
 from instep.train.task import Task, overrides
+from instep.train.trial import try_loss, try_metrics
 
 _EXAMPLE_ROWS = 2
 
@@ -47,9 +51,14 @@ class Loop:
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
         run, task, model = self._run, self._task, self._model
+        if run.step == 0 and run.engine.strategy.calls_model and not run.stopped:
+            try_loss(run, task, model, self._train_data)
+            if self._eval_data is not None:
+                prepare_metrics(vars(task).values(), run.world.device)
+                try_metrics(run, partial(_metrics, copy.copy(task)), self._eval_data, task.collate)
+        loss_of = run.compile_loss(task.loss)
         if run.engine.witness is not None and run.step == 0:
             self._evaluate()
-        loss_of = run.compile_loss(task.loss)
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
         watch = None if run.compiled or is_compiled(model) or run.spec.exact else NoiseWatch()
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
@@ -88,13 +97,9 @@ class Loop:
         """Evaluate, unless this step was evaluated already."""
         if self._eval_data is not None and self._evaluated_at != self._run.step:
             self._evaluated_at = self._run.step
-            self._run.evaluate(self._metrics, self._eval_data, self._task.collate)
+            prepare_metrics(vars(self._task).values(), self._run.world.device)
+            self._run.evaluate(partial(_metrics, self._task), self._eval_data, self._task.collate)
         return self._run.metrics
-
-    def _metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the Task's metrics, with its loss as one of them."""
-        once = _Once(model)
-        return {"eval_loss": with_weight(self._task.loss(once, batch)), **self._task.metrics(once, batch)}
 
     def _example(self) -> Call:
         """Return the arguments that the model is called with, for the first rows of the data."""
@@ -107,6 +112,12 @@ def _model_of(task: Task) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(f"{type(task).__name__}.model() gave a {type(model).__name__}; a torch.nn.Module is needed.")
     return model
+
+
+def _metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return a Task's metrics, with its loss as one of them."""
+    once = _Once(model)
+    return {"eval_loss": with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
 
 
 def _method(task: Task, name: str) -> Callable[..., Any] | None:

@@ -8,6 +8,7 @@ again after every restore.
 its numbers differ from those of the whole model; names are the same everywhere. Groups go by their position.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from instep.core.errors import TaskError
 from instep.world.device import dispatch_key_of
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -23,6 +25,24 @@ FORMS = ("foreach", "fused")
 """Settings that say how an optimizer computes, not what: each process chooses them, and they are not saved."""
 _FOR_PIECES = (torch.optim.Adam, torch.optim.AdamW)
 """Those whose kernel PyTorch can use on DTensors."""
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise TaskError for what cannot update parameters once in a step, from dense gradients."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TaskError(f"the optimizer is a {name}; a torch.optim.Optimizer is needed.")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TaskError(
+            f"{name}.step() needs a closure, with which it computes the loss several times in one step; a step of "
+            "instep computes it once, over all processes. Use an optimizer whose step() needs no closure."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TaskError(
+            f"{name} takes sparse gradients only, and instep adds gradients up as dense tensors. Use Adam; an "
+            "Embedding(sparse=True) may stay as it is."
+        )
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool | None:

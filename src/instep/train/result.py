@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from instep.checkpoint.policy import RetentionPolicy
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights, weights_sha256
 from instep.core.errors import CheckpointError
+from instep.events.read import read_events
 from instep.train.task import Task
 
 
@@ -59,12 +61,61 @@ class Result:
             )
         return model
 
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint that `--keep-best` kept; None without that option, or before the first evaluation."""
+        return _best_of(Path(self.run_dir), True)
 
-def load_model(task: Task, run_dir: str | Path) -> nn.Module:
-    """Build a Task's model and load the newest weights of a run, on CPU, in evaluation mode."""
-    model = task.model()
-    path = Path(run_dir)
-    if RunDirectory(path).names() == []:
-        raise CheckpointError(f"{path} holds no checkpoint to load a model from.")
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One entry for each epoch, from the log: epoch, step, loss (mean over its samples), lr, metrics."""
+        steps: dict[int, dict[str, Any]] = {}
+        metrics: dict[int, dict[str, float]] = {}
+        for event in read_events(Path(self.run_dir)):  # of a step that was repeated, the last one counts
+            if event["event"] == "step":
+                steps[event["step"]] = event
+            elif event["event"] == "eval":
+                metrics[event["step"]] = event["metrics"]
+        epochs: dict[int, list[dict[str, Any]]] = {}
+        for number in sorted(steps):
+            if number <= self.steps:
+                epochs.setdefault(steps[number]["epoch"], []).append(steps[number])
+        return [
+            {
+                "epoch": epoch + 1,
+                "step": made[-1]["step"],
+                "loss": sum(e["loss"] * e["num_samples"] for e in made) / sum(e["num_samples"] for e in made),
+                "lr": made[-1]["lr"],
+                "metrics": metrics.get(made[-1]["step"], {}),
+            }
+            for epoch, made in sorted(epochs.items())
+        ]
+
+
+def load_model(task: Task, path: str | Path, *, best: bool | str = False) -> nn.Module:
+    """Build a Task's model and load weights, on CPU, in evaluation mode.
+
+    `path` is a run directory, whose newest weights are loaded, a checkpoint or a .safetensors file. `best` loads the
+    run's best checkpoint: True by the metric of `--keep-best`, or by one that it names ("accuracy", "eval_loss:min").
+    """
+    model, path = task.model(), Path(path)
+    if best:
+        kept = _best_of(path, best)
+        if kept is None:
+            raise CheckpointError(
+                f"{path} has no best checkpoint: none of its checkpoints has "
+                f"{'been evaluated' if best is True else f'a metric {best!r}'}. Train with --keep-best METRIC."
+            )
+        path = kept
     model.load_state_dict(load_weights(path))
     return model.eval()
+
+
+def _best_of(run_dir: Path, best: bool | str) -> Path | None:
+    """Return the best checkpoint of a run by a metric; True: by that of its own `--keep-best`."""
+    directory = RunDirectory(run_dir)
+    metric = directory.description()["spec"].get("keep_best") if best is True else best
+    if not metric:
+        return None
+    name = RetentionPolicy.from_options(1, None, str(metric)).best_of(directory.scores())
+    return None if name is None else directory.checkpoints / name

@@ -4,7 +4,7 @@ Ranks: all make the same calls in the same order.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -257,6 +257,8 @@ class Run:
                 compile_model(trained.model, self.engine)
         for sentence in self.engine.notices(self.spec, self.compiled):
             self.notice(sentence)
+        if plan.batch_size > plan.num_samples:
+            self.notice(f"batch_size={plan.batch_size} is more than the {plan.num_samples} samples: each batch is all.")
         while self._moves and self.spec.exact:
             self.notice(
                 f"exact mode: this run continues with {self._moves.pop()}. Kernels may round differently there, so its "
@@ -289,6 +291,10 @@ class Run:
         self.metrics, self._evaluated_at = scores, self.step
         self.log.write(EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6)))
         return scores
+
+    def check_best(self, metrics: Collection[str]) -> None:
+        """Raise TaskError if `keep_best` names none of these metrics."""
+        self._saver.check_best(metrics)
 
     def compare(self) -> None:
         """Compare the ranks' state ([Note: Drift]); raise if it differs. Called on all ranks."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from instep.core.errors import TaskError
 from instep.events.schema import StepRecord
 
 
@@ -96,6 +97,16 @@ def field_names(cls: type[Task]) -> list[str]:
 def overrides(task: Task, method: str) -> bool:
     """Return whether a Task overrides a method."""
     return getattr(type(task), method) is not getattr(Task, method)
+
+
+def check_fields(task: Task) -> None:
+    """Raise TaskError if a field of a Task hides one of its methods."""
+    for name in field_names(type(task)):
+        if name != "collate" and callable(getattr(Task, name, None)):
+            raise TaskError(
+                f"{type(task).__name__}.{name} is a field, and {name}() is a method of every Task: the field hides it. "
+                f"Rename the field, for instance {name}_name."
+            )
 
 
 def depends_on_num_steps(task: Task) -> bool:

@@ -21,7 +21,7 @@ from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
 from instep.train.checkpoint_part import CheckpointPart
-from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, set_fused
+from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, set_fused
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -60,8 +60,7 @@ class TrainState:
         if not parameters:
             raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")
         self.optimizer = make_optimizer(parameters)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise TaskError(f"the optimizer is a {type(self.optimizer).__name__}; a torch.optim.Optimizer is needed.")
+        check_optimizer(self.optimizer)
         self.fused = None if exact else can_fuse(self.optimizer)
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
         if self.fused and any(getattr(module, "sparse", False) is True for module in self.model.modules()):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
+from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.data.loader import num_samples
 from instep.events.read import read_events
@@ -54,7 +55,7 @@ def plan_trials(worlds: Sequence[int], spec: TrainSpec) -> list[Trial]:
 
 def processes(count: int) -> str:
     """Return the text for a world size."""
-    return f"{count} process" + "es" * (count > 1)
+    return plural(count, "process", "processes")
 
 
 @dataclass(frozen=True)
