@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from instep.core.errors import EXIT_ENVIRONMENT, EXIT_SPEC, FailureRecord, SpecError
 from instep.core.spec import TrainSpec
+from instep.events.schema import StepRecord
+from instep.events.write import EventLog
 from instep.launch.launcher import find_launcher
 from instep.launch.logs import LogPlan
 from instep.launch.ray import plan_workers
@@ -44,8 +47,22 @@ LOST = FailureRecord(rank=0, time_ns=6, summary="lost", exit_code=EXIT_ENVIRONME
 WRONG = FailureRecord(rank=1, time_ns=5, summary="no", exit_code=EXIT_SPEC, final=True)
 
 
+def test_an_error_before_the_first_step_is_not_tried_again(tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    assert _is_given_up(job, meeting(0, reached=-1), ERROR)
+    noted = job.scratch.load_failure(0, 1)
+    assert noted is not None
+    assert "no step has succeeded yet" in noted.summary
+
+
+def make_a_step(run_dir: Path) -> None:
+    with contextlib.closing(EventLog(run_dir, 0)) as log:
+        log.step(StepRecord(step=1, epoch=0, loss=1.0, lr=0.1, num_samples=1))
+
+
 def test_an_error_is_tried_again_once(tmp_path: Path) -> None:
     job = job_in(tmp_path)
+    make_a_step(tmp_path)
     assert not _is_given_up(job, meeting(0), ERROR)
     assert not _is_given_up(job, meeting(0), LOST)
     assert _is_given_up(job, meeting(1), ERROR)
@@ -57,6 +74,7 @@ def test_an_error_is_tried_again_once(tmp_path: Path) -> None:
 
 def test_an_error_after_progress_is_another_one(tmp_path: Path) -> None:
     job = job_in(tmp_path)
+    make_a_step(tmp_path)
     assert not _is_given_up(job, meeting(0), ERROR)
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     assert not _is_given_up(job, meeting(1, reached=3), ERROR)

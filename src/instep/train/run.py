@@ -4,7 +4,7 @@ Ranks: all make the same calls in the same order.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -291,10 +291,6 @@ class Run:
         self.metrics, self._evaluated_at = scores, self.step
         self.log.write(EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6)))
         return scores
-
-    def check_best(self, metrics: Collection[str]) -> None:
-        """Raise TaskError if `keep_best` names none of these metrics."""
-        self._saver.check_best(metrics)
 
     def compare(self) -> None:
         """Compare the ranks' state ([Note: Drift]); raise if it differs. Called on all ranks."""
