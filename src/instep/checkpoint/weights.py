@@ -71,7 +71,7 @@ def _update(digest: hashlib._Hash, name: str, tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _no_advice() -> Iterator[None]:
-    """Silence torch's advice on other collectives: a tensor that is sharded twice is gathered twice, once per run."""
+    """Suppress torch's advice on other collectives: a tensor that is sharded twice is gathered twice, once per run."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before = logger.level
     logger.setLevel(logging.ERROR)
