@@ -112,7 +112,8 @@ def _add(entries: dict[str, _Mean | _Merged], values: dict[str, Any], num_rows: 
 
 def _compute_uncounted(entries: dict[str, _Mean | _Merged], metrics_of: MetricsOf, batch: Any) -> None:
     """Compute metrics, and count nothing of them, also in an object that the Task keeps."""
-    kept = [vars(entry.metric) for entry in entries.values() if isinstance(entry, _Merged)]
+    objects = [entry.metric for entry in entries.values() if isinstance(entry, _Merged)]
+    kept = [vars(metric) for metric in objects if not hasattr(metric, "reset")]
     before = copy.deepcopy(kept)
     for value in metrics_of(batch).values():
         if is_metric(value) and hasattr(value, "reset"):

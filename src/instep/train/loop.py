@@ -4,7 +4,6 @@ import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -49,9 +48,9 @@ class Loop:
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
         run, task, model = self._run, self._task, self._model
-        loss_of = run.compile_loss(task.loss)
         if run.engine.witness is not None and run.step == 0:
             self._evaluate()
+        loss_of = run.compile_loss(task.loss)
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
         watch = None if run.compiled or is_compiled(model) or run.spec.exact else NoiseWatch()
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
@@ -91,8 +90,13 @@ class Loop:
         if self._eval_data is not None and self._evaluated_at != self._run.step:
             self._evaluated_at = self._run.step
             prepare_metrics(vars(self._task).values(), self._run.world.device)
-            self._run.evaluate(partial(_metrics, self._task), self._eval_data, self._task.collate)
+            self._run.evaluate(self._metrics, self._eval_data, self._task.collate)
         return self._run.metrics
+
+    def _metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Return the Task's metrics, with its loss as one of them."""
+        once = _Once(model)
+        return {"eval_loss": with_weight(self._task.loss(once, batch)), **self._task.metrics(once, batch)}
 
     def _example(self) -> Call:
         """Return the arguments that the model is called with, for the first rows of the data."""
@@ -105,12 +109,6 @@ def _model_of(task: Task) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(f"{type(task).__name__}.model() gave a {type(model).__name__}; a torch.nn.Module is needed.")
     return model
-
-
-def _metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a Task's metrics, with its loss as one of them."""
-    once = _Once(model)
-    return {"eval_loss": with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
 
 
 def _method(task: Task, name: str) -> Callable[..., Any] | None:

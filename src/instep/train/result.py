@@ -102,9 +102,11 @@ def load_model(task: Task, path: str | Path, *, best: bool | str = False) -> nn.
     if best:
         kept = _best_of(path, best)
         if kept is None:
+            known = sorted({name for scores in RunDirectory(path).scores().values() for name in scores})
+            asked = "it was trained without --keep-best, or not evaluated" if best is True else f"none has {best!r}"
             raise CheckpointError(
-                f"{path} has no best checkpoint: none of its checkpoints has "
-                f"{'been evaluated' if best is True else f'a metric {best!r}'}. Train with --keep-best METRIC."
+                f"{path} has no best checkpoint: {asked}. Metrics of its checkpoints, for best=…: "
+                f"{', '.join(known) or 'none'}."
             )
         path = kept
     model.load_state_dict(load_weights(path))

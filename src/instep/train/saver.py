@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -246,17 +246,13 @@ class Saver:
             return "There is no checkpoint yet."
         return f"The last checkpoint: {self._directory.checkpoints / names[0]}."
 
-    def check_best(self, metrics: Collection[str]) -> None:
-        """Raise TaskError if `keep_best` names none of these metrics."""
-        best_by = self._keeping.best_by
-        if best_by is not None and best_by not in metrics and best_by.partition("/")[0] not in metrics:
-            raise TaskError(f"keep_best={best_by}: there is no such metric. This Task has {', '.join(metrics)}.")
-
     def _is_best(self, scores: Mapping[str, float]) -> bool:
         """Return whether an evaluation is the best so far by the metric that the spec names."""
-        if self._keeping.best_by is None or not scores:
+        best_by = self._keeping.best_by
+        if best_by is None or not scores:
             return False
-        self.check_best(scores)
+        if best_by not in scores:
+            raise TaskError(f"keep_best={best_by}: there is no such metric. This Task has {', '.join(scores)}.")
         return self._best is None or self._keeping.worth(scores) > self._best
 
     def _best_so_far(self) -> float | None:
