@@ -219,7 +219,7 @@ def test_the_best_checkpoint_and_the_history(tmp_path: Path) -> None:
         assert float((model(x).argmax(1) == y).double().mean()) == scores[step]
     worst = instep.load_model(Small(), tmp_path, best="accuracy:min")
     assert float((worst(x).argmax(1) == y).double().mean()) == min(scores.values())
-    with pytest.raises(CheckpointError, match=r"has no best checkpoint: none has 'f1'\. Metrics .*: accuracy, eval_loss"):
+    with pytest.raises(CheckpointError, match=r"no best checkpoint: none has 'f1'\. Metrics .*: accuracy, eval_loss"):
         instep.load_model(Small(), tmp_path, best="f1")
     steps = [e for e in events if e["event"] == "step"]
     assert [entry["step"] for entry in result.history] == [5, 10, 15, 20]
