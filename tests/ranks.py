@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import pickle
+import secrets
 import socket
 import sys
 import time
@@ -93,10 +94,12 @@ def place_of(rank: int, world_size: int, port: int, device: str = "cpu") -> Plac
 
 
 def free_port() -> int:
-    """Find a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Find a port that nobody listens on, below those that the kernel gives to connections meanwhile."""
+    while True:
+        port = 15000 + secrets.randbelow(15000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

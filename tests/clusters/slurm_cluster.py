@@ -11,12 +11,13 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from ranks import free_port
 
 NODES = ("node1", "node2", "node3", "node4")
 DAEMONS = os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
@@ -264,14 +265,11 @@ def _add_hosts() -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find ports that nobody listens on, below those that the kernel hands out by itself."""
-    ports: list[int] = []
+    """Find ports that nobody listens on."""
+    ports: set[int] = set()
     while len(ports) < count:
-        port = 10000 + secrets.randbelow(4900)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports += [port] * (port not in ports)
-    return ports
+        ports.add(free_port())
+    return sorted(ports)
 
 
 def _pids() -> list[int]:
