@@ -27,6 +27,7 @@ from collectives import (
     run,
     run_by_gloo,
 )
+from instep.core.errors import CollectiveMismatch
 from instep.world.lane import engine, lane
 from instep.world.world import World
 from ranks import run_ranks
@@ -326,3 +327,46 @@ def sizes_that_do_not_fit(world: World) -> list[str]:
 def test_sizes_that_do_not_fit_are_an_error() -> None:
     assert run_ranks(sizes_that_do_not_fit, 2, comm="gloo") == [[], []]
     assert run_ranks(sizes_that_do_not_fit, 2) == [[], []]
+
+
+def call_another(world: World, compiled: bool) -> list[str]:
+    """Rank 1 calls something else than the others; give what each rank says, over groups of their own."""
+    if not compiled:
+        without_engine(world)
+    said = []
+    pairs = [
+        (lambda group: dist.barrier(group=group), lambda group: dist.all_reduce(torch.ones(9), group=group)),
+        (
+            lambda group: dist.all_reduce(torch.ones(1), group=group),
+            lambda group: dist.all_reduce(torch.ones(400_000), group=group),
+        ),
+        (
+            lambda group: dist.all_gather([torch.ones(8) for _ in range(3)], torch.ones(8), group=group),
+            lambda group: dist.broadcast(torch.ones(8), 0, group=group),
+        ),
+    ]
+    for odd, usual in pairs:
+        group = group_on(64)
+        for number in range(3):  # the words of earlier collectives are still there
+            dist.all_reduce(torch.ones(9 + number), group=group)
+        try:
+            (odd if world.rank == 1 else usual)(group)
+            said.append("")
+        except CollectiveMismatch as error:
+            said.append(str(error).partition(". All")[0])
+    return said
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_different_collectives_are_named(compiled: bool) -> None:
+    first, odd, _ = run_ranks(call_another, 3, compiled)
+    assert odd == [
+        "rank 1 called barrier, and rank 0 all_reduce",
+        "rank 1 called all_reduce of 4 bytes, and rank 0 all_reduce of 1600000 bytes",
+        "rank 1 called all_gather, and rank 0 broadcast",
+    ]
+    assert first == [
+        "rank 0 called all_reduce, and rank 1 barrier",
+        "rank 0 called all_reduce of 1600000 bytes, and rank 1 all_reduce of 4 bytes",
+        "rank 0 called broadcast, and rank 1 all_gather",
+    ]

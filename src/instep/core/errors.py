@@ -7,6 +7,7 @@
     ├── CheckpointError   a run directory or checkpoint cannot be written or continued          exit 2
     ├── NumericsError     the loss is not a number                                              exit 1
     ├── CompileError      the model cannot be compiled, although --compile was given            exit 1
+    ├── CollectiveMismatch the ranks called different collectives; names both                   exit 1
     ├── DivergenceError   the ranks' weights differ; checkpoints since then are set aside        exit 3
     ├── EnvironmentFailed the machine, the network or the launcher failed                       exit 3
     │   └── PeerLost      another rank ended, left or never joined; names it                    exit 3
@@ -60,6 +61,24 @@ class CompileError(InstepError):
     """The model cannot be compiled."""
 
 
+class CollectiveMismatch(InstepError):
+    """Ranks that should have called the same collective called different ones."""
+
+    def __init__(self, message: str, called: str) -> None:
+        self.called = called
+        """What this rank called."""
+        super().__init__(message)
+
+
+class UnfitCheckpoint(CheckpointError):
+    """A checkpoint whose files are as they were written, and whose content cannot be restored."""
+
+    def __init__(self, name: str, message: str) -> None:
+        self.name = name
+        """Of the checkpoint."""
+        super().__init__(message)
+
+
 class DivergenceError(InstepError):
     """The ranks' weights differ. A restart resumes from the last checkpoint at which they agreed."""
 
@@ -82,10 +101,17 @@ class PeerLost(EnvironmentFailed):
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop and has saved; the same command continues it. Not an error: exit 0."""
+    """The run was asked to stop and has saved; the same command continues it. No error: exit 0; after Ctrl-C 130."""
 
-    def __init__(self) -> None:
-        super().__init__(EXIT_DONE)
+    def __init__(self, interrupted: bool) -> None:
+        super().__init__(EXIT_INTERRUPTED if interrupted else EXIT_DONE)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C has ended a training. The message says how to continue it."""
+
+    saved = False
+    """Whether it was saved first, and its result shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +137,8 @@ class FailureRecord:
     """The rank's node, where there are several."""
     step: int | None = None
     """The number of completed steps, where it is known."""
+    collective: str = ""
+    """The collective that the rank called while another one called a different one."""
     doubt_ns: int = 0
     """The uncertainty of its time, compared with another node's."""
 

@@ -7,6 +7,7 @@ Ranks: all register, in their worker, before the user's code; the launcher colle
 """
 
 import faulthandler
+import os
 import re
 import signal
 import time
@@ -21,6 +22,7 @@ from instep.guard.processes import ask_for_stack
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
+_WORKER = f"instep{os.sep}launch{os.sep}worker.py"
 _ANSWER_S = 1.0
 _COMPLETE_S = 0.03
 """A dump comes in many small writes; when none has come for so long, it is complete."""
@@ -76,6 +78,8 @@ def parse_stack(text: str, main_thread: int) -> tuple[Frame, ...]:
         if thread := _THREAD.match(line):
             is_main = int(thread["ident"], 16) == main_thread
         elif is_main and (frame := _FRAME.match(line)):
+            if frame["file"].endswith(_WORKER):
+                break  # below are its parents' calls at the time of the fork
             number = int(frame["line"]) if frame["line"].isdigit() else 0
             stack.append(Frame(frame["file"], number, frame["function"], is_users(frame["file"])))
     return tuple(stack)

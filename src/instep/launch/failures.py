@@ -9,6 +9,7 @@ nodes] in clock_offset.py). Failures closer together than the uncertainty of the
 (one that the user's code raised before one of the environment), then by the step that was reached.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from instep.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_SPEC,
     EXIT_USER,
+    CollectiveMismatch,
     FailureRecord,
     InstepError,
     PeerLost,
@@ -64,7 +66,15 @@ def failure_of_exception(error: BaseException, rank: int, time_ns: int, log: str
         consequence=consequence,
         final=exit_code == EXIT_SPEC or (isinstance(error, InstepError) and exit_code == EXIT_USER),
         log=log,
+        collective=_called(error) if isinstance(error, CollectiveMismatch) else "",
     )
+
+
+def _called(error: CollectiveMismatch) -> str:
+    """Return which collective a rank called, and the user's line, if it was the user who called it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+    return error.called + at
 
 
 def failure_of_exit(rank: int, exit_code: int, time_ns: int, log: str) -> FailureRecord:
@@ -97,10 +107,34 @@ def order_failures(failures: Iterable[FailureRecord]) -> list[FailureRecord]:
     ordered = sorted(failures, key=lambda failure: (failure.consequence, failure.time_ns, failure.rank))
     if not ordered:
         return []
+    if ordered[0].collective:
+        return _odd_one_out(ordered)
     earliest = ordered[0]
     tied = [failure for failure in ordered if failure is earliest or _may_be_as_early(failure, earliest)]
     first = min(tied, key=_tie_order) if len(tied) > 1 else earliest
     return [first, *(failure for failure in ordered if failure is not first)]
+
+
+def _odd_one_out(ordered: list[FailureRecord]) -> list[FailureRecord]:
+    """Order failures of ranks that called different collectives: those who did what the fewest did come first."""
+    groups: dict[str, list[FailureRecord]] = {}
+    for failure in ordered:
+        if failure.collective:
+            groups.setdefault(failure.collective, []).append(failure)
+    # Of equally large groups, that whose call is in the user's code; rank 0 is usually right.
+    size = {text: (len(group), " at " not in text, any(f.rank == 0 for f in group)) for text, group in groups.items()}
+    by_size = sorted(groups, key=lambda text: size[text])
+    parts = []
+    for text in by_size:
+        ranks = sorted(failure.rank for failure in groups[text])
+        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} called {text}")
+    if len(parts) == 1:  # the others were ended before they could say it
+        return ordered
+    sentence = (
+        f"{parts[0]}, while {' and '.join(parts[1:])}. All ranks must call the same collectives in the same order."
+    )
+    first = dataclasses.replace(groups[by_size[0]][0], summary=sentence, names_ranks=True, traceback="")
+    return [first, *(dataclasses.replace(f, consequence=True) for f in ordered if f.rank != first.rank)]
 
 
 def _may_be_as_early(failure: FailureRecord, earliest: FailureRecord) -> bool:

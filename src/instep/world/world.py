@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.core.errors import EnvironmentFailed, SpecError
+from instep.core.errors import EnvironmentFailed, PeerLost, SpecError
 from instep.core.topology import Place
 from instep.world import autoload
 from instep.world.device import accelerator_of, device_backends, device_count, device_of
@@ -308,7 +308,7 @@ class World(contextlib.AbstractContextManager["World"]):
         if is_source:
             payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(payload, group=self._group, group_src=source)
-        return json.loads(bytes(payload.tolist()))
+        return self._decode(bytes(payload.tolist()), source)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank. Sent as JSON. Called on all ranks."""
@@ -319,7 +319,18 @@ class World(contextlib.AbstractContextManager["World"]):
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
         texts = [bytes(part[:size].tolist()) for part, size in zip(self.all_gather(padded), sizes, strict=True)]
-        return [json.loads(text) for text in texts]
+        return [self._decode(text, rank) for rank, text in enumerate(texts)]
+
+    def _decode(self, text: bytes, rank: int) -> Any:
+        """Return what a rank sent as JSON; raise PeerLost if that is something else."""
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise PeerLost(
+                f"rank {rank} sent something else than instep expects here: it called another collective than rank "
+                f"{self.rank}. All ranks must call the same collectives in the same order.",
+                [rank],
+            ) from error
 
     def barrier(self) -> None:
         """Wait until every rank is here. Called on all ranks."""

@@ -21,8 +21,14 @@ Beyond, a chunk is cut into shares that go around the ranks as in a ring all-red
 adds its own elements to it in the same place, and so on. After as many barriers as there are ranks all shares are
 complete, and every rank copies the chunk out. Each rank reads and writes every element once, besides the sum that stays
 in the cache; staging everything first takes half as much again (docs/log.md).
+
+[Note: The same collective]
+Before its first barrier a rank writes which collective it is in, and of how many bytes, to a word of its own; after it,
+the words of all ranks must be the same. There are two words for each rank, used in turn: one is overwritten two
+collectives later, when all others have read it. The cells from a rank to itself, which have no semaphore, hold them.
 """
 
+import ctypes
 import os
 import sys
 import time
@@ -31,6 +37,7 @@ from itertools import chain
 
 import torch
 
+from instep.core.errors import CollectiveMismatch
 from instep.world.lane.barrier import ALL, CELL_BYTES, NEVER_NS, Barrier, CompiledBarrier, PythonBarrier, incoming
 from instep.world.lane.block import Block
 from instep.world.lane.engine import KINDS, Engine, LaneView, Pieces
@@ -52,6 +59,8 @@ _SPIN_S, _CROWDED_SPIN_S = 2e-3, 5e-4
 """How long to spin before sleeping: waking up takes up to 0.4 ms, more than most waits last. With more ranks than
 cores, a rank that spins takes time from the rank that it waits for."""
 _NUM_AREAS = 2
+_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "ordered_reduce", "broadcast", "barrier")
+_CODES = {name: number for number, name in enumerate(_COLLECTIVES)}
 
 
 Steps = Iterator[tuple[int, str]]
@@ -111,6 +120,12 @@ class Lane:
         self._deadline_ns = NEVER_NS
         """Until when to spin for others, if that is sooner than the barrier would give up."""
         self._turn = 0
+        self._ranks = ranks
+        self._words = [self._words_of(local_rank) for local_rank in range(self.size)]
+        self._count = 0
+        """The collectives so far."""
+        self._word = 0
+        """What this rank is in, until the ranks have compared it; then 0."""
         self._areas: dict[torch.dtype, list[tuple[torch.Tensor, Sequence[torch.Tensor]]]] = {}
         self._accumulators: dict[torch.dtype, torch.Tensor] = {}
 
@@ -128,6 +143,31 @@ class Lane:
             crowded=crowded,
         )
 
+    def _words_of(self, local_rank: int) -> ctypes.Array[ctypes.c_int64]:
+        return (ctypes.c_int64 * 2).from_address(self._view.cells + local_rank * (self.size + 1) * CELL_BYTES)
+
+    def _announce(self, what: str, num_bytes: int) -> None:
+        """Write which collective this rank begins ([Note: The same collective]); one of no elements has no barrier."""
+        if not num_bytes and what != "barrier":
+            return
+        self._count += 1
+        self._word = num_bytes << 8 | _CODES[what] + 1
+        self._words[self.local_rank][self._count & 1] = self._word
+
+    def _compare(self) -> None:
+        """Raise CollectiveMismatch if another rank is in another collective; called after the first barrier."""
+        own, turn, self._word = self._word, self._count & 1, 0
+        for local_rank, words in enumerate(self._words):
+            if words[turn] != own:
+                other = words[turn]
+                called = _described(own, other)
+                self.peers.break_off("ranks called different collectives.")
+                raise CollectiveMismatch(
+                    f"rank {self._ranks[self.local_rank]} called {called}, and rank {self._ranks[local_rank]} "
+                    f"{_described(other, own)}. All ranks must call the same collectives in the same order.",
+                    called,
+                )
+
     def all_reduce(self, flat: torch.Tensor, how: Reduction = Reduction.SUM) -> Steps:
         """Combine the ranks' tensors, in place; contiguous and 1-D. Called on all ranks of the lane."""
         if self.size > 2 and flat.nbytes > _DIRECT_BYTES:
@@ -136,6 +176,7 @@ class Lane:
         if flat.nbytes <= self._compiled_bytes and how is Reduction.SUM and flat.dtype in KINDS:
             yield from self.all_reduce_coalesced((flat,))
             return
+        self._announce("all_reduce", flat.nbytes)
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
             slots = [slot[: piece.numel()] for slot in self._next_slots(piece.dtype)]
             slots[self.local_rank].copy_(piece)
@@ -156,10 +197,15 @@ class Lane:
         if self.peers.broken:
             self.peers.check()
         pieces, turn, moment = Pieces(tensors), self._turn, 0
+        self._announce("all_reduce", pieces.num_bytes)
         self._turn ^= -(-pieces.num_bytes // self._view.chunk_bytes) & 1
         while (late := self._engine.sum(self._view, turn, pieces, moment, self._deadline_ns)) != ALL:
+            if self._word and late > self.size:
+                self._compare()  # before the next chunk, which a rank in another collective may not have
             yield late % (self.size + 1), "all_reduce"
             moment = late + 1
+        if self._word:
+            self._compare()
         tracked = [tensor for tensor in tensors if not tensor.is_inference()]
         torch.autograd.graph.increment_version(tracked)  # what autograd has saved of them is stale
 
@@ -178,6 +224,7 @@ class Lane:
         copy it: the hierarchical all-reduce combines it with the other nodes' there.
         """
         dtype = accumulation_dtype(flat.dtype)
+        self._announce("all_reduce", flat.nbytes)
         ready: tuple[torch.Tensor, torch.Tensor] | None = None
         for piece in chunks_of(flat, num_bytes):
             total = self._next_area(dtype)[: piece.numel()]
@@ -199,6 +246,7 @@ class Lane:
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], how: Reduction) -> Steps:
         """Combine, for each rank, the parts meant for it; contiguous and 1-D. Called on all ranks of the lane."""
         share = self._chunk_bytes // out.element_size() // self.size
+        self._announce("reduce_scatter", out.nbytes)
         for start in range(0, out.numel(), share):
             stop = min(start + share, out.numel())
             slots = self._next_slots(out.dtype)
@@ -211,6 +259,7 @@ class Lane:
     def all_gather(self, outs: Sequence[torch.Tensor], own: torch.Tensor) -> Steps:
         """Collect the ranks' tensors; contiguous and 1-D. Called on all ranks of the lane."""
         share = self._chunk_bytes // own.element_size()
+        self._announce("all_gather", own.nbytes)
         for start in range(0, own.numel(), share):
             piece = own[start : start + share]
             slots = self._next_slots(own.dtype)
@@ -224,6 +273,7 @@ class Lane:
         staging area itself, from which the others copy it. Contiguous and 1-D. Called on all ranks of the lane.
         """
         length = self._chunk_bytes // out.element_size() // max(counts)
+        self._announce("ordered_reduce", out.nbytes)
         for start in range(0, out.numel(), length):
             piece = out[start : start + length]
             slots = self._next_slots(out.dtype)
@@ -245,6 +295,7 @@ class Lane:
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Overwrite the tensor with that of local rank `root`; contiguous and 1-D. Called on all ranks."""
+        self._announce("broadcast", flat.nbytes)
         for piece in flat.split(self._chunk_bytes // flat.element_size()):
             slot = self._next_slots(flat.dtype)[root][: piece.numel()]
             if self.local_rank == root:
@@ -255,6 +306,7 @@ class Lane:
 
     def barrier(self) -> Steps:
         """Wait until every rank is here. Called on all ranks of the lane."""
+        self._announce("barrier", 0)
         yield from self._synchronize("barrier")
 
     def run(self, steps: Steps) -> None:
@@ -316,3 +368,11 @@ class Lane:
         late = ALL
         while (late := self._barrier.wait(late + 1, self._deadline_ns)) != ALL:
             yield late, what
+        if self._word:
+            self._compare()
+
+
+def _described(word: int, other: int) -> str:
+    """Return a collective in words; with its size, where only that differs from the other one."""
+    name = _COLLECTIVES[(word & 0xFF) - 1]
+    return f"{name} of {word >> 8} bytes" if word & 0xFF == other & 0xFF else name
