@@ -59,12 +59,18 @@ class Hanging(instep.Task):
     def loss(self, model, batch):
         x, y = batch
         self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == self.at and RANK == 1 and self.how in ("stop", "sleep", "recv"):
+        if self.how == "compute":
+            time.sleep(0.3)  # so that a step's time is seen
+        if self.calls == self.at and RANK == 1 and self.how in ("stop", "sleep", "recv", "compute", "barrier"):
             say()
             if self.how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.how == "sleep":
                 time.sleep(1000)  # sleeps here
+            if self.how == "compute":
+                any(iter(int, 1))  # computes here
+            if self.how == "barrier":
+                torch.distributed.barrier()  # one's own
             if self.how == "recv":
                 torch.distributed.recv(torch.zeros(1), src=0)  # another collective
         return F.cross_entropy(model(x), y)

@@ -86,7 +86,7 @@ def test_a_dataset_that_blocks(tmp_path: Path) -> None:
     others = ", ".join(str(r) for r in range(3) if str(r) != rank)
     where = f"rank {rank} is in {line(TASK, 'blocks here')} __getitem__ (blocked "
     assert verdict.startswith(where), verdict
-    assert re.search(rf"in read\(\)\); ranks {others} wait for it in all_reduce of step \d+$", verdict), verdict
+    assert re.search(rf"in read\(\)\); ranks {others} wait for it in all_(reduce|gather) of step \d+$", verdict), verdict
     log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
     assert verdict in log
     assert f"where rank {rank} hung:" in log
@@ -96,7 +96,7 @@ def test_a_data_worker_that_deadlocks(tmp_path: Path) -> None:
     verdict, rank = hang_training(tmp_path, "lock", data_workers=1)
     worker = rf"rank {rank} waits for its data worker \(process \d+\), which is in "
     assert re.match(worker + re.escape(line(TASK, "deadlocks here")) + r" __getitem__ \(blocked \d s", verdict), verdict
-    assert f"rank {1 - int(rank)} waits for it in all_reduce of step" in verdict
+    assert re.search(rf"rank {1 - int(rank)} waits for it in all_(reduce|gather) of step", verdict), verdict
 
 
 @pytest.mark.parametrize("comm", ["shared-memory", pytest.param("gloo", marks=pytest.mark.slow)])
@@ -111,6 +111,28 @@ def test_another_collective(tmp_path: Path) -> None:
         f"rank 1 is in recv of step 4 ({line(TASK, 'another collective')} loss); "
         "rank 0 waits for it in all_reduce of step 4"
     )
+
+
+def test_a_rank_that_computes_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    verdict, _ = hang_training(tmp_path, "compute", hang_after="1s")
+    where = rf"rank 1 has been computing in {re.escape(line(TASK, 'computes here'))} loss for "
+    assert re.fullmatch(where + r"\d+ s; a step takes [\de.-]+ s; rank 0 waits", verdict), verdict
+    said = re.findall(r"waiting: (.*?)\. It is ended after 6 s \(--hang-after\)\.", capfd.readouterr().err)
+    assert said, "it was named before it was ended"
+    assert all(re.fullmatch(where + r"\d+ s; a step takes [\de.-]+ s; rank 0 waits", text) for text in said), said
+
+
+def test_a_collective_of_ones_own_on_one_rank(tmp_path: Path) -> None:
+    task = make_task(task_class(load_file(TASK), TASK, ""), ["how=barrier"])
+    spec = TrainSpec(batch_size=12, epochs=1, max_restarts=0, quiet=True, run_dir=str(tmp_path), processes=3)
+    with pytest.raises(RanksFailed) as failed:
+        conduct(task, spec, TASK, supervised=True)
+    own = line(TASK, "one's own")
+    assert str(failed.value) == (
+        f"rank 1 called barrier at {own} loss, while ranks 0, 2 called all_reduce. "
+        "All ranks must call the same collectives in the same order."
+    )
+    assert failed.value.first.exit_code == 1
 
 
 @pytest.mark.slow  # a training with one is above

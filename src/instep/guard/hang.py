@@ -9,12 +9,15 @@ stopped does not move. A rank under a debugger is never called stuck. Only if al
 In instep's own collectives a rank may spin and still be stuck: pulses are so dense around those that no pulse means
 no progress. That is not so in a script's collectives: a script that evaluates on all ranks and calls all_reduce at the
 same line over and over looks the same in every observation, and makes no step that could be counted.
+
+A rank that computes without end is not stuck: it moves. But if all other ranks wait in a collective, and it has not
+written its pulse for as long as a hang would take, it is named; after several times as long it is a hang, too.
 """
 
 import math
 from collections.abc import Sequence
 
-from instep.guard.collectives import explicit_depth, is_worlds
+from instep.guard.collectives import collective_of, explicit_depth, is_worlds
 from instep.guard.observation import Frame, Observation
 from instep.guard.pulse import Phase
 
@@ -24,6 +27,8 @@ _NOTICEABLE_IO_BYTES_S = 1_000_000
 _LEAST_TIMEOUT_S = 300.0
 _FIRST_STEP_TIMEOUT_S = 1800.0
 _TIMES_LONGEST = 20.0
+_TIMES_BUSY, _TIMES_BUSY_AUTO = 6.0, 24.0
+"""How many times as long as another hang a rank may compute while all others wait for it."""
 
 
 def hang_timeout_s(hang_after_s: float | None, made_a_step: bool, longest_s: float) -> float:
@@ -38,6 +43,11 @@ def hang_timeout_s(hang_after_s: float | None, made_a_step: bool, longest_s: flo
     return usual if made_a_step else max(usual, _FIRST_STEP_TIMEOUT_S)
 
 
+def busy_timeout_s(hang_after_s: float | None, timeout_s: float) -> float:
+    """Return how long a rank may compute while all others wait for it; `timeout_s` is that of another hang."""
+    return timeout_s * (_TIMES_BUSY_AUTO if hang_after_s is None else _TIMES_BUSY)
+
+
 def recheck_after_s(timeout_s: float) -> float:
     """Return how long to leave quiet ranks alone that turned out to be at work."""
     return min(30.0, max(1.0, timeout_s / 4)) if math.isfinite(timeout_s) else 30.0
@@ -49,6 +59,25 @@ def all_stuck(earlier: Sequence[Observation], later: Sequence[Observation], seco
     return before.keys() == {observation.rank for observation in later} and all(
         is_stuck(before[observation.rank], observation, seconds) for observation in later
     )
+
+
+def busy_ranks(earlier: Sequence[Observation], later: Sequence[Observation], seconds: float) -> list[int]:
+    """Return the ranks that were at work between two observations while all others waited for them; else none."""
+    before = {observation.rank: observation for observation in earlier}
+    if before.keys() != {observation.rank for observation in later}:
+        return []
+    busy = [after for after in later if not is_stuck(before[after.rank], after, seconds)]
+    others = [after for after in later if after not in busy]
+    is_waited_for = bool(others) and all(
+        after.process is not None and not after.process.is_stopped and _is_waiting(after) for after in others
+    )
+    is_computing = all(after.process is not None and after.process.state != "t" for after in busy)
+    return [after.rank for after in busy] if is_waited_for and is_computing else []
+
+
+def _is_waiting(observation: Observation) -> bool:
+    assert observation.process is not None
+    return observation.phase == Phase.REDUCE or bool(collective_of(observation.process.stack))
 
 
 def is_stuck(earlier: Observation, later: Observation, seconds: float) -> bool:

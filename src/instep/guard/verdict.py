@@ -58,6 +58,20 @@ def judge(observations: Sequence[Observation]) -> Verdict:
     return Verdict("; ".join(parts), tuple(culprits))
 
 
+def judge_busy(observations: Sequence[Observation], busy: Sequence[int], step_s: float | None) -> Verdict:
+    """Return which ranks compute while the others wait for them; `step_s` is how long a step takes."""
+    computing = [observation for observation in observations if observation.rank in busy]
+    waiting = [observation.rank for observation in observations if observation.rank not in busy]
+    parts = []
+    for observation in computing:
+        assert observation.process is not None
+        position = _position(observation.process.stack, observation)
+        parts.append(f"rank {observation.rank} has been computing in {position} for {observation.quiet_s:.0f} s")
+    usual = [] if step_s is None else [f"a step takes {step_s:.2g} s"]
+    waits = f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    return Verdict("; ".join([*parts, *usual, waits]), tuple(busy))
+
+
 def _blamed(groups: dict[_Where, list[int]]) -> list[_Where]:
     for kind in _BLAMED_FIRST:
         places = [where for where in groups if where.kind == kind]

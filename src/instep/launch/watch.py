@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from instep.core.errors import FailureRecord
-from instep.guard.hang import all_stuck, hang_timeout_s, recheck_after_s
+from instep.guard.hang import all_stuck, busy_ranks, busy_timeout_s, hang_timeout_s, recheck_after_s
 from instep.guard.observation import Frame, Observation, Process
 from instep.guard.processes import descendants_of, kill, spent_by, state_of, system_call_of
 from instep.guard.pulse import Beat
 from instep.guard.stacks import Asked, collect_stacks
-from instep.guard.verdict import Verdict, judge
+from instep.guard.verdict import Verdict, judge, judge_busy
 from instep.launch.failures import environment_failure
 from instep.launch.logs import LogPlan
 from instep.launch.relay import Relay
@@ -126,8 +126,11 @@ class Watch:
         """When any rank last moved, or this watch started."""
         self._longest_s = 0.0
         self._made_a_step = False
+        self._first_made: tuple[float, int] | None = None
+        """When the first step was seen, and how many a rank had made then."""
         self._look_at_s = 0.0
         self._said = ""
+        self._said_busy_s = 0.0
 
     def __enter__(self) -> None:
         if sys.platform == "linux":  # /proc has what is needed on Linux only
@@ -151,7 +154,7 @@ class Watch:
             patience = hang_timeout_s(self.hang_after_s, self._made_a_step, self._longest_s)
             poll_s = min(_LONGEST_POLL_S, max(_SHORTEST_POLL_S, patience / 20))
             if self._beats and now - self._moved_s >= patience and now >= self._look_at_s:
-                self._look()
+                self._look(patience)
                 before_s = time.monotonic()
                 self._look_at_s = before_s + recheck_after_s(patience)
 
@@ -166,26 +169,34 @@ class Watch:
             if known is not None and known.made:
                 self._longest_s = max(self._longest_s, beat.time_s - known.time_s)
             self._made_a_step |= beat.made > 0
+            if beat.made and self._first_made is None:
+                self._first_made = beat.time_s, beat.made
             self._moved_s = max(self._moved_s, beat.time_s)
             self._beats[rank] = beat
 
-    def _look(self) -> None:
-        """End the ranks if all are stuck at several looks."""
+    def _look(self, patience_s: float) -> None:
+        """End the ranks if all are stuck at several looks, or if one computes for much longer while all others wait."""
         observer = self._observer
         if self.scratch.load_failures(self.attempt):
             return  # the attempt is ending already
         look, looked_s = observer.look(self._beats), time.monotonic()
         if all(observation.process is None for observation in look):
             return
+        busy: list[int] = []
         for pause_s in _LOOKS_S:
             if self._ending.wait(pause_s):
                 return
             last = pause_s == _LOOKS_S[-1]
             later, later_s = observer.look(self._beats, helpers=last), time.monotonic()
-            if self.scratch.beats(self.attempt) != self._beats or not all_stuck(look, later, later_s - looked_s):
+            busy = busy_ranks(look, later, later_s - looked_s)
+            is_stuck = all_stuck(look, later, later_s - looked_s)
+            if self.scratch.beats(self.attempt) != self._beats or not (is_stuck or busy):
                 return
             look, looked_s = later, later_s
         if self._ending.is_set() or self.scratch.load_failures(self.attempt):
+            return
+        if busy:
+            self._handle_busy(judge_busy(look, busy, self._step_s()), patience_s)
             return
         verdict = judge(look)
         if self.several_nodes:
@@ -193,6 +204,22 @@ class Watch:
         # Ranks of one node that all wait may wait for one of another node, which is busy: that node's watch decides.
         if verdict.culprits or not self.several_nodes:
             self._end(verdict, observer.texts)
+
+    def _handle_busy(self, verdict: Verdict, patience_s: float) -> None:
+        """Report a rank that the others wait for while it computes, at ever longer intervals; in the end, end it."""
+        quiet_s, timeout_s = time.monotonic() - self._moved_s, busy_timeout_s(self.hang_after_s, patience_s)
+        if quiet_s >= timeout_s:
+            self._end(verdict, self._observer.texts)
+        elif quiet_s >= 2 * self._said_busy_s or quiet_s < self._said_busy_s:
+            self._said_busy_s = quiet_s
+            self.say(f"waiting: {verdict.sentence}. It is ended after {timeout_s:.0f} s (--hang-after).")
+
+    def _step_s(self) -> float | None:
+        """Return how long a step has taken on average; None: too few were made."""
+        last = max(self._beats.values(), key=lambda beat: beat.made)
+        if self._first_made is None or last.made - self._first_made[1] < 1:
+            return None
+        return (last.time_s - self._first_made[0]) / (last.made - self._first_made[1])
 
     def _end(self, verdict: Verdict, stacks: Mapping[int, str]) -> None:
         """Record the verdict, then kill every rank of the attempt."""
