@@ -155,14 +155,3 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     _, err = job.communicate(timeout=40)
     assert job.returncode == 0, err
     assert [e["event"] for e in read_events(tmp_path)].count("start") == 1
-
-
-def test_interrupted(tmp_path: Path) -> None:
-    job = start("instep", "train", TASK, *OPTIONS, "-n", "2", "--run-dir", str(tmp_path))
-    wait_for(lambda: len(steps_in(tmp_path)) >= 3, timeout_s=30)
-    workers = pids_of(tmp_path, 2)
-    os.kill(job.pid, signal.SIGINT)
-    _, err = job.communicate(timeout=10)
-    assert job.returncode == 130, err
-    assert "Traceback" not in err
-    wait_for(lambda: not any(map(is_alive, workers)), timeout_s=5)

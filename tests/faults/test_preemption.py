@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -150,3 +151,72 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert done.stdout == whole.stdout == "done 60\n"
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "run")]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+
+
+@pytest.mark.parametrize("how", ["instep", "python"])
+def test_ctrl_c_saves_and_says_how_to_continue(how: str, tmp_path: Path, undisturbed: str) -> None:
+    """Without --run-dir: the command that it prints has one, and continues the run."""
+    words = ["instep", "train", TASK, "-n", "2"] if how == "instep" else ["python", TASK]
+    job = start(*words, *OPTIONS, "--json", "pause_s=0.1", cwd=tmp_path)
+    wait_for(lambda: any(len(steps_in(path)) >= 3 for path in tmp_path.glob("runs/*")), timeout_s=30)
+    os.kill(job.pid, signal.SIGINT)
+    out, err = job.communicate(timeout=20)
+    assert job.returncode == 130, err
+    assert "Ctrl-C: saving after this step; once more ends it at once." in err
+    assert "Traceback" not in err
+    result = json.loads(out.splitlines()[-1])
+    assert result["status"] == "preempted"
+    assert RunDirectory(tmp_path / result["run_dir"]).names()[0] == f"step-{result['steps']:08d}"
+    again = next(line for line in err.splitlines() if line.startswith("To continue: ")).removeprefix("To continue: ")
+    assert again.endswith(f"--run-dir {result['run_dir']}")
+    done = result_of(run(*shlex.split(again), cwd=tmp_path))
+    assert (done["status"], done["steps"], done["weights_sha256"]) == ("complete", 30, undisturbed)
+
+
+@pytest.mark.parametrize("how", ["instep", "python"])
+def test_a_second_ctrl_c_ends_at_once(how: str, tmp_path: Path) -> None:
+    words = ["instep", "train", TASK, "-n", "2"] if how == "instep" else ["python", TASK]
+    job = start(*words, *OPTIONS[:-1], "2", "pause_s=0.3", "--run-dir", str(tmp_path))
+    wait_for(lambda: len(steps_in(tmp_path)) >= 3, timeout_s=30)
+    workers = pids_of(tmp_path, 2 if how == "instep" else 1)
+    for pid in workers[1:]:
+        os.kill(pid, signal.SIGSTOP)  # so that nobody can save
+    os.kill(job.pid, signal.SIGINT)
+    time.sleep(1.2)
+    os.kill(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=10)
+    assert job.returncode == 130, err
+    assert "Traceback" not in err
+    if how == "instep":
+        assert f"interrupted. The newest checkpoint is {tmp_path / 'checkpoints' / 'step-00000002'}." in err
+    assert "To continue: " in err
+    wait_for(lambda: not any(map(is_alive, workers)), timeout_s=5)
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    job = start("instep", "train", TASK, *OPTIONS, "-n", "2", "pause_s=30", "--run-dir", str(tmp_path))
+    wait_for(lambda: len(read_events(tmp_path, 1)) >= 1, timeout_s=30)
+    os.kill(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=10)
+    assert job.returncode == 130, err
+    assert "interrupted. Nothing was saved." in err
+
+
+def test_ctrl_c_in_a_program_is_raised_after_saving(tmp_path: Path) -> None:
+    """The program must not go on to its next training."""
+    (program := tmp_path / "program.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(TASK).parent)!r})\n"
+        "import instep, slow_task\n"
+        "try:\n"
+        "    instep.train(slow_task.Slow(pause_s=0.1), epochs=3, batch_size=10, save_every='never', run_dir='run')\n"
+        "except KeyboardInterrupt as error:\n"
+        "    print(error)\n"
+    )
+    job = start("python", str(program), cwd=tmp_path)
+    wait_for(lambda: len(steps_in(tmp_path / "run")) >= 3, timeout_s=30)
+    os.kill(job.pid, signal.SIGINT)
+    out, err = job.communicate(timeout=20)
+    assert job.returncode == 0, err
+    assert "interrupted, and saved at step" in out.splitlines()[-1]
+    assert out.splitlines()[-1].endswith("To continue: instep.train(…, run_dir='run')")
+    assert len(RunDirectory(tmp_path / "run").names()) == 1

@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, RanksFailed, SpecError
+from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, Interrupted, RanksFailed, SpecError
 from instep.core.launch_spec import LaunchSpec
 from instep.core.options import GROUPS, OUTPUT, Option, options_of
 from instep.launch.failures import describe
@@ -153,8 +153,10 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
 
         try:
             code = function(*arguments, **options)
-        except KeyboardInterrupt:
-            leave(fail(EXIT_INTERRUPTED, "interrupted"), "interrupted")
+        except KeyboardInterrupt as error:
+            if isinstance(error, Interrupted) and error.saved:  # the result is shown
+                leave(EXIT_INTERRUPTED)
+            leave(fail(EXIT_INTERRUPTED, "interrupted"), str(error) or "interrupted")
         except RanksFailed as error:
             first = error.first
             leave(fail(first.exit_code, first.summary, None if first.names_ranks else first.rank), describe(error))

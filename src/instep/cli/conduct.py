@@ -3,17 +3,21 @@
 The command `instep train`, a Task's own `instep.main` and `instep.train` in a program all call `conduct`.
 """
 
+import contextlib
 import dataclasses
 import os
+import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.cli.command import make_spec, print_json, say
-from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
+from instep.core.errors import EnvironmentFailed, Interrupted, RanksFailed, SpecError
 from instep.core.plural import plural
 from instep.core.spec import TrainSpec
+from instep.core.stop import StopRequest
 from instep.core.topology import Place
 from instep.launch.failures import describe
 from instep.launch.launcher import Launcher, LaunchJob, find_launcher
@@ -44,11 +48,13 @@ def train_here(task: Task, **options: Any) -> Result:
         raise RanksFailed(failed.failures, describe(failed)) from None
 
 
-def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = False) -> Result:
+def conduct(
+    task: Task, spec: TrainSpec, file: Path | None, supervised: bool = False, command: Sequence[str] = ()
+) -> Result:
     """Train a Task in the world that this process was launched in, in this process, or in new ones.
 
     `file` is where the Task can be loaded from; without one it is pickled. `supervised` asks for worker processes even
-    where this one would do.
+    where this one would do. `command` is the command line, if there is one, for the message that says how to continue.
     """
     if spec.hosts:
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
@@ -62,17 +68,23 @@ def conduct(task: Task, spec: TrainSpec, file: Path | None, supervised: bool = F
             say(f"notice: {text}")
         if place.launched and not _is_launcher(spec, processes, place):
             _refuse_other_size(spec, processes, place)
-            return _be_a_rank(task, spec, place)
+            return _be_a_rank(task, spec, place, command)
         if processes == 1 and spec.max_nodes == 1 and not supervised:
-            return _be_a_rank(task, spec, place)
+            return _be_a_rank(task, spec, place, command)
         spec.check_world(processes * spec.min_nodes)
     spec = launcher.prepare(spec, place)
     source = TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
-    return _launch_ranks(task, spec, source, launcher, speaks=place.is_main)
+    return _launch_ranks(task, spec, source, launcher, place, command)
 
 
 def _start(
-    directory: RunDirectory, task: Task, spec: TrainSpec, source: TaskSource, launcher: Launcher, output: TextIO
+    directory: RunDirectory,
+    task: Task,
+    spec: TrainSpec,
+    source: TaskSource,
+    launcher: Launcher,
+    output: TextIO,
+    stop: StopRequest,
 ) -> dict[int, Any]:
     """Start the ranks, and return their results."""
     # Elsewhere a relative path would mean another folder.
@@ -83,6 +95,7 @@ def _start(
         stdout=output,
         stderr=sys.stderr,
         preemptable=True,
+        stop=stop,
         progress=directory.progress,
         run_dir=path,
         request=job_request(task, spec),
@@ -98,15 +111,21 @@ def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
     return bool(spec.rdzv_endpoint) or (place.launcher == "slurm" and place.world_size == 1 and processes > 1)
 
 
-def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, launcher: Launcher, speaks: bool) -> Result:
-    """Train on new processes, and watch them from this one; of a node's launchers only the first `speaks`."""
-    directory = prepare_directory(task, spec)
+def _launch_ranks(
+    task: Task, spec: TrainSpec, source: TaskSource, launcher: Launcher, place: Place, command: Sequence[str]
+) -> Result:
+    """Train on new processes, and watch them from this one; of several launchers only the first speaks."""
+    directory, stop, speaks = prepare_directory(task, spec), StopRequest(), place.is_main
+    again = _how_to_continue(spec, directory.path, place, command)
     try:
         if (done := _complete(directory, task, spec, speaks)) is not None:
             return done
-        with Follower(directory.path, _readers(spec, speaks)) as follower:
+        with (
+            _interruptions_explained(directory, again),
+            Follower(directory.path, _readers(spec, speaks)) as follower,
+        ):
             output = follower.stream(sys.stderr if spec.json else sys.stdout)
-            results = _start(directory, task, spec, source, launcher, output)
+            results = _start(directory, task, spec, source, launcher, output, stop)
         if not results:  # the other nodes have done everything
             if (done := _complete(directory, task, spec)) is not None:
                 return done
@@ -117,23 +136,61 @@ def _launch_ranks(task: Task, spec: TrainSpec, source: TaskSource, launcher: Lau
     finally:
         directory.unlock()
     result = Result.from_json(results[min(results)], task)
-    return _show(result, spec) if speaks else result
+    return _finish(result, spec, again, stop, speaks)
 
 
-def _be_a_rank(task: Task, spec: TrainSpec, place: Place) -> Result:
+def _be_a_rank(task: Task, spec: TrainSpec, place: Place, command: Sequence[str]) -> Result:
     """Train in this process, as a rank of the world it was launched in, or as the only one."""
     if place.attempt:  # the launcher restarts the same command: the run that it began with --fresh continues
         spec = dataclasses.replace(spec, fresh=False)
+    stop = StopRequest()
     with joined_world(place, spec) as world:
         directory = agree_on_directory(world, lambda: prepare_directory(task, spec))
+        again = _how_to_continue(spec, directory.path, place, command)
         try:
             if (done := _complete(directory, task, spec, world.is_main)) is not None:
                 return done
-            with Follower(directory.path, _readers(spec, world.is_main)):
-                result = worker_main(world, task, spec, directory, place.attempt)
+            with _interruptions_explained(directory, again), Follower(directory.path, _readers(spec, world.is_main)):
+                result = worker_main(world, task, spec, directory, place.attempt, stop=stop)
         finally:
             directory.unlock()
-    return _show(result, spec) if place.is_main else result
+    return _finish(result, spec, again, stop, place.is_main)
+
+
+def _how_to_continue(spec: TrainSpec, run_dir: Path, place: Place, command: Sequence[str]) -> str:
+    """Return in words how an unfinished run is continued."""
+    if place.launched:  # its launcher knows the command, this process only a part of it
+        return "The same command continues it" + ("." if spec.run_dir else f", with --run-dir {run_dir}.")
+    if not command:
+        return f"To continue: instep.train(…, run_dir={str(run_dir)!r})"
+    words = [word for word in command if word != "--fresh"]
+    return "To continue: " + shlex.join(words if spec.run_dir else [*words, "--run-dir", str(run_dir)])
+
+
+@contextlib.contextmanager
+def _interruptions_explained(directory: RunDirectory, again: str) -> Iterator[None]:
+    """Say in the message of a KeyboardInterrupt what is left of the run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        names = directory.names()
+        kept = (
+            f"The newest checkpoint is {directory.checkpoints / names[0]}.\n{again}" if names else "Nothing was saved."
+        )
+        raise Interrupted(f"interrupted. {kept}") from None
+
+
+def _finish(result: Result, spec: TrainSpec, again: str, stop: StopRequest, speaks: bool) -> Result:
+    """Show a result, and how to continue a run that was asked to stop; raise Interrupted if Ctrl-C asked for it."""
+    if speaks:
+        _show(result, spec)
+        if result.status == "preempted" and not spec.quiet:
+            say(again)
+    if result.status == "preempted" and stop.interrupted:
+        interrupted = Interrupted(f"interrupted, and saved at step {result.steps} in {result.run_dir}. {again}")
+        interrupted.saved = True
+        raise interrupted
+    return result
 
 
 def _complete(directory: RunDirectory, task: Task, spec: TrainSpec, is_main: bool = True) -> Result | None:

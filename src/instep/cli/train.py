@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ def train(task: str, values: list[str] | None, **options: Any) -> int:
         return train_on_hosts(task, values or [], spec)
     if spec.on == "here":
         fork_forkserver()
-    return _conduct(*find_task(task, values), spec, supervised=True)
+    return _conduct(*find_task(task, values), spec, ["instep", *sys.argv[1:]], supervised=True)
 
 
 def main(task: type[Task], argv: list[str] | None = None) -> None:
@@ -39,7 +41,7 @@ def main(task: type[Task], argv: list[str] | None = None) -> None:
         from instep.train.source import make_task
 
         file = Path(inspect.getfile(task)) if task.__module__ == "__main__" else None
-        return _conduct(make_task(task, values or []), file, spec)
+        return _conduct(make_task(task, values or []), file, spec, ["python", sys.argv[0], *(argv or sys.argv[1:])])
 
     stop_keeping = keep_early_stops()
     try:
@@ -48,10 +50,10 @@ def main(task: type[Task], argv: list[str] | None = None) -> None:
         stop_keeping()
 
 
-def _conduct(task: Task, file: Path | None, spec: TrainSpec, supervised: bool = False) -> int:
+def _conduct(task: Task, file: Path | None, spec: TrainSpec, command: Sequence[str], supervised: bool = False) -> int:
     from instep.cli.conduct import conduct
 
-    result = conduct(task, spec, file, supervised)
+    result = conduct(task, spec, file, supervised, command)
     return spec.preempted_exit if result.status == "preempted" else EXIT_DONE
 
 

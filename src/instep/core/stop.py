@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAVING = "Ctrl-C: saving after this step; once more ends it at once."
 _ECHO_S = 1.0
 """Signals this close together are one request: a scheduler may signal a job, its launcher and all its processes."""
 
@@ -26,14 +27,23 @@ class StopRequest:
         early = _early_stop()
         self.asked: bool = early is not None and early.request.asked
         self._asked_at: float = early.request._asked_at if early is not None else 0.0
+        self.interrupted = False
+        """Whether it was Ctrl-C that asked."""
+        self._has_begun = False
 
-    def ask(self) -> bool:
-        """Record a request to stop; return whether it is a second one, which means: stop at once."""
+    def ask(self, number: int = signal.SIGTERM) -> bool:
+        """Record a request to stop; return whether to stop at once: at a second one, or if there is nothing to save."""
         now = time.monotonic()
         if self.asked:
             return now - self._asked_at > _ECHO_S
-        self.asked, self._asked_at = True, now
+        if number == signal.SIGINT and not self._has_begun:
+            return True
+        self.asked, self._asked_at, self.interrupted = True, now, number == signal.SIGINT
         return False
+
+    def begin(self) -> None:
+        """Note that the run has made a step: from now on Ctrl-C is a request to save, too."""
+        self._has_begun = True
 
 
 class EarlyStop:
@@ -89,7 +99,7 @@ def taking_over(on_request: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
-    """Listen for SIGTERM and SIGUSR1 (SLURM's warning before it takes a node away) while the block runs.
+    """Listen for SIGTERM, SIGUSR1 (SLURM's warning before it takes a node away) and Ctrl-C while the block runs.
 
     The handler only sets the request. It reaches the other ranks with the next step's sums, so that all know of it at
     the same step; there they save and leave. A second signal ends the process at once. A launcher may set `request`
@@ -98,15 +108,19 @@ def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
     request = request or StopRequest()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        if request.ask():
+        if request.ask(number):
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        elif number == signal.SIGINT:
+            os.write(2, f"\n{SAVING}\n".encode())  # a stream may be in the middle of a write
 
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may listen
         return
     with taking_over(request.ask):
-        undo = _install(on_signal, SIGNALS)
+        undo = _install(on_signal, stop_signals())
     # Our launcher blocks this one until a handler is there: by default it would end the process.
     was_blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     try:
@@ -114,6 +128,11 @@ def stop_requests(request: StopRequest | None = None) -> Iterator[StopRequest]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, was_blocked)
         undo()
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask to save and leave: with Ctrl-C, unless it is ignored (in the background)."""
+    return (*SIGNALS, signal.SIGINT) if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else SIGNALS
 
 
 def _early_stop() -> EarlyStop | None:

@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from instep.core.errors import EnvironmentFailed, RanksFailed
+from instep.core.stop import SAVING
 from instep.launch.failures import complete_failures
 from instep.launch.keeper import Job, keep
 from instep.launch.launcher import LaunchJob
@@ -116,7 +117,7 @@ class ElasticRanks:
         return {rank: job.scratch.load_result(job.attempt, rank) for rank in sorted(ranks)}
 
     def _config(self, rendezvous: Rendezvous) -> LaunchConfig:
-        ours = {"SIGTERM"} if self.job.preemptable else set()
+        ours = {"SIGTERM", "SIGINT"} if self.job.preemptable else set()
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             ours.add("SIGHUP")
         return LaunchConfig(
@@ -162,7 +163,7 @@ def elastic_ranks(job: LaunchJob) -> Iterator[ElasticRanks]:
             payload = cloudpickle.dumps((job.entry, job.args))
             kept = Job(payload, scratch, logs, dict(os.environ), job.preemptable, 0, spec.max_restarts)
             if job.preemptable:
-                _pass_on_stops(scratch)
+                _pass_on_stops(job, scratch)
             yield ElasticRanks(num_ranks, kept, job, relay)
     except (SignalException, EnvironmentFailed, UnboundLocalError) as error:
         interruption = signal_behind(error)
@@ -185,11 +186,13 @@ def signal_behind(error: BaseException | None) -> SignalException | None:
     return error
 
 
-def _pass_on_stops(scratch: Scratch) -> None:
-    """Make the first SIGTERM or SIGUSR1 ask all ranks of this node to save and leave, and the second end them."""
+def _pass_on_stops(job: LaunchJob, scratch: Scratch) -> None:
+    """Make the first SIGTERM, SIGUSR1 or Ctrl-C ask all ranks of this node to save and leave, the second end them."""
 
-    def ask() -> None:
+    def ask(number: signal.Signals) -> None:
         scratch.mark("asked")
+        if number == signal.SIGINT:
+            job.say(f"\n{SAVING}")
         for pid in scratch.keepers(scratch.last_attempt()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
@@ -198,7 +201,7 @@ def _pass_on_stops(scratch: Scratch) -> None:
         scratch.mark("ending")
         raise SignalException(f"second signal {number}", sigval=number)
 
-    handle_stops(ask, end)
+    handle_stops(job.stop, lambda: job.progress() >= 0, ask, end)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TextIO, TypeVar
 
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
+from instep.core.stop import StopRequest
 from instep.core.topology import Place
 from instep.launch.logs import LogPlan
 from instep.launch.membership.node_info import JobRequest
@@ -46,7 +47,9 @@ class LaunchJob:
     placed_entry: Callable[..., Any] | None = None
     """The same, where the launcher says it: `placed_entry(place, attempt, stop, sees_run, *args)`."""
     preemptable: bool = False
-    """Whether ranks save and leave on SIGUSR1: then the first SIGTERM or SIGUSR1 asks for that, the second ends all."""
+    """Whether ranks save and leave on SIGUSR1; the first SIGTERM, SIGUSR1 or Ctrl-C asks them to, a second ends all."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether that was asked for, and how."""
     progress: Callable[[], int] = lambda: 0
     """How far the run has come for good; restarts that bring it further are not counted. -1: not one step was made."""
     run_dir: Path | None = None

@@ -95,7 +95,7 @@ class RayLauncher(Launcher):
             spec.check_world(plan.num_workers)
             say(plan.notice)
             ray_job = RayJob(job.placed_entry, job.args, scratch, run_dir, logs, os.getcwd(), spec.max_restarts)
-            with Relay(scratch, {"stdout": job.stdout, "stderr": job.stderr}) as relay, _stops_passed_on(scratch):
+            with Relay(scratch, {"stdout": job.stdout, "stderr": job.stderr}) as relay, _stops_passed_on(job, scratch):
                 return _RayLaunch(ray_job, plan, relay, say, job.progress).run()
 
 
@@ -268,18 +268,21 @@ def _check_listening(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _stops_passed_on(scratch: Scratch) -> Iterator[None]:
-    """Make the first SIGTERM or SIGUSR1 ask all ranks to save and leave, and the second end them."""
+def _stops_passed_on(job: LaunchJob, scratch: Scratch) -> Iterator[None]:
+    """Make the first SIGTERM or SIGUSR1 ask all ranks to save and leave, and the second end them.
+
+    Ctrl-C is Ray's own while it trains: it ends the workers.
+    """
     ended_by: list[str] = []
 
     def end(number: signal.Signals) -> None:
         ended_by.append(number.name)
         raise KeyboardInterrupt  # the only error that passes through Ray's waiting
 
-    handle_stops(lambda: scratch.mark("asked"), end)
+    handle_stops(job.stop, lambda: job.progress() >= 0, lambda _: scratch.mark("asked"), end)
     try:
         yield
     except KeyboardInterrupt:
-        if not ended_by:
+        if not ended_by or ended_by[0] == "SIGINT":
             raise
         raise EnvironmentFailed(f"ended by a second {ended_by[0]}, before the run was saved.") from None

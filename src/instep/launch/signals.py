@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from instep.core.stop import SIGNALS, StopRequest
+from instep.core.stop import StopRequest, stop_signals
 
 _REPLACED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
@@ -26,18 +26,27 @@ def signals_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def handle_stops(ask: Callable[[], None], end: Callable[[signal.Signals], None]) -> None:
-    """Make the first SIGTERM or SIGUSR1 call `ask`, and the second `end`, which raises."""
+def handle_stops(
+    request: StopRequest,
+    has_begun: Callable[[], bool],
+    ask: Callable[[signal.Signals], None],
+    end: Callable[[signal.Signals], None],
+) -> None:
+    """Make the first SIGTERM, SIGUSR1 or Ctrl-C call `ask`, and the second `end`, which raises.
+
+    Until the run `has_begun`, Ctrl-C has nothing to save, and ends it.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
-    request = StopRequest()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and has_begun():
+            request.begin()
         was_asked = request.asked
-        if request.ask():
+        if request.ask(number):
             end(signal.Signals(number))
         elif not was_asked:
-            ask()
+            ask(signal.Signals(number))
 
-    for number in SIGNALS:
+    for number in stop_signals():
         signal.signal(number, on_signal)
