@@ -101,15 +101,23 @@ class Checkpoint:
         self.path = path
         self._manifest = read_manifest(path)
         self.step = self._manifest.step
+        if manifest.step_of(path.name) not in (None, self.step):
+            raise CheckpointError(f"{path} is not the checkpoint that its name says: it holds step {self.step}.")
         self.files = tuple(self._manifest.files)
         if not is_verified:
             self.verify(self.files)
         try:
             self._skeletons: dict[str, Any] = json.loads((path / manifest.STATE).read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}/{manifest.STATE} cannot be read: {error}.") from error
+        if not isinstance(self._skeletons, dict):
+            raise CheckpointError(
+                f"{path}/{manifest.STATE} holds a {type(self._skeletons).__name__}, not parts by name."
+            )
         self.parts = tuple(self._skeletons)
         self._tensors = TensorReader(path, self._manifest)
+        if not is_verified:
+            self._verify_parts()
 
     def part(self, name: str) -> Any:
         """Return one part of the state with all its tensors read; tied ones are read once."""
@@ -127,6 +135,16 @@ class Checkpoint:
             return unflatten_state(self._skeletons[name], tensors)
         except KeyError as error:
             raise CheckpointError(f"{self.path}: {name} names a tensor that is not there, {error}.") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}/{manifest.STATE}: {name} is not a state: {error}.") from error
+
+    def _verify_parts(self) -> None:
+        """Raise CheckpointError if a part's form is wrong, or a tensor is not where it should be; reads no values."""
+        for name in self.parts:
+            self.stored(name)
+        if not isinstance(self._skeletons.get(manifest.MODEL, {}), dict):
+            raise CheckpointError(f"{self.path}/{manifest.STATE}: {manifest.MODEL} is not a state_dict.")
+        self._tensors.check()
 
     def verify(self, files: Collection[str]) -> None:
         """Read files and compare size and SHA-256; raise CheckpointError at the first that is damaged."""

@@ -65,6 +65,8 @@ class Entry(NamedTuple):
     problems: tuple[Problem, ...] = ()
     verified: bool = False
     """Whether every byte was read, or only the sizes compared."""
+    scores: tuple[tuple[str, float], ...] = ()
+    """The metrics of its step, if that was evaluated."""
 
     @property
     def name(self) -> str:
@@ -160,7 +162,9 @@ def _check_files(entry: Entry, find_problem: Callable[[Path, FileEntry], Problem
         return _unless_gone(entry._replace(kind=Kind.FOREIGN if is_foreign else entry.kind, problems=(manifest,)))
     problems = [find_problem(entry.path / name, file) for name, file in manifest.files.items()]
     step = manifest.step if entry.step is None else entry.step
-    return _unless_gone(entry._replace(step=step, problems=tuple(filter(None, problems))))
+    return _unless_gone(
+        entry._replace(step=step, problems=tuple(filter(None, problems)), scores=tuple(manifest.scores.items()))
+    )
 
 
 def newest_good(

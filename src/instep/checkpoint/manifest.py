@@ -55,10 +55,12 @@ class Manifest:
             raise ValueError(f"format version {data['version']}, this instep reads {readable}")
         try:
             files = {name: FileEntry(int(e["num_bytes"]), str(e["sha256"])) for name, e in data["files"].items()}
-            step = int(data["step"])
+            step = data["step"]
             scores = {str(name): float(value) for name, value in data.get("scores", {}).items()}
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a manifest ({error!r})") from error
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step {step!r:.40}")
         for name in files:
             if not _FILE.fullmatch(name):  # a name with a path in it could point outside the checkpoint
                 raise ValueError(f"file name {name!r}")

@@ -35,6 +35,15 @@ class StoredTensor:
         """The size of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
+    def check(self) -> None:
+        """Raise CheckpointError unless the pieces are in their files, and cover the tensor once."""
+        for piece in self._pieces:
+            self._reader.view(piece, self.dtype)
+            if any(start < 0 or start + size > end for start, size, end in zip(*piece.box, self.shape, strict=True)):
+                raise CheckpointError(f"{self._reader.path}: a piece of {self.name} is outside of it.")
+        if sum(piece.box.numel for piece in self._pieces) != self.shape.numel():
+            raise CheckpointError(f"{self._reader.path}: the pieces of {self.name} are not the whole of it.")
+
     def read(self, box: Box | None = None) -> torch.Tensor:
         """Read the tensor, or a box of it, into new memory on the CPU."""
         box = box if box is not None else Box.whole(self.shape)
@@ -69,6 +78,12 @@ class TensorReader:
             return {name: StoredTensor(self, name, metadata) for name, metadata in tensors.items()}
         except KeyError as error:
             raise CheckpointError(f"{self.path}: {part} has tensors of an unknown dtype, {error}.") from error
+
+    def check(self) -> None:
+        """Raise CheckpointError if the pieces of a tensor do not make it up."""
+        for part in self._pieces or {}:
+            for tensor in self.part(part).values():
+                tensor.check()
 
     def view(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """Return a piece as a view of its memory-mapped file."""
@@ -113,7 +128,7 @@ class TensorReader:
                 part: {name: TensorMetadata.from_json(metadata) for name, metadata in tensors.items()}
                 for part, tensors in content.items()
             }
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}/{PIECES} cannot be read: {error!r}.") from error
 
 

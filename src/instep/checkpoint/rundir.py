@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -133,7 +133,14 @@ class RunDirectory:
     def result(self) -> dict[str, Any] | None:
         """Return the result of the run; None if it is not complete."""
         path = self.path / RESULT
-        return dict(json.loads(path.read_bytes())) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. Delete it: the run then ends as its newest checkpoint says."
+            ) from error
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result, the last file of a run, which marks it complete."""
@@ -198,21 +205,22 @@ class RunDirectory:
             file.close()
         self._world = self._lock = None
 
-    def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest good checkpoint, and what is wrong with newer ones."""
+    def newest(self, except_for: Collection[str] = ()) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest good checkpoint, and what is wrong with newer ones, `except_for` those of some names."""
         complaints: list[str] = []
-        for name in self.names():
+        for name in (name for name in self.names() if name not in except_for):
             try:
                 return Checkpoint(self.checkpoints / name), complaints
             except CheckpointError as error:
                 complaints.append(str(error))
         return None, complaints
 
-    def recover(self) -> tuple[Checkpoint | None, list[str]]:
+    def recover(self, except_for: Collection[str] = ()) -> tuple[Checkpoint | None, list[str]]:
         """Return what `newest` does, after setting damaged checkpoints aside and deleting half-written ones."""
         self.restore_replaced()
-        newest, complaints = self.newest()
-        for name in self.names()[: len(complaints)]:  # those newer than the newest good one
+        newest, complaints = self.newest(except_for)
+        others = [name for name in self.names() if name not in except_for]
+        for name in others[: len(complaints)]:  # those newer than the newest good one
             self.set_aside(name, "damaged")
         for entry in self.checkpoints.glob(".step-*"):
             shutil.rmtree(entry, ignore_errors=True)

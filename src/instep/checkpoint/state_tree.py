@@ -66,6 +66,23 @@ def unflatten_state(skeleton: Any, tensors: Mapping[str, Any]) -> Any:
     return {key: unflatten_state(value, tensors) for key, value in skeleton.items()}
 
 
+def find_other_type(saved: Any, fresh: Any, where: str = "") -> str:
+    """Return in words where a saved state has another type of value than a fresh one; empty if nowhere.
+
+    A value that is None in the fresh one may become anything, and keys may come and go.
+    """
+    if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
+        pairs = [(key, saved[key], fresh[key]) for key in fresh if key in saved]
+    elif isinstance(fresh, list | tuple) and isinstance(saved, list | tuple):
+        pairs = [(number, *both) for number, both in enumerate(zip(saved, fresh, strict=False))]
+    else:
+        kinds = ((int, float, torch.Tensor), (str,), (Mapping,), (list, tuple))
+        expected = next((kind for kind in kinds if isinstance(fresh, kind)), None)
+        is_same = expected is None or isinstance(saved, expected)
+        return "" if is_same else f"{where.strip('.')} is {saved!r:.40}, and was a {type(fresh).__name__}"
+    return next(filter(None, (find_other_type(old, new, f"{where}.{key}") for key, old, new in pairs)), "")
+
+
 def merge_skeletons(first: Any, second: Any) -> Any:
     """Return the first rank's skeleton with what only the second has: each pipeline stage knows its own names.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from instep.checkpoint.inventory import Entry, Inventory, Kind, newest_good, take_inventory, verify
+from instep.checkpoint.policy import RetentionPolicy
 from instep.cli.command import argument, command, option, print_json
 from instep.core.errors import EXIT_DONE, EXIT_USER, CheckpointError, SpecError
+from instep.monitor.progress import metrics_text
 from instep.monitor.reading import ReadingDisplay, size_text
 
 if TYPE_CHECKING:  # they need torch, and a list does not
@@ -90,10 +93,24 @@ def _list(spec: CheckpointsSpec, console: Console) -> tuple[bool, dict[str, Any]
         with ReadingDisplay("verifying", total) as progress:
             checked = [verify(entry, progress) for entry in inventory.entries]
         inventory = inventory._replace(entries=tuple(entry for entry in checked if entry is not None))
-    _show_entries(console, inventory.entries)
+    metric, best = _best(inventory)
+    _show_entries(console, inventory.entries, best)
     _say(console, _verdict(inventory, spec.verify))
-    entries = [_as_json(entry) for entry in inventory.entries]
+    if best is not None:
+        _say(console, f"Best by --keep-best {metric}: {best}.")
+    entries = [_as_json(entry) | {"best": entry.name == best} for entry in inventory.entries]
     return inventory.ok, {"run": str(inventory.path), "verified": spec.verify, "checkpoints": entries}
+
+
+def _best(inventory: Inventory) -> tuple[str, str | None]:
+    """Return the metric of the run's --keep-best and the name of its best checkpoint, as far as there are any."""
+    try:
+        metric = json.loads((inventory.path / "spec.json").read_bytes())["spec"]["keep_best"]
+        policy = RetentionPolicy.from_options(1, None, metric)
+    except (OSError, ValueError, KeyError, TypeError):  # no run, or one whose spec.json is damaged
+        return "", None
+    whole = {entry.name: dict(entry.scores) for entry in inventory.entries if entry.is_whole and entry.scores}
+    return str(metric), policy.best_of(whole) if metric else None
 
 
 def _prune(spec: CheckpointsSpec, keep: int, console: Console) -> tuple[bool, dict[str, Any]]:
@@ -208,7 +225,7 @@ def _say_export(console: Console, entry: Entry, done: ExportResult) -> None:
     _say(console, f"{entry.name}: {done.num_tensors} tensors, {size_text(done.num_bytes)} exported.")
 
 
-def _show_entries(console: Console, entries: Sequence[Entry]) -> None:
+def _show_entries(console: Console, entries: Sequence[Entry], best: str | None) -> None:
     if not entries:
         return
     width = max(len(entry.name) for entry in entries)
@@ -217,7 +234,10 @@ def _show_entries(console: Console, entries: Sequence[Entry]) -> None:
         when = datetime.datetime.fromtimestamp(entry.saved_at_s).strftime("%Y-%m-%d %H:%M")
         step = "?" if entry.step is None else f"{entry.step:,}"
         line = f"{entry.name:<{width}}  {step:>9}  {when}  {size_text(entry.num_bytes):>9}  {entry.num_files:>5}  "
-        console.print(Text.assemble(line, (_state(entry), _STYLES.get(entry.state, "yellow"))), soft_wrap=True)
+        scores = metrics_text(dict(entry.scores))
+        state = (_state(entry), _STYLES.get(entry.state, "yellow"))
+        marks = "".join(f"  {text}" for text in (scores, "best" * (entry.name == best)) if text)
+        console.print(Text.assemble(line, state, marks), soft_wrap=True)
         for problem in entry.problems:
             _say(console, f"{'':<{width}}  {problem}")
 
@@ -254,6 +274,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "saved_at": saved_at.isoformat(timespec="seconds"),
         "num_bytes": entry.num_bytes,
         "num_files": entry.num_files,
+        "metrics": dict(entry.scores),
         "problems": [problem._asdict() for problem in entry.problems],
     }
 

@@ -1,6 +1,7 @@
 """The progress of a run, computed from its events."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +80,7 @@ class ProgressState:
         return "  ".join(parts)
 
 
-def metrics_text(metrics: dict[str, float]) -> str:
+def metrics_text(metrics: Mapping[str, float]) -> str:
     """Return metrics as text."""
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 

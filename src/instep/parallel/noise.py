@@ -26,7 +26,7 @@ class NoiseWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            self.lines.setdefault(_calling_line(), func.overloadpacket.__name__)
+            self.lines.setdefault(calling_line(), func.overloadpacket.__name__)
         return func(*args, **kwargs)
 
     def notices(self) -> list[str]:
@@ -47,7 +47,8 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _calling_line() -> str:
+def calling_line() -> str:
+    """Return the user's line, from within a dispatch mode."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_FOREIGN, "<")):
         frame = frame.f_back

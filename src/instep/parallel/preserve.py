@@ -13,17 +13,19 @@ class SavedBuffers:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._saved = [
-            (module, name, buffer, buffer.detach().clone())
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
             for model in models
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put back the buffers that have changed since, in the same memory."""
         for module, name, buffer, value in self._saved:
+            if buffer is None or value is None:
+                module._buffers[name] = None
+                continue
             is_same = module._buffers[name] is buffer and not isinstance(buffer, DTensor) and torch.equal(buffer, value)
             if not is_same:
                 module._buffers[name] = buffer

@@ -6,7 +6,7 @@ Ranks: `prepare_directory` one (the launcher, or rank 0); `agree_on_…` all.
 import dataclasses
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,16 @@ def describe_own_loop(world: World, directory: RunDirectory, name: str, spec: Tr
     agree_on_directory(world, decide)
 
 
-def agree_on_checkpoint(world: World, directory: RunDirectory, log: EventLog) -> Checkpoint | None:
-    """Return the newest good checkpoint that rank 0 finds, opened on every rank. Called on all ranks."""
+def agree_on_checkpoint(
+    world: World, directory: RunDirectory, log: EventLog, except_for: Collection[str] = ()
+) -> Checkpoint | None:
+    """Return the newest good checkpoint that rank 0 finds, opened on every rank. Called on all ranks.
+
+    `except_for` are the names of those that could not be restored.
+    """
     newest: Checkpoint | None = None
     if world.is_main:
-        newest, complaints = directory.recover()
+        newest, complaints = directory.recover(except_for)
         for complaint in complaints:
             log.write(NoticeRecord(text=complaint + " An older checkpoint is used."))
     name, host = world.broadcast_object([newest.path.name if newest is not None else None, socket.gethostname()])

@@ -22,6 +22,7 @@ from instep.parallel.preserve import SavedBuffers
 from instep.parallel.registry import choose_strategy
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import StepSums
+from instep.train.forward_state import ForwardState
 from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState
 from instep.world.device import accelerator_of, has_streams
@@ -78,6 +79,9 @@ class Engine:
         """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
         self.pace = StepTimer()
         """How long this rank's own work takes."""
+        mesh = self.grid.mesh
+        self.forward_state = ForwardState(world, spec.exact) if mesh.data_size == world.world_size else None
+        """None where ranks hold different parts of the model."""
         self._buffers: SavedBuffers | None = None
         """With on_nan=skip, as the step found them."""
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -102,6 +106,13 @@ class Engine:
             trained.shard_buffers.begin_step()
         if self.spec.on_nan == "skip":
             self._buffers = SavedBuffers(trained.model for trained in self.trained)
+        if self.forward_state is not None:
+            self.forward_state.begin_step([trained.model for trained in self.trained])
+
+    def end_forward(self, share: float) -> None:
+        """Agree on what the forward passes of a step have changed; this rank had `share` of its rows."""
+        if self.forward_state is not None:
+            self.forward_state.end_forward([trained.model for trained in self.trained], share)
 
     def restore_buffers(self) -> None:
         """With on_nan=skip, undo what a step's forward passes left in buffers (running statistics)."""

@@ -105,6 +105,15 @@ def evaluate(
     return {name: value for values in agreed for name, value in values.items()}
 
 
+def check_metrics(values: Any, num_rows: int, exact: bool) -> list[str]:
+    """Raise TaskError for metrics that cannot be evaluated; return the names of the others."""
+    if not isinstance(values, dict):
+        raise TaskError(f"metrics returned a {type(values).__name__}; a dict of metrics by name is needed.")
+    entries: dict[str, _Mean | _Merged] = {}
+    _add(entries, values, num_rows, exact)
+    return list(entries)
+
+
 def _add(entries: dict[str, _Mean | _Merged], values: dict[str, Any], num_rows: int, exact: bool) -> None:
     for name, value in values.items():
         entries.setdefault(name, _Merged() if is_metric(value) else _Mean()).add(name, value, num_rows, exact)

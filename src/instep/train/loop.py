@@ -1,9 +1,11 @@
 """Train a Task: the loop that a person would write, with `instep.start`'s run."""
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,6 +21,7 @@ from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
 from instep.train.step import Step, with_weight
 from instep.train.task import Task, overrides
+from instep.train.trial import try_loss, try_metrics
 
 _EXAMPLE_ROWS = 2
 
@@ -40,6 +43,8 @@ class Loop:
         )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
+        if (rules := _method(task, "sync_buffers")) is not None:
+            run.sync_buffers(rules())
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")
@@ -48,13 +53,23 @@ class Loop:
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
         run, task, model = self._run, self._task, self._model
+        if run.step == 0 and run.engine.strategy.calls_model and not run.stopped:
+            try_loss(run, task, model, self._train_data)
+            if self._eval_data is not None:
+                prepare_metrics(vars(task).values(), run.world.device)
+                try_metrics(run, partial(_metrics, copy.copy(task)), self._eval_data, task.collate)
         if run.engine.witness is not None and run.step == 0:
             self._evaluate()
         loss_of = run.compile_loss(task.loss)
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
         watch = None if run.compiled or is_compiled(model) or run.spec.exact else NoiseWatch()
+        state = run.engine.forward_state
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
-            with watch or contextlib.nullcontext():
+            with contextlib.ExitStack() as watches:
+                if watch is not None:
+                    watches.enter_context(watch)
+                    if state is not None and not state.is_checked:
+                        watches.enter_context(state.watch)
                 step.compute(model, loss_of)
             record = step.finish()
             if watch is not None:
@@ -90,13 +105,8 @@ class Loop:
         if self._eval_data is not None and self._evaluated_at != self._run.step:
             self._evaluated_at = self._run.step
             prepare_metrics(vars(self._task).values(), self._run.world.device)
-            self._run.evaluate(self._metrics, self._eval_data, self._task.collate)
+            self._run.evaluate(partial(_metrics, self._task), self._eval_data, self._task.collate)
         return self._run.metrics
-
-    def _metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the Task's metrics, with its loss as one of them."""
-        once = _Once(model)
-        return {"eval_loss": with_weight(self._task.loss(once, batch)), **self._task.metrics(once, batch)}
 
     def _example(self) -> Call:
         """Return the arguments that the model is called with, for the first rows of the data."""
@@ -111,6 +121,12 @@ def _model_of(task: Task) -> nn.Module:
     return model
 
 
+def _metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return a Task's metrics, with its loss as one of them."""
+    once = _Once(model)
+    return {"eval_loss": with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
+
+
 def _method(task: Task, name: str) -> Callable[..., Any] | None:
     method = getattr(task, name, None)
     return method if callable(method) else None  # a hyper-parameter of that name is a number
@@ -118,6 +134,8 @@ def _method(task: Task, name: str) -> Callable[..., Any] | None:
 
 class _Once:
     """A model that remembers its last answer: loss and metrics of one batch ask for the same."""
+
+    training = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -45,6 +45,17 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_shapes(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    """Raise ValueError if a saved state has tensors of another shape than their parameters."""
+    if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.Adafactor):
+        return  # its tensors may have any shape
+    for parameter, values in state.items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                shapes = f"shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}"
+                raise ValueError(f"{name} has {shapes}")
+
+
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool | None:
     """Return whether the fused form is right for all parameters; None: the user, or a subclass, has chosen a form."""
     groups = optimizer.param_groups

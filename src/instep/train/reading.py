@@ -60,11 +60,14 @@ class BatchReader(TrainLoader):
 
 def read_chunks(engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:
     """Yield this rank's chunks of an evaluation set, each with its number of rows."""
-    # From the spec alone, so that the chunks are the same at any world size. Not more than an eighth of a batch:
-    # without gradients that fits where a training step's share does.
-    rows = -(-spec.batch_size // (8 * spec.accumulate))
     in_step = engine.strategy.gathers_weights
-    return evaluation_chunks(dataset, rows, _load_options(engine, spec, collate), in_step=in_step)
+    return evaluation_chunks(dataset, chunk_rows(spec), _load_options(engine, spec, collate), in_step=in_step)
+
+
+def chunk_rows(spec: TrainSpec) -> int:
+    """Return the number of rows of a chunk; from the spec alone, so that it is the same at any world size."""
+    # Not more than an eighth of a batch: without gradients that fits where a training step's share does.
+    return -(-spec.batch_size // (8 * spec.accumulate))
 
 
 def _load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> LoadOptions:

@@ -4,7 +4,7 @@ Ranks: all make the same calls in the same order.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -14,7 +14,7 @@ from torch import nn
 
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
-from instep.core.errors import NumericsError, Preempted, TaskError
+from instep.core.errors import CheckpointError, NumericsError, Preempted, TaskError, UnfitCheckpoint
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.loader import num_samples
@@ -56,6 +56,7 @@ class Run:
         stop_request: StopRequest,
         witness: Witness | None,
         own_loop: bool,
+        unfit: Sequence[UnfitCheckpoint] = (),
     ) -> None:
         self.world = world
         self.is_main = world.is_main
@@ -65,7 +66,7 @@ class Run:
         self.name = name
         """The Task's, for the log."""
         self.engine = Engine(world, spec, witness, self.notice)
-        self._saver = Saver(self.engine.strategy, spec, directory, log)
+        self._saver = Saver(self.engine.strategy, spec, directory, log, unfit)
         self._replica_check = ReplicaCheck(self.engine, self._saver)
         self._hooks = StepHooks(
             finished=self._finish_step,
@@ -105,6 +106,8 @@ class Run:
 
     def _restore_progress(self, checkpoint: Checkpoint) -> None:
         progress = dict(checkpoint.part("progress"))
+        if progress.get("step", self.step) != self.step:
+            raise CheckpointError(f"it is the progress of step {progress['step']!r:.40}")
         self.loss, self.stopped = float(progress.get("loss") or 0.0), bool(progress.get("stopped"))
         if self.engine.loss_scale is not None and "loss_scale" in progress:
             self.engine.loss_scale.restore(progress["loss_scale"])
@@ -157,6 +160,11 @@ class Run:
         """Checkpoint more objects that have state_dict and load_state_dict, and restore them now."""
         for name, thing in objects.items():
             self._saver.restore(kept_part(name, thing, self.engine.strategy))
+
+    def sync_buffers(self, rules: Mapping[str, str]) -> None:
+        """Say how ranks agree on buffers that forward passes change, by name or pattern: mean, sum or rank0."""
+        if self.engine.forward_state is not None:
+            self.engine.forward_state.set_rules(rules)
 
     def compile_loss(self, loss_of: LossOf) -> LossOf:
         """Return a Task's loss; where compiling is wanted, `Step.compute` runs it compiled with its model."""
@@ -292,6 +300,10 @@ class Run:
         self.log.write(EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6)))
         return scores
 
+    def check_best(self, metrics: Collection[str]) -> None:
+        """Raise TaskError if `keep_best` names none of these metrics."""
+        self._saver.check_best(metrics)
+
     def compare(self) -> None:
         """Compare the ranks' state ([Note: Drift]); raise if it differs. Called on all ranks."""
         self._replica_check.compare(self.step)
@@ -343,12 +355,14 @@ class Run:
     def _leave(self) -> NoReturn:
         """Save and end the run early, because the ranks agreed in this step that one of them was asked to stop."""
         self.compare()
-        self.notice(f"asked to stop: saving at step {self.step}. The same command continues from there.")
+        self.notice(
+            f"asked to stop: saving at step {self.step} in {self.directory.path}, from where the run continues."
+        )
         self.save_last()
         self.finish_saving()
         self.close_data()
         self.status = "preempted"
-        raise Preempted
+        raise Preempted(self._hooks.stop_request.interrupted)
 
     def _scores(self) -> dict[str, float]:
         """Return this step's evaluation, if there was one."""
@@ -356,6 +370,7 @@ class Run:
 
     def _finish_step(self, record: StepRecord) -> None:
         self.step, self.loss = record.step, record.loss
+        self._hooks.stop_request.begin()
         self._pulse.end_step(self.step)
         if self.is_main:
             self.log.step(record)

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -31,7 +31,7 @@ from instep.checkpoint.sharded_save import SavePlanner, ShardedSave
 from instep.checkpoint.snapshot import FlatState, HostBuffer, Snapshot
 from instep.checkpoint.write_reports import WriteReport
 from instep.core.durations import Cadence
-from instep.core.errors import CheckpointError, NumericsError, TaskError
+from instep.core.errors import CheckpointError, NumericsError, TaskError, UnfitCheckpoint
 from instep.core.spec import TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
@@ -92,7 +92,15 @@ class Background:
 class Saver:
     """Checkpoints a run, and restores it."""
 
-    def __init__(self, strategy: Strategy, spec: TrainSpec, directory: RunDirectory, log: EventLog) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        spec: TrainSpec,
+        directory: RunDirectory,
+        log: EventLog,
+        unfit: Sequence[UnfitCheckpoint] = (),
+    ) -> None:
+        """`unfit` are checkpoints that could not be restored, so that an older one is tried."""
         world = strategy.grid.world
         self._directory, self._world, self._log = directory, world, log
         self._is_main = world.is_main
@@ -111,10 +119,13 @@ class Saver:
         self._best = self._best_so_far() if world.is_main else None
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this process has taken."""
-        self.checkpoint = agree_on_checkpoint(world, directory, log)
+        self._unfit = unfit
+        self.checkpoint = agree_on_checkpoint(world, directory, log, [error.name for error in unfit])
         """What parts are restored from; None for a new run, and after `end_restore`."""
         self.step = self.checkpoint.step if self.checkpoint is not None else 0
         """The steps that were made before this process began."""
+        if unfit and self.checkpoint is None:  # so it is not this one checkpoint that is wrong
+            raise CheckpointError(f"{unfit[0]} Use another --run-dir, or --fresh to start over.")
 
     def add(self, part: CheckpointPart) -> None:
         """Save a part from now on."""
@@ -127,11 +138,25 @@ class Saver:
             checkpoint = self.checkpoint
             if checkpoint is None or part.restore is None or (part.is_optional and part.name not in checkpoint.parts):
                 continue
-            part.restore(checkpoint)
+            problem = ""
+            try:
+                part.restore(checkpoint)
+            except Exception as error:  # noqa: BLE001 - whatever its content leads to; raised below, on all ranks
+                problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            if problem := next(filter(None, self._world.all_gather_object(problem)), ""):
+                raise UnfitCheckpoint(
+                    checkpoint.path.name,
+                    f"{checkpoint.path}: its part {part.name!r} cannot be restored: {problem.rstrip('. ')}. "
+                    "Was the code changed since it was saved? If not, it is damaged.",
+                )
 
     def end_restore(self) -> None:
-        """Restore nothing from now on: the run has continued."""
-        self.checkpoint = None
+        """Restore nothing from now on: the run has continued. Newer checkpoints that were unfit are set aside."""
+        if self.checkpoint is not None and self._is_main:
+            for error in self._unfit:
+                self._directory.set_aside(error.name, "damaged")
+                self._notice(f"{error} It is set aside, and {self.checkpoint.path.name} is used.")
+        self.checkpoint, self._unfit = None, ()
 
     def wants(self) -> bool:
         """Return whether this rank would have all ranks save together: rank 0, by its clock."""
@@ -246,13 +271,17 @@ class Saver:
             return "There is no checkpoint yet."
         return f"The last checkpoint: {self._directory.checkpoints / names[0]}."
 
+    def check_best(self, metrics: Collection[str]) -> None:
+        """Raise TaskError if `keep_best` names none of these metrics."""
+        best_by = self._keeping.best_by
+        if best_by is not None and best_by not in metrics and best_by.partition("/")[0] not in metrics:
+            raise TaskError(f"keep_best={best_by}: there is no such metric. This Task has {', '.join(metrics)}.")
+
     def _is_best(self, scores: Mapping[str, float]) -> bool:
         """Return whether an evaluation is the best so far by the metric that the spec names."""
-        best_by = self._keeping.best_by
-        if best_by is None or not scores:
+        if self._keeping.best_by is None or not scores:
             return False
-        if best_by not in scores:
-            raise TaskError(f"keep_best={best_by}: there is no such metric. This Task has {', '.join(scores)}.")
+        self.check_best(scores)
         return self._best is None or self._keeping.worth(scores) > self._best
 
     def _best_so_far(self) -> float | None:

@@ -104,6 +104,8 @@ class Step:
         self._overflowed = False
         """Whether an update was left out because float16 could not hold its gradients."""
         self._buffers_changed = False
+        self._has_agreed = False
+        """Whether the ranks have agreed on what forward passes changed."""
         self._passes = 0
         self._pulse = here()
         self._begun, self._waited = time.perf_counter(), engine.world.waited_s
@@ -294,6 +296,10 @@ class Step:
         return StepSums(loss, self._weight_sum, is_weighted, is_counted, stop, save)
 
     def _update(self, trained: TrainState) -> None:
+        if not self._has_agreed:
+            self._has_agreed = True
+            own = sum(part.plan.num_rows for part in self._batch.parts if part.plan.counted)
+            self._engine.end_forward(own / max(1, self._batch.size))
         apply = self._agree(trained)
         if apply:
             self._engine.begin_update()

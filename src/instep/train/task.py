@@ -65,6 +65,12 @@ class Task:
             tensor, or a tuple of tensors.
             """
 
+        def sync_buffers(self) -> Mapping[str, str]:
+            """Return how ranks agree on buffers that the model changes in its forward pass, by name or pattern.
+
+            "mean": each rank's value with its share of the rows; "sum": all ranks' changes added up; "rank0".
+            """
+
         def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
             """Return how `--strategy tensor` splits layers, by path; without it a plan is searched (docs/tensor.md).
 

@@ -15,13 +15,14 @@ from torch.nn.parameter import is_lazy
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
+from instep.checkpoint.state_tree import find_other_type
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
 from instep.train.checkpoint_part import CheckpointPart
-from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, set_fused
+from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
@@ -109,16 +110,15 @@ class TrainState:
         def restore(checkpoint: Checkpoint) -> None:
             try:
                 load(checkpoint, name)
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(
-                    f"{checkpoint.path}: its {kind} does not fit the one that was built now: {error}\n"
-                    "Was the code changed since? Use another --run-dir, or --fresh to start over."
-                ) from error
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"it does not fit the {kind} that was built now: {error}") from error
 
         return CheckpointPart(name, save, restore, on_all_ranks)
 
     def _load_scheduler(self, checkpoint: Checkpoint, part: str) -> None:
-        self.scheduler.load_state_dict(checkpoint.part(part))
+        state = checkpoint.part(part)
+        _check_types(self.scheduler, state, self.scheduler.state_dict())
+        self.scheduler.load_state_dict(state)
         # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to continue with.
         for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
             group.update(restored)
@@ -147,9 +147,16 @@ class TrainState:
             key: map_stored(value, partial(read_for_parameter, parameter=parameters.get(key)))
             for key, value in saved["state"].items()
         }
-        for group, own in zip(groups, self.optimizer.param_groups, strict=True):
+        own_groups = self.optimizer.param_groups
+        for group, own in zip(groups, own_groups, strict=True):
             group.update({key: own[key] for key in FORMS if key in own})
+            _check_types(self.optimizer, group, {key: value for key, value in own.items() if key != "params"})
+        keys = [set(own) for own in own_groups]
+        check_shapes(self.optimizer, {parameters[key]: values for key, values in state.items() if key in parameters})
         self.optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
+        for group, before in zip(self.optimizer.param_groups, keys, strict=True):
+            if lost := sorted(before - set(group)):
+                raise ValueError(f"a group of parameters has no {lost[0]!r}")
         self._restored_groups = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -201,6 +208,12 @@ class TrainState:
         for p in self._all:
             p.grad = None
         self.reducer.forget()
+
+
+def _check_types(owner: Any, saved: Any, fresh: Any) -> None:
+    """Raise ValueError if a state of torch's own classes, whose values keep their types, has another type."""
+    if type(owner).__module__.startswith("torch.optim") and (text := find_other_type(saved, fresh)):
+        raise ValueError(text)
 
 
 def load_first_weights(model: nn.Module, source: Path) -> None:

@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import sharded_weights_sha256, weights_sha256
-from instep.core.errors import Preempted, SpecError
+from instep.core.errors import Preempted, SpecError, UnfitCheckpoint
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest, stop_requests
 from instep.core.topology import Place
@@ -122,14 +122,19 @@ def worker_main(
 ) -> Result:
     """Train a Task as one rank; `compared`: the launchers have compared their nodes. Called on all ranks."""
     begun = time.monotonic()
-    with open_run(world, spec, directory, type(task).__name__, attempt, stop, witness) as run:
-        log_nodes(run, code_of(task), compared)
-        with contextlib.suppress(Preempted):
-            Loop(run, task).run()
-        result = make_result(run, begun, attempt)
-        if run.is_main and run.status == "complete":
-            directory.write_result(result.to_json())
-    return Result.from_json(result.to_json(), task)
+    unfit: list[UnfitCheckpoint] = []
+    while True:
+        try:
+            with open_run(world, spec, directory, type(task).__name__, attempt, stop, witness, unfit=unfit) as run:
+                log_nodes(run, code_of(task), compared)
+                with contextlib.suppress(Preempted):
+                    Loop(run, task).run()
+                result = make_result(run, begun, attempt)
+                if run.is_main and run.status == "complete":
+                    directory.write_result(result.to_json())
+            return Result.from_json(result.to_json(), task)
+        except UnfitCheckpoint as error:  # on all ranks: an older one may be good
+            unfit.append(error)
 
 
 @contextlib.contextmanager
@@ -167,6 +172,7 @@ def open_run(
     stop: StopRequest | None = None,
     witness: Witness | None = None,
     own_loop: bool = False,
+    unfit: Sequence[UnfitCheckpoint] = (),
 ) -> Iterator[Run]:
     """Begin a run on this rank, and end it, with the error in its log if there was one. Called on all ranks."""
     log = EventLog(directory.path, world.rank)
@@ -176,7 +182,7 @@ def open_run(
     try:
         with stop_requests(stop) as request:
             spec = resolve_precision(spec, world.device)
-            run = Run(world, spec, directory, log, name, request, witness, own_loop)
+            run = Run(world, spec, directory, log, name, request, witness, own_loop, unfit)
             if world.comm_notice:
                 run.notice(world.comm_notice)
             yield run

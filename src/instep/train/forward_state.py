@@ -1,0 +1,195 @@
+"""State that a forward pass changes: found in the first step, and kept the same on all ranks.
+
+[Note: State that forward changes]
+All ranks make the same updates, so parameters stay the same everywhere; buffers that a model writes to in its forward
+pass (moving averages, queues, counters) do not, where the values depend on the rows. The first step compares every
+parameter and buffer before and after its forward passes. What changed alike on all ranks (the average of the weights
+that a momentum encoder keeps) needs nothing. For a buffer that changed differently, somebody must say how to agree on
+it: `Task.sync_buffers()`, or `run.sync_buffers(…)`. Without that, and for parameters, the run is refused, with the
+line that wrote it. BatchNorm's statistics are those of the global batch in any case, and InstanceNorm's are averaged.
+In exact mode buffers have rules of their own ([Note: Shard buffers]), so only parameters are compared.
+
+Ranks: all, alike.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.core.errors import TaskError
+from instep.guard.fingerprint import fingerprints
+from instep.parallel.noise import calling_line
+from instep.world.world import World
+
+RULES = ("mean", "sum", "rank0")
+"""The mean over the ranks, each with its share of the rows; all ranks' changes added up; rank 0's value."""
+
+
+class WriteWatch(TorchDispatchMode):
+    """Records the user's line of every operation that writes to a tensor in place. For one step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[int, str] = {}
+        """By the address of the memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                    self.lines.setdefault(_address(value), calling_line())
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _SyncedBuffer:
+    """A buffer that the ranks agree on after each step's forward passes."""
+
+    module: nn.Module
+    name: str
+    rule: str
+    start: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor:
+        buffer = self.module._buffers[self.name]
+        assert buffer is not None
+        return buffer
+
+
+class ForwardState:
+    """The parameters and buffers of all models, seen from one rank."""
+
+    def __init__(self, world: World, exact: bool) -> None:
+        self._world, self._exact = world, exact
+        self._rules: dict[str, str] = {}
+        self._synced: list[_SyncedBuffer] = []
+        self._before: dict[str, int] | None = None
+        self._is_checked = world.world_size == 1 and not exact
+        self.watch = WriteWatch()
+        """Active in the first step's forward passes, where nothing is compiled."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the first step is over."""
+        return self._is_checked
+
+    def set_rules(self, rules: Mapping[str, str]) -> None:
+        """Say how ranks agree on buffers: patterns of names, each with a rule."""
+        for pattern, rule in rules.items():
+            if rule not in RULES:
+                raise TaskError(f"sync_buffers: {pattern!r} has the rule {rule!r}. The rules are {', '.join(RULES)}.")
+        self._rules |= rules
+
+    def begin_step(self, models: Sequence[nn.Module]) -> None:
+        """Note what the models hold before the step's forward passes."""
+        if not self._is_checked:
+            if not self._exact:
+                self._find_synced(models)
+            self._before = self._prints(models)
+        for buffer in self._synced:
+            buffer.start = buffer.value.detach().clone() if buffer.rule == "sum" else None
+
+    def end_forward(self, models: Sequence[nn.Module], share: float) -> None:
+        """Agree on synced buffers; in the first step, refuse what else has changed. `share`: of the batch's rows."""
+        if self._before is not None:
+            before, self._before, self._is_checked = self._before, None, True
+            self._check(before, self._prints(models), {name: (tensor, kind) for name, tensor, kind in _named(models)})
+            self.watch.lines.clear()
+        for buffer in self._synced:
+            self._agree(buffer, share)
+
+    def _find_synced(self, models: Sequence[nn.Module]) -> None:
+        """Choose the buffers that are agreed on: by the rules, and the averages of InstanceNorm."""
+        used = set()
+        self._synced = []
+        for model in models:
+            for prefix, module in model.named_modules():
+                for name, buffer in module._buffers.items():
+                    path = f"{prefix}.{name}".lstrip(".")
+                    pattern = next((pattern for pattern in self._rules if fnmatchcase(path, pattern)), None)
+                    used.add(pattern)
+                    is_norms = isinstance(module, _InstanceNorm) and name in ("running_mean", "running_var")
+                    rule = self._rules[pattern] if pattern is not None else "mean" if is_norms else None
+                    if buffer is not None and rule is not None:
+                        self._synced.append(_SyncedBuffer(module, name, rule))
+        if unused := [pattern for pattern in self._rules if pattern not in used]:
+            known = ", ".join(sorted(name for name, _, kind in _named(models) if kind == "buffer")) or "none"
+            raise TaskError(f"sync_buffers: no buffer has the name {unused[0]!r}. The model's buffers are {known}.")
+
+    def _prints(self, models: Sequence[nn.Module]) -> dict[str, int]:
+        synced = {id(buffer.value) for buffer in self._synced}
+        named = {
+            name: tensor
+            for name, tensor, kind in _named(models)
+            if id(tensor) not in synced and (kind == "parameter" or not self._exact)
+        }
+        return dict(zip(named, fingerprints(list(named.values())).tolist(), strict=True))
+
+    def _check(self, before: Mapping[str, int], after: Mapping[str, int], tensors: Mapping[str, Any]) -> None:
+        changed = {name: after[name] for name in after if after[name] != before.get(name)}
+        by_rank = self._world.all_gather_object(changed)
+        names = dict.fromkeys(name for prints in by_rank for name in prints)
+        differing = [n for n in names if self._exact or len({prints.get(n) for prints in by_rank}) > 1]
+        if not differing:
+            return
+        name = differing[0]
+        tensor, kind = tensors[name]
+        line = self.watch.lines.get(_address(tensor))
+        lines = self._world.all_gather_object(line)  # a rank without such rows has not written it
+        line = next(filter(None, lines), None)
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise TaskError(_refusal(name, kind, f"{more}{f', at {line}' if line else ''}", self._exact))
+
+    def _agree(self, buffer: _SyncedBuffer, share: float) -> None:
+        value = buffer.value.detach()
+        if buffer.rule == "rank0":
+            self._world.broadcast([value])
+            return
+        start = buffer.start if buffer.start is not None else torch.zeros_like(value)
+        wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.float64
+        part = (value - start).to(wide) if buffer.rule == "sum" else value.to(wide) * share
+        total = self._world.all_reduce(part.contiguous())
+        value.copy_(start + total.to(value.dtype) if buffer.rule == "sum" else total)
+
+
+def _refusal(name: str, kind: str, where: str, exact: bool) -> str:
+    if exact:
+        return (
+            f"the forward pass changes the parameter {name!r}{where}. In exact mode each shard must begin with the "
+            "same parameters. Make it a buffer, or change it between two steps."
+        )
+    text = f"the forward pass changes the {kind} {name!r}{where}, on each rank in another way: they would drift apart."
+    if kind == "parameter":
+        return (
+            f"{text} Change it between two steps, or make it a buffer and say how to agree on it (Task.sync_buffers)."
+        )
+    return (
+        f"{text} Say how to agree on it: a Task's sync_buffers() returns {{{name!r}: 'mean'}}, for instance; 'sum' "
+        "adds the ranks' changes up, 'rank0' takes rank 0's. Or train with --exact."
+    )
+
+
+def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield the tensors that forward passes might change, with their names and kinds."""
+    for number, model in enumerate(models, start=1):
+        suffix = f" (model {number})" if len(models) > 1 else ""
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                yield name + suffix, parameter, "parameter"
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(module, _BatchNorm) and not isinstance(buffer, DTensor):
+                    yield f"{prefix}.{name}".lstrip(".") + suffix, buffer, "buffer"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,119 @@
+"""Before the first step: the Task's loss and metrics on a few rows, to name now what would go wrong later.
+
+[Note: Mean or sum]
+A step's loss is the mean over the global batch, and a part counts with its share of the rows. That needs a loss which
+is the mean over the rows it is given: then the loss of some rows is the mean of the losses of their halves. A sum over
+the rows is the sum of those of its halves; it would train another recipe at each number of processes, and is refused.
+A loss that is neither depends on how the batch is split: because each row is compared with the others, or because it is
+the mean over something other than rows. In the latter case `(mean, weight)` makes it right.
+
+Ranks: all, alike, on the same rows, for layers may communicate. All follow what rank 0 finds.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from instep.core.errors import TaskError
+from instep.data.loader import first_rows, num_samples
+from instep.data.nested import map_tensors
+from instep.parallel.preserve import evaluating
+from instep.train.evaluate import check_metrics
+from instep.train.reading import Collate, chunk_rows, cut_batch
+from instep.train.run import Run
+from instep.train.step import with_weight
+from instep.train.task import Task
+
+_ROWS = 8
+_CLOSE = 0.05
+"""How far from the mean of its halves, in terms of the way from their mean to their sum, a loss still counts as one."""
+
+Loss = tuple[float, float | None]
+"""A loss, and its weight if there is one."""
+
+
+def try_loss(run: Run, task: Task, model: nn.Module, dataset: Any) -> None:
+    """Raise TaskError for a loss that is a sum; log a notice if it depends on the split. Called on all ranks."""
+    rows = min(_ROWS, run.spec.batch_size, num_samples(dataset, task.collate)) // 2 * 2
+    if not rows:
+        return
+    batch = _rows_of(run, dataset, rows, task.collate)
+    try:
+        halves = [half for _, _, half in cut_batch(batch, rows, 2)]
+    except TaskError:  # its rows cannot be told apart
+        return
+    losses: list[Loss] = []
+    # A loss may need more rows than these: if it fails for another reason, the first step will raise it.
+    with _on_the_side(run, model) as seed, contextlib.suppress(Exception):
+        for piece in (batch, batch, *halves):
+            seed()
+            losses.append(_loss(copy.copy(task).loss(model, piece)))  # a copy: it may count its calls
+    kind = run.world.broadcast_object(kind_of_loss(losses))
+    if kind == "sum":
+        (whole, _), _, (first, _), (second, _) = losses
+        raise TaskError(
+            f"the loss of {rows} samples, {whole:.4g}, is the sum of the losses of their halves, {first:.4g} and "
+            f"{second:.4g}: it would train another recipe at each number of processes. Return the mean over the "
+            "samples: use reduction='mean', or divide by their number."
+        )
+    if kind == "neither" and not any(isinstance(m, _NormBase) and not m.track_running_stats for m in model.modules()):
+        run.notice(
+            "the loss of a batch is not the mean of the losses of its halves, so it depends on how a batch is split, "
+            "and with it on the number of processes. If it is a mean over something other than samples (tokens, "
+            "weighted classes), return (mean, weight)."
+        )
+
+
+def try_metrics(run: Run, metrics: Callable[[nn.Module, Any], Any], dataset: Any, collate: Collate | None) -> None:
+    """Compute the metrics of a few rows; raise TaskError for what they cannot return. Called on all ranks."""
+    rows = min(_ROWS, chunk_rows(run.spec), num_samples(dataset, collate))
+    batch, model = _rows_of(run, dataset, rows, collate), run.engine.trained[0].model
+    with _on_the_side(run, model) as seed, torch.no_grad():
+        seed()
+        run.check_best(check_metrics(metrics(model, batch), rows, run.spec.exact))
+
+
+def kind_of_loss(losses: list[Loss]) -> str:
+    """Return whether a loss is a mean, a sum, neither or unknown, from that of some rows, again, and of their halves.
+
+    It is unknown where a loss draws noise, or where the numbers are too small to tell.
+    """
+    if len(losses) < 4 or losses[0] != losses[1]:
+        return "unknown"
+    (whole, _), _, (first, weight), (second, other) = losses
+    mean = (first + second) / 2 if not weight or not other else (first * weight + second * other) / (weight + other)
+    way = first + second - mean
+    if not abs(way) > 1e-6 * max(abs(first), abs(second)):  # also if they are not finite
+        return "unknown"
+    position = (whole - mean) / way
+    if abs(position) <= _CLOSE:
+        return "mean"
+    return "sum" if abs(position - 1) <= _CLOSE else "neither"
+
+
+def _loss(value: Any) -> Loss:
+    mean, weight = with_weight(value)
+    return float(mean.detach()), None if weight is None else float(weight)
+
+
+def _rows_of(run: Run, dataset: Any, rows: int, collate: Collate | None) -> Any:
+    batch = first_rows(dataset, rows, collate, run.spec.seed)
+    return map_tensors(lambda tensor: tensor.to(run.world.device), batch)
+
+
+@contextlib.contextmanager
+def _on_the_side(run: Run, model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Evaluate the model without a trace; yields a function that seeds what a call draws."""
+    run.engine.context.end_part()
+    with (
+        evaluating(model),
+        run.engine.evaluation_noise(run.step) as seed,
+        run.engine.precision.autocast(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield seed
