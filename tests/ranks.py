@@ -94,9 +94,9 @@ def place_of(rank: int, world_size: int, port: int, device: str = "cpu") -> Plac
 
 
 def free_port() -> int:
-    """Find a port that nobody listens on, below those that the kernel gives to connections meanwhile."""
+    """Find a port that nobody listens on, below those of jobs, and those that the kernel gives to connections."""
     while True:
-        port = 15000 + secrets.randbelow(15000)
+        port = 10000 + secrets.randbelow(4900)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

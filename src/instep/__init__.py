@@ -26,6 +26,7 @@ from instep.events.schema import StepRecord
 if TYPE_CHECKING:
     from instep import data
     from instep.cli.train import main
+    from instep.parallel.row_noise import bernoulli, normal, rand, rand_like, randint, randint_like, randn, randn_like
     from instep.train.result import Result, load_model
     from instep.train.task import Task
     from instep.train.worker import start
@@ -44,15 +45,25 @@ __all__ = [
     "TaskError",
     "TrainSpec",
     "__version__",
+    "bernoulli",
     "data",
     "load_model",
     "main",
+    "normal",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
     "start",
     "train",
 ]
 
 # What needs torch is imported when it is asked for: the command starts its workers before it imports torch.
+_NOISE = ("bernoulli", "normal", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like")
 _LAZY = {
+    **dict.fromkeys(_NOISE, "instep.parallel.row_noise"),
     "Result": "instep.train.result",
     "Task": "instep.train.task",
     "load_model": "instep.train.result",

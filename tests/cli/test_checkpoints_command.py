@@ -70,8 +70,22 @@ class TestList:
         lines = out.splitlines()
         assert code == 0
         assert [line.split()[0] for line in lines[1:-1]] == [f"step-{step:08d}" for step in STEPS]
-        assert all(line.endswith("sizes agree") for line in lines[1:-1])
+        assert all("  sizes agree" in line for line in lines[1:-1])
+        assert ["  accuracy 0." in line for line in lines[1:-1]] == [True, False, False, False, False]
         assert lines[-1] == "5 with the right sizes; --verify also compares hashes."
+
+    def test_the_best(self, command: Command, tmp_path: Path) -> None:
+        options = {"batch_size": 10, "threads": 1, "quiet": True, "epochs": 3, "save_every": "5", "keep": 9}
+        result = instep.train(Small(), run_dir=str(tmp_path / "run"), keep_best="eval_loss:min", **options)
+        code, out, _ = command("checkpoints", str(tmp_path / "run"))
+        assert code == 0
+        marked = [line.split()[0] for line in out.splitlines() if line.endswith("  best")]
+        assert result.best is not None
+        assert marked == [result.best.name]
+        assert out.splitlines()[-1] == f"Best by --keep-best eval_loss:min: {result.best.name}."
+        entries = told(command("checkpoints", str(tmp_path / "run"), "--json"))["checkpoints"]
+        best = min(entries, key=lambda entry: entry["metrics"]["eval_loss"])
+        assert [entry["name"] for entry in entries if entry["best"]] == [best["name"]] == [result.best.name]
 
     def test_as_json(self, command: Command, run_dir: Path) -> None:
         answer = command("checkpoints", str(run_dir), "--json")

@@ -86,7 +86,9 @@ def test_a_dataset_that_blocks(tmp_path: Path) -> None:
     others = ", ".join(str(r) for r in range(3) if str(r) != rank)
     where = f"rank {rank} is in {line(TASK, 'blocks here')} __getitem__ (blocked "
     assert verdict.startswith(where), verdict
-    assert re.search(rf"in read\(\)\); ranks {others} wait for it in all_(reduce|gather) of step \d+$", verdict), verdict
+    assert re.search(rf"in read\(\)\); ranks {others} wait for it in all_(reduce|gather) of step \d+$", verdict), (
+        verdict
+    )
     log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
     assert verdict in log
     assert f"where rank {rank} hung:" in log

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.dropout import RowDropout, replace_dropout
+from instep.parallel.dropout import RowDropout, keep_mask, replace_dropout
 
 CPU = torch.device("cpu")
 
@@ -49,10 +49,10 @@ def test_a_part_of_the_columns_gives_those_of_the_whole(
     result = []
     for part in (None, (dim, first, count)):
         context = BatchContext(CPU, seed=7)
-        dropout = RowDropout(0.3, context, 0)
         context.begin_step(1)
+        context.read_noise()
         context.begin_part(3, rows, replicated=False)
-        result.append(dropout._keep(torch.Size(shape), CPU, 40000, part))
+        result.append(keep_mask(context, 77, torch.Size(shape), 40000, part, ""))
     whole, own = result
     # Where two parts would share a hash, the whole is drawn.
     assert torch.equal(own, whole.narrow(dim, first, count) if own.shape != whole.shape else whole)
@@ -139,4 +139,4 @@ def test_a_guess_about_the_rows_is_said() -> None:
     layer(torch.ones(7, 4, 6))
     assert not context.doubts
     layer(torch.ones(8, 6))
-    assert "dropout 'drop' gets (8, 6) for 4 rows" in context.doubts["drop"]
+    assert "dropout 'drop' gets (8, 6) for 4 rows" in context.doubts["dropout 'drop'"]

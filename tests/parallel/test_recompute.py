@@ -70,6 +70,9 @@ class Deep(Small):
     def model(self) -> nn.Module:
         return Net(self.norm).to(self.dtype)
 
+    def sync_buffers(self) -> dict[str, str]:
+        return {"blocks.*.average": "mean"}
+
     def train_data(self) -> Any:
         return made_up(self.num_samples, dtype=self.dtype)
 

@@ -185,10 +185,27 @@ def test_what_is_wrong_without_compiling_is_told_as_without(use: Any, tmp_path: 
         train(Wrong(), tmp_path, compile=True)
 
 
+class Drawing(Plain):
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        noise = instep.randn_like(x) + torch.rand(x.shape, dtype=x.dtype) + torch.randint(0, 3, (len(x), 1))
+        out = F.dropout(model(x + 0.1 * noise), 0.1)
+        return (F.cross_entropy(out, y, reduction="none") * torch.bernoulli(torch.full_like(out[:, 0], 0.7))).mean()
+
+
+def test_noise_of_ones_own_is_the_same(use: Any, tmp_path: Path) -> None:
+    backend = use(Backend())
+    plain = train(Drawing(), tmp_path / "plain")
+    compiled = train(Drawing(), tmp_path / "compiled", compile=True)
+    assert compiled.loss == pytest.approx(plain.loss, rel=1e-12)
+    assert backend.num == 1
+    assert not any("random numbers" in text for text in notices(tmp_path / "compiled"))
+
+
 class Noisy(Plain):
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
-        return F.cross_entropy(F.dropout(model(x), 0.1), y)
+        return F.cross_entropy(model(x), y) + 0 * torch.multinomial(torch.ones(len(x), 4), 1).sum()
 
 
 def test_noise_that_is_not_ours_is_still_named(use: Any, tmp_path: Path) -> None:

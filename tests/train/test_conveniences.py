@@ -295,7 +295,7 @@ class Vector(Small):
 class Functional(Small):
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
-        return F.cross_entropy(F.dropout(model(x), 0.1), y)
+        return F.cross_entropy(model(x), y) + 0 * torch.multinomial(torch.ones(len(x), 4), 1).sum()
 
 
 def test_a_vector_loss_is_explained(tmp_path: Path) -> None:

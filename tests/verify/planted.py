@@ -62,8 +62,8 @@ class SummedLoss(Sound):
 class RankNoise(Sound):
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
-        torch.manual_seed(1000 * rank() + int(y.sum()))
-        return F.cross_entropy(model(x + 0.01 * torch.randn_like(x)), y)
+        own = torch.Generator().manual_seed(1000 * rank() + int(y.sum()))
+        return F.cross_entropy(model(x + 0.01 * torch.randn(x.shape, generator=own, dtype=x.dtype)), y)
 
 
 class ProcessItems(torch.utils.data.Dataset):

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,7 +141,9 @@ class Checkpoint:
     def _verify_parts(self) -> None:
         """Raise CheckpointError if a part's form is wrong, or a tensor is not where it should be; reads no values."""
         for name in self.parts:
-            self.stored(name)
+            used = {stored.name for stored in _stored_in(self.stored(name))}
+            if unused := sorted(self._tensors.part(name).keys() - used):
+                raise CheckpointError(f"{self.path}/{manifest.STATE}: {name} does not refer to its tensor {unused[0]}.")
         if not isinstance(self._skeletons.get(manifest.MODEL, {}), dict):
             raise CheckpointError(f"{self.path}/{manifest.STATE}: {manifest.MODEL} is not a state_dict.")
         self._tensors.check()
@@ -152,6 +154,14 @@ class Checkpoint:
             problem = inventory.content_problem(self.path / name, self._manifest.files[name])
             if problem is not None:
                 raise CheckpointError(f"{self.path}/{name} is damaged: {problem.text}.")
+
+
+def _stored_in(tree: Any) -> Iterator[StoredTensor]:
+    if isinstance(tree, StoredTensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _stored_in(value)
 
 
 def read_manifest(path: Path) -> manifest.Manifest:

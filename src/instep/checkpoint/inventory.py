@@ -216,6 +216,8 @@ def _run_of(path: Path) -> Path:
 def read_manifest(path: Path) -> Manifest | Problem:
     """Read the manifest of a checkpoint, or return what is wrong with it."""
     try:
+        if not stat.S_ISREG((path / MANIFEST).stat().st_mode):  # reading a pipe would block for ever
+            return Problem(MANIFEST, "not a file")
         data = (path / MANIFEST).read_bytes()
     except OSError as error:
         return Problem(MANIFEST, _reason(error))
@@ -239,7 +241,7 @@ def _size_problem(path: Path, entry: FileEntry) -> Problem | None:
         status = path.stat()
     except OSError as error:
         return Problem(path.name, _reason(error))
-    if not stat.S_ISREG(status.st_mode):  # reading a pipe would block for ever
+    if not stat.S_ISREG(status.st_mode):
         return Problem(path.name, "not a file")
     if status.st_size != entry.num_bytes:
         return Problem(path.name, f"{status.st_size:,} bytes, and {entry.num_bytes:,} were written")

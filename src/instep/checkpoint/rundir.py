@@ -124,9 +124,11 @@ class RunDirectory:
         path = self.path / SPEC
         try:
             description = json.loads(path.read_bytes())
-            if not {"task", "recipe", "length", "spec"} <= description.keys():
-                raise ValueError("fields are missing")
-        except (OSError, ValueError, AttributeError) as error:
+            parts = [description[name] for name in ("task", "recipe", "length", "spec")]
+            if not all(isinstance(part, dict) for part in (*parts, description["task"]["fields"])):
+                raise ValueError("a field is not an object")
+            str(description["task"]["name"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Use another --run-dir, or --fresh.") from error
         return dict(description)
 
@@ -136,8 +138,11 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            return dict(json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+            result = json.loads(path.read_bytes())
+            if not isinstance(result["weights_sha256"], str):
+                raise ValueError("it has no hash of the weights")
+            return dict(result)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error}. Delete it: the run then ends as its newest checkpoint says."
             ) from error

@@ -113,9 +113,15 @@ class TensorMetadata(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorMetadata:
-        """Parse the object that was written."""
+        """Parse the object that was written; a ValueError, TypeError or KeyError says that it is another one."""
         pieces = [Piece(Box(tuple(offset), tuple(shape)), file, name) for file, name, offset, shape in data["pieces"]]
-        return cls(str(data["dtype"]), tuple(data["shape"]), tuple(pieces))
+        whole = tuple(data["shape"])
+        numbers = [whole, *(numbers for piece in pieces for numbers in piece.box)]
+        if not all(len(row) == len(whole) and all(type(n) is int and n >= 0 for n in row) for row in numbers):
+            raise ValueError("a shape or an offset is not one")
+        if not all(isinstance(text, str) for piece in pieces for text in (piece.file, piece.name)):
+            raise ValueError("a file or a name is not a string")
+        return cls(str(data["dtype"]), whole, tuple(pieces))
 
 
 class SavePlan(NamedTuple):

@@ -52,6 +52,8 @@ class EventTail:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
                 continue  # the torn last line of a process that was killed while it wrote
+            if isinstance(event, dict):
+                yield event

@@ -5,6 +5,12 @@ BatchNorm and dropout depend on the whole batch: the statistics on all its rows,
 A rank sees its own rows only. So before each forward pass the loop describes these rows in one BatchContext, which all
 replaced layers of a model share. Numbers that change from step to step live in a tensor, so that they do not make
 torch.compile compile a model again.
+
+[Note: Recomputed noise]
+A user's torch.utils.checkpoint runs a part of the forward pass again in backward, and restores torch's generators
+first, so that the noise is the same. Our noise depends on how often a layer was used. So wherever code may be run
+again, a number is drawn from torch's generator at each use, and remembered with the count of uses: in backward the same
+number leads to the same noise.
 """
 
 from __future__ import annotations
@@ -22,11 +28,22 @@ def signed32(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
+def is_in_backward() -> bool:
+    """Return whether a backward pass is under way in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_preserved() -> bool:
+    """Return whether torch.utils.checkpoint may run this code again, or does so now."""
+    hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return bool(hooks) or not torch.is_grad_enabled() or is_in_backward()
+
+
 class Noisy(Protocol):
     """A layer that draws noise."""
 
     uses: int
-    """How often the layer was called since the part began: each call draws noise of its own."""
+    """How often noise was drawn since the part began: each draw gives noise of its own."""
 
 
 class BatchContext:
@@ -54,29 +71,59 @@ class BatchContext:
         """Whether layers communicate in backward, so that even a part of weight 0 must go through it."""
         self.again = False
         """Whether a block is being recomputed for its gradients: its first pass has counted already."""
+        self.restores_uses = False
+        """Whether a block is being computed that restores the counts of uses itself, before it is computed again."""
         self.noisy: list[Noisy] = []
-        """The layers that read `noise`."""
+        """What counts its uses in a part."""
+        self._is_read = False
+        """Whether anything reads `noise`: writing it takes time, on a GPU above all."""
         self.doubts: dict[str, str] = {}
         """Guesses of layers that the user should know of, by the layer's name."""
         self.step_key = 0
         """A 64-bit hash of (seed, step)."""
+        self._first_row = 0
+        self._preserved: dict[tuple[int, int], int] = {}
+        """Which use of a layer it was when torch's generator gave a number ([Note: Recomputed noise])."""
 
     def __deepcopy__(self, _memo: object) -> BatchContext:
         return self  # a copy of a model (an average of its weights) belongs to the same training
 
     def begin_step(self, step: int) -> None:
         """Set the noise key of a global step."""
+        self._preserved.clear()
         self.step_key = mix64(self.seed ^ mix64(step))
 
     def begin_part(self, first_row: int, num_rows: int, replicated: bool, shard: int = 0) -> None:
         """Set the rows of the coming forward pass."""
         self.num_rows, self.shard = num_rows, shard
         self.replicated = replicated
-        if self.noisy:
-            for layer in self.noisy:
-                layer.uses = 0
-            words = (signed32(self.step_key), signed32(self.step_key >> 32), first_row)
-            self.noise.copy_(torch.tensor(words, dtype=torch.int32))
+        self._first_row = first_row
+        for layer in self.noisy:
+            layer.uses = 0
+        if self._is_read:
+            self._write_noise()
+
+    def read_noise(self) -> None:
+        """Write `noise` from now on, also in the part under way."""
+        if not self._is_read:
+            self._is_read = True
+            self._write_noise()
+
+    def _write_noise(self) -> None:
+        words = (signed32(self.step_key), signed32(self.step_key >> 32), self._first_row)
+        self.noise.copy_(torch.tensor(words, dtype=torch.int32))
+
+    def next_use(self, layer: Noisy) -> int:
+        """Count a use of a layer, and return which one it is; a recomputation repeats that of the first pass."""
+        if self.restores_uses or torch.compiler.is_compiling() or not _is_preserved():
+            layer.uses += 1
+            return layer.uses
+        key = id(layer), int(torch.empty((), dtype=torch.int64).random_())
+        if is_in_backward() and key in self._preserved:
+            return self._preserved[key]
+        layer.uses += 1
+        self._preserved[key] = layer.uses
+        return layer.uses
 
     def set_zero_weight(self, has_zero_weight: bool) -> None:
         """Set whether the coming backward pass is that of a part of weight 0."""

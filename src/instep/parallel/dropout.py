@@ -17,11 +17,11 @@ from torch import nn
 from instep.core.splitmix import mix64
 from instep.parallel.batch_context import BatchContext, signed32
 
-_LEVELS = 1 << 16
-_ODD_1, _ODD_2, _ODD_3 = 0x7FEB352D, signed32(0x846CA68B), signed32(0x9E3779B1)
+LEVELS = 1 << 16
+_ODD_1, _ODD_2, ODD = 0x7FEB352D, signed32(0x846CA68B), signed32(0x9E3779B1)
 
 
-def _scramble(x: torch.Tensor) -> torch.Tensor:
+def scramble(x: torch.Tensor) -> torch.Tensor:
     """Hash int32 thoroughly, for the keys of rows and columns. torch shifts the sign in, hence the masks."""
     for shift, factor in ((16, _ODD_1), (15, _ODD_2)):
         x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * factor
@@ -62,6 +62,58 @@ def _elements(
     return rows, local.reshape(-1), [*shape[:dim], count, *shape[dim + 1 :]]
 
 
+def keep_mask(
+    context: BatchContext, salt: int, shape: torch.Size, levels: int, shard: ShardRange | None, name: str
+) -> torch.Tensor:
+    """Return which elements stay, as bools, on the context's device; those of the shard only, where no pair is cut."""
+    noise = context.noise
+    row_dim, rows_each = find_rows(shape, context, name)
+    rows, pairs, wanted = _elements(shape, row_dim, shard, noise.device)
+    others = math.prod(wanted) // max(wanted[row_dim], 1)
+    rows = scramble((rows + noise[2] * rows_each) * ODD + (noise[0] ^ signed32(salt)))
+    pairs = scramble(pairs * ODD + (noise[1] ^ signed32(salt >> 32)))
+    keep = _halves(rows, pairs)[:, :others] < levels - LEVELS // 2
+    return rows_back(keep, wanted, row_dim)
+
+
+def rows_back(by_row: torch.Tensor, shape: Sequence[int], row_dim: int) -> torch.Tensor:
+    """Give a matrix of rows and their elements the shape that was asked for."""
+    if row_dim == 0:
+        return by_row.reshape(tuple(shape))
+    moved = (shape[row_dim], *shape[:row_dim], *shape[row_dim + 1 :])
+    return by_row.reshape(moved).movedim(0, row_dim)
+
+
+def find_rows(shape: Sequence[int], context: BatchContext, name: str) -> tuple[int, int]:
+    """Return the dimension of the batch's rows, and how many of its entries belong to one row.
+
+    It is the first dimension, or the second where time comes first. Otherwise the first one of several may hold rows
+    flattened with something else (tokens). Its size cannot prove that, so the guess is reported. A tensor without rows
+    (position embeddings) gets the same noise on all ranks.
+    """
+    num_rows = context.num_rows
+    if not num_rows or not shape:
+        return 0, 0
+    if shape[0] == num_rows:
+        return 0, 1
+    if len(shape) > 2 and shape[1] == num_rows:
+        return 1, 1
+    each, rest = divmod(shape[0], num_rows)
+    if rest or not each or len(shape) == 1:
+        return 0, 0
+    if not torch.compiler.is_compiling():
+        context.doubts[name] = (
+            f"{name} gets {tuple(shape)} for {num_rows} rows, and assumes {each} entries for each row. If its first "
+            "dimension is not the batch's, its noise differs with the number of processes."
+        )
+    return 0, each
+
+
+def levels_of(p: float) -> int:
+    """Return which of the 65536 values of a hash keep an element, given the probability to drop it."""
+    return min(LEVELS - 1, max(1, round((1 - p) * LEVELS)))
+
+
 class RowDropout(nn.Dropout):
     """nn.Dropout with masks by row; `channels` makes it nn.Dropout1d, 2d or 3d."""
 
@@ -73,6 +125,7 @@ class RowDropout(nn.Dropout):
         self._name = name
         self._salt = mix64(layer + 1)
         context.noisy.append(self)
+        context.read_noise()
 
     def extra_repr(self) -> str:
         return f"p={self.p}, by row"
@@ -83,54 +136,17 @@ class RowDropout(nn.Dropout):
         if self.p == 1:
             return x * 0
         shape = x.shape[:2] if self.channels else x.shape
-        levels = min(_LEVELS - 1, max(1, round((1 - self.p) * _LEVELS)))
+        levels = levels_of(self.p)
         # A Slice has the shape of the whole tensor; the mask of this rank's columns is enough.
         shard: ShardRange | None = None if self.channels else getattr(x, "local_range", None)
-        keep = self._keep(torch.Size(shape), x.device, levels, shard)
+        use = self._context.next_use(self)
+        salt = self._salt if use == 1 else mix64(self._salt + use)  # each use draws noise of its own
+        keep = keep_mask(self._context, salt, torch.Size(shape), levels, shard, f"dropout {self._name!r}")
         is_local = keep.shape != shape
         if self.channels:
             keep = keep.reshape(*shape, *([1] * (x.dim() - 2)))
-        mask = keep.to(x.dtype).mul_(_LEVELS / levels)
+        mask = keep.to(x.dtype).mul_(LEVELS / levels)
         return x * (x.with_local(mask) if is_local else mask)  # type: ignore[attr-defined]
-
-    def _keep(self, shape: torch.Size, device: torch.device, levels: int, shard: ShardRange | None) -> torch.Tensor:
-        """Return which elements stay, as bools; those of the shard only, where no pair is cut."""
-        self.uses += 1
-        salt = self._salt if self.uses == 1 else mix64(self._salt + self.uses)  # each use draws noise of its own
-        row_dim, rows_each = self._find_rows(shape)
-        rows, pairs, wanted = _elements(shape, row_dim, shard, device)
-        noise, others = self._context.noise, math.prod(wanted) // max(wanted[row_dim], 1)
-        rows = _scramble((rows + noise[2] * rows_each) * _ODD_3 + (noise[0] ^ signed32(salt)))
-        pairs = _scramble(pairs * _ODD_3 + (noise[1] ^ signed32(salt >> 32)))
-        keep = _halves(rows, pairs)[:, :others] < levels - _LEVELS // 2
-        if row_dim == 0:
-            return keep.reshape(wanted)
-        moved = (wanted[row_dim], *wanted[:row_dim], *wanted[row_dim + 1 :])
-        return keep.reshape(moved).movedim(0, row_dim)
-
-    def _find_rows(self, shape: torch.Size) -> tuple[int, int]:
-        """Return the dimension of the batch's rows, and how many of its entries belong to one row.
-
-        It is the first dimension, or the second where time comes first. Otherwise the first one may hold rows flattened
-        with something else (tokens). Its size cannot prove that, so the guess is reported. A tensor without rows
-        (position embeddings) gets one mask, the same on all ranks.
-        """
-        num_rows = self._context.num_rows
-        if not num_rows:
-            return 0, 0
-        if shape[0] == num_rows:
-            return 0, 1
-        if len(shape) > 2 and shape[1] == num_rows:
-            return 1, 1
-        each, rest = divmod(shape[0], num_rows)
-        if rest:
-            return 0, 0
-        if not torch.compiler.is_compiling():
-            self._context.doubts[self._name] = (
-                f"dropout {self._name!r} gets {tuple(shape)} for {num_rows} rows, and assumes {each} entries for each "
-                "row. If its first dimension is not the batch's, its noise differs with the number of processes."
-            )
-        return 0, each
 
 
 _BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

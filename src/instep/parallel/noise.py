@@ -1,8 +1,8 @@
 """Detect random operations whose noise depends on the number of processes.
 
-Functional dropout, fused attention dropout and noise drawn in a loss come from torch's global generator, in an order
-that depends on the split. They are seeded by the step and the first row, so that a run is repeatable. But another
-number of processes gives other noise, which the user is told once.
+Noise that an operator draws inside (fused attention, LSTM, multinomial) comes from torch's generator, in an order that
+depends on the split. It is seeded by the step and the first row, so that a run is repeatable. But another number
+of processes gives other noise, which the user is told once. Other noise is drawn by row ([Note: Noise of one's own]).
 """
 
 import sys
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.parallel.batch_context import BatchContext
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
@@ -25,7 +27,7 @@ class NoiseWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_ours() and _draws(func, args, kwargs):
             self.lines.setdefault(calling_line(), func.overloadpacket.__name__)
         return func(*args, **kwargs)
 
@@ -33,7 +35,7 @@ class NoiseWatch(TorchDispatchMode):
         """Return a message for each line."""
         return [
             f"{line} draws random numbers ({name}) that instep does not control: they differ with the number of "
-            "processes. Those of a dropout module (nn.Dropout) in the model's tree would not."
+            "processes. Those of torch's rand, randn, randint, bernoulli, normal, dropout and their kin do not."
             for line, name in self.lines.items()
         ]
 
@@ -45,6 +47,14 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
             value = kwargs.get(argument.name, args[position] if position < len(args) else argument.default_value)
             return bool(value)
     return True
+
+
+def _is_ours() -> bool:
+    """Return whether it is the number that stands for a use of noise ([Note: Recomputed noise])."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN[0]):
+        frame = frame.f_back
+    return frame.f_code is BatchContext.next_use.__code__
 
 
 def calling_line() -> str:

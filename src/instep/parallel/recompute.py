@@ -1,8 +1,8 @@
 """Activation checkpointing: the repeated blocks of a model are recomputed in the backward pass.
 
 Only the inputs of a block are kept; its activations are computed again in backward. The second pass must repeat the
-first: torch restores its generators, and this module restores RowDropout's use counters and the buffers. Afterwards all
-have the values that they would have without a second pass.
+first: torch restores its generators, and this module restores the counts of uses of noise and the buffers. Afterwards
+all have the values that they would have without a second pass.
 
 Ranks: all alike, because a synchronised BatchNorm communicates in the second pass, too.
 """
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.class_change import add_base
-from instep.parallel.dropout import RowDropout
 
 
 class _Recomputed(nn.Module):
@@ -34,9 +33,17 @@ class _Recomputed(nn.Module):
         forward = super().forward
         if not torch.is_grad_enabled():
             return forward(*positional, **named)
-        start = _StartState(self)
+        start, context = _StartState(self), self._context
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            before, context.restores_uses = context.restores_uses, True
+            try:
+                return forward(*arguments, **options)
+            finally:
+                context.restores_uses = before
+
         output = checkpoint(
-            forward,
+            run,
             *positional,
             use_reentrant=False,
             context_fn=lambda: (contextlib.nullcontext(), start),
@@ -51,7 +58,7 @@ class _StartState:
 
     def __init__(self, block: _Recomputed) -> None:
         self._block = block
-        self._uses = [(m, m.uses) for m in block.modules() if isinstance(m, RowDropout)]
+        self._uses = [(layer, layer.uses) for layer in block._context.noisy]
         self._buffers = {
             (place, name): (module, buffer.detach().clone())
             for place, module in block.named_modules()

@@ -80,7 +80,8 @@ class Engine:
         self.pace = StepTimer()
         """How long this rank's own work takes."""
         mesh = self.grid.mesh
-        self.forward_state = ForwardState(world, spec.exact) if mesh.data_size == world.world_size else None
+        holds_all = mesh.data_size == world.world_size
+        self.forward_state = ForwardState(world, spec.exact, is_checked=witness is not None) if holds_all else None
         """None where ranks hold different parts of the model."""
         self._buffers: SavedBuffers | None = None
         """With on_nan=skip, as the step found them."""
@@ -139,7 +140,8 @@ class Engine:
         self._seed(mix64(self.context.step_key + first_row + (passes << 40)) >> 1)
 
     def begin_update(self) -> None:
-        """Seed the noise of an optimizer that draws some: not by what this rank's parts left."""
+        """Seed the noise of an optimizer that draws some: not by what this rank's parts left, nor by row."""
+        self.context.end_part()
         self._seed(mix64(self.context.step_key ^ 0x55504441) >> 1)
 
     @contextlib.contextmanager

@@ -68,12 +68,14 @@ class _SyncedBuffer:
 class ForwardState:
     """The parameters and buffers of all models, seen from one rank."""
 
-    def __init__(self, world: World, exact: bool) -> None:
+    def __init__(self, world: World, exact: bool, is_checked: bool = False) -> None:
+        """`is_checked`: nothing is refused, because somebody else compares the ranks."""
         self._world, self._exact = world, exact
         self._rules: dict[str, str] = {}
         self._synced: list[_SyncedBuffer] = []
         self._before: dict[str, int] | None = None
-        self._is_checked = world.world_size == 1 and not exact
+        self._has_begun = False
+        self._is_checked = is_checked or (world.world_size == 1 and not exact)
         self.watch = WriteWatch()
         """Active in the first step's forward passes, where nothing is compiled."""
 
@@ -91,9 +93,11 @@ class ForwardState:
 
     def begin_step(self, models: Sequence[nn.Module]) -> None:
         """Note what the models hold before the step's forward passes."""
-        if not self._is_checked:
-            if not self._exact:
+        if not self._has_begun:
+            self._has_begun = True
+            if self._world.world_size > 1 and not self._exact:
                 self._find_synced(models)
+        if not self._is_checked:
             self._before = self._prints(models)
         for buffer in self._synced:
             buffer.start = buffer.value.detach().clone() if buffer.rule == "sum" else None

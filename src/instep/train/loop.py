@@ -1,7 +1,6 @@
 """Train a Task: the loop that a person would write, with `instep.start`'s run."""
 
 import contextlib
-import copy
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,7 @@ from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
 from instep.train.step import Step, with_weight
 from instep.train.task import Task, overrides
-from instep.train.trial import try_loss, try_metrics
+from instep.train.trial import copy_of, try_loss, try_metrics
 
 _EXAMPLE_ROWS = 2
 
@@ -53,12 +52,13 @@ class Loop:
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
         run, task, model = self._run, self._task, self._model
-        if run.step == 0 and run.engine.strategy.calls_model and not run.stopped:
+        witness = run.engine.witness  # it reports itself what this would refuse
+        if run.step == 0 and run.engine.strategy.calls_model and not run.stopped and witness is None:
             try_loss(run, task, model, self._train_data)
             if self._eval_data is not None:
                 prepare_metrics(vars(task).values(), run.world.device)
-                try_metrics(run, partial(_metrics, copy.copy(task)), self._eval_data, task.collate)
-        if run.engine.witness is not None and run.step == 0:
+                try_metrics(run, partial(_metrics, copy_of(task)), self._eval_data, task.collate)
+        if witness is not None and run.step == 0:
             self._evaluate()
         loss_of = run.compile_loss(task.loss)
         # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.

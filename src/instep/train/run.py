@@ -108,7 +108,9 @@ class Run:
         progress = dict(checkpoint.part("progress"))
         if progress.get("step", self.step) != self.step:
             raise CheckpointError(f"it is the progress of step {progress['step']!r:.40}")
-        self.loss, self.stopped = float(progress.get("loss") or 0.0), bool(progress.get("stopped"))
+        self.loss, self.stopped = float(progress.get("loss", 0.0)), progress.get("stopped", False)
+        if type(self.stopped) is not bool:
+            raise CheckpointError(f"stopped is {self.stopped!r:.40}")
         if self.engine.loss_scale is not None and "loss_scale" in progress:
             self.engine.loss_scale.restore(progress["loss_scale"])
 

@@ -117,7 +117,10 @@ class TrainState:
 
     def _load_scheduler(self, checkpoint: Checkpoint, part: str) -> None:
         state = checkpoint.part(part)
-        _check_types(self.scheduler, state, self.scheduler.state_dict())
+        fresh = self.scheduler.state_dict()
+        _check_types(self.scheduler, state, fresh)
+        if lost := [key for key in ("last_epoch", "base_lrs", "_step_count") if key in fresh and key not in state]:
+            raise ValueError(f"it has no {lost[0]!r}")
         self.scheduler.load_state_dict(state)
         # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to continue with.
         for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):

@@ -24,6 +24,7 @@ from instep.data.loader import first_rows, num_samples
 from instep.data.nested import map_tensors
 from instep.parallel.preserve import evaluating
 from instep.train.evaluate import check_metrics
+from instep.train.metric_objects import is_metric
 from instep.train.reading import Collate, chunk_rows, cut_batch
 from instep.train.run import Run
 from instep.train.step import with_weight
@@ -48,11 +49,11 @@ def try_loss(run: Run, task: Task, model: nn.Module, dataset: Any) -> None:
     except TaskError:  # its rows cannot be told apart
         return
     losses: list[Loss] = []
-    # A loss may need more rows than these: if it fails for another reason, the first step will raise it.
+    # A loss may need more rows than these, or gradients. If it fails for another reason, the first step will raise it.
     with _on_the_side(run, model) as seed, contextlib.suppress(Exception):
         for piece in (batch, batch, *halves):
             seed()
-            losses.append(_loss(copy.copy(task).loss(model, piece)))  # a copy: it may count its calls
+            losses.append(_loss(copy_of(task).loss(model, piece)))
     kind = run.world.broadcast_object(kind_of_loss(losses))
     if kind == "sum":
         (whole, _), _, (first, _), (second, _) = losses
@@ -73,9 +74,16 @@ def try_metrics(run: Run, metrics: Callable[[nn.Module, Any], Any], dataset: Any
     """Compute the metrics of a few rows; raise TaskError for what they cannot return. Called on all ranks."""
     rows = min(_ROWS, chunk_rows(run.spec), num_samples(dataset, collate))
     batch, model = _rows_of(run, dataset, rows, collate), run.engine.trained[0].model
-    with _on_the_side(run, model) as seed, torch.no_grad():
+    with _on_the_side(run, model) as seed:
         seed()
         run.check_best(check_metrics(metrics(model, batch), rows, run.spec.exact))
+
+
+def copy_of(task: Task) -> Task:
+    """Return a copy that may count its calls, and update its metric objects."""
+    copied = copy.copy(task)
+    vars(copied).update({name: copy.deepcopy(value) for name, value in vars(task).items() if is_metric(value)})
+    return copied
 
 
 def kind_of_loss(losses: list[Loss]) -> str:
@@ -111,6 +119,7 @@ def _on_the_side(run: Run, model: nn.Module) -> Iterator[Callable[[], None]]:
     """Evaluate the model without a trace; yields a function that seeds what a call draws."""
     run.engine.context.end_part()
     with (
+        torch.no_grad(),
         evaluating(model),
         run.engine.evaluation_noise(run.step) as seed,
         run.engine.precision.autocast(),

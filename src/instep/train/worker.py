@@ -25,6 +25,7 @@ from instep.core.topology import Place
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
+from instep.parallel.row_noise import noise_by_row
 from instep.train.directory import agree_on_directory, open_directory
 from instep.train.engine import Witness
 from instep.train.loop import Loop
@@ -185,7 +186,9 @@ def open_run(
             run = Run(world, spec, directory, log, name, request, witness, own_loop, unfit)
             if world.comm_notice:
                 run.notice(world.comm_notice)
-            yield run
+            compiles = spec.compile or (spec.compile is None and not run.engine.on_cpu)
+            with contextlib.nullcontext() if spec.exact else noise_by_row(run.engine.context, compiles):
+                yield run
     except BaseException as error:  # no collectives from here on: other ranks may be gone
         failure = "" if isinstance(error, Preempted) else f"{type(error).__name__}: {error}"
         raise

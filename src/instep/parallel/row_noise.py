@@ -1,0 +1,324 @@
+"""Noise that users draw themselves, by row of the global batch: `instep.randn_like`, and torch's own functions.
+
+[Note: Noise of one's own]
+`torch.randn_like(x)` in a model or a loss draws from torch's global generator, so that another split of the batch gives
+other noise. The functions here draw by row, as dropout does ([Note: Row noise]): element e of row r of the n-th draw of
+a part is a hash of (seed, step, n, r, e). A tensor without rows gets the same noise on all ranks. While a run is open,
+torch's functions of the same names are these, and so are the methods of tensors that fill them with noise. Outside of a
+part of a training step, in another thread, with a generator or an output of the user's, and in exact mode, where all
+noise is the shard's, they are torch's.
+
+torch.compile traces these functions as it does a user's, but not the methods. Those, and what is drawn inside of an
+operator (attention, LSTM, multinomial), stay torch's, and NoiseWatch names them.
+"""
+
+import contextlib
+import functools
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from instep.core.frames import is_users
+from instep.core.splitmix import mix64
+from instep.parallel.batch_context import BatchContext, is_in_backward, signed32
+from instep.parallel.dropout import LEVELS, ODD, find_rows, keep_mask, levels_of, rows_back, scramble
+
+_SALT = 0x524F574E4F495345
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}
+"""How many random bits a number in [0, 1) has; float64 has 52, from two hashes."""
+
+
+class RowNoise:
+    """Draws noise for the part of the global batch under way; each draw of a part differs."""
+
+    def __init__(self, context: BatchContext, compiles: bool) -> None:
+        self.uses = 0
+        self.context = context
+        self._thread = threading.get_ident()
+        context.noisy.append(self)
+        if compiles:  # traced code could not do it at the first draw
+            context.read_noise()
+
+    def is_active(self) -> bool:
+        """Return whether a part of a training step is under way here."""
+        if not self.context.num_rows:
+            return False
+        return torch.compiler.is_compiling() or threading.get_ident() == self._thread or is_in_backward()
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, is_open: bool = False) -> torch.Tensor:
+        """Return numbers in [0, 1), evenly spaced as torch's are; `is_open`: in (0, 1)."""
+        half = 0.5 if is_open else 0.0
+        if dtype == torch.float64:
+            high, low = self._words(shape, 2)
+            return (_bits(high, 26).double() * 2**26 + _bits(low, 26).double() + half) * 2.0**-52
+        digits = _DIGITS[dtype] - is_open
+        (words,) = self._words(shape, 1)
+        return ((_bits(words, digits).float() + half) * 2.0**-digits).to(dtype)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return numbers of a normal distribution, by the inverse of its distribution function."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return (torch.erfinv(self.uniform(shape, wide, is_open=True) * 2 - 1) * math.sqrt(2)).to(dtype)
+
+    def keep(self, shape: torch.Size, levels: int) -> torch.Tensor:
+        """Return which elements a dropout keeps."""
+        salt = mix64(_SALT + 4 * self._next_use())
+        return keep_mask(self.context, salt, shape, levels, None, _line())
+
+    def _next_use(self) -> int:
+        self.context.read_noise()
+        return self.context.next_use(self)
+
+    def _words(self, shape: Sequence[int], count: int) -> list[torch.Tensor]:
+        """Return hashes of 32 bits for each element, `count` of them."""
+        noise, use = self.context.noise, self._next_use()
+        row_dim, rows_each = find_rows(shape, self.context, _line())
+        num_rows = shape[row_dim] if shape else 1
+        number = torch.arange(num_rows, device=noise.device, dtype=torch.int32)
+        element = torch.arange(math.prod(shape) // max(num_rows, 1), device=noise.device, dtype=torch.int32)
+        words = []
+        for part in range(count):
+            salt = mix64(_SALT + 4 * use + 1 + part)
+            rows = scramble((number + noise[2] * rows_each) * ODD + (noise[0] ^ signed32(salt)))
+            columns = scramble(element * ODD + (noise[1] ^ signed32(salt >> 32)))
+            words.append(rows_back(scramble(rows[:, None] + columns[None, :]), shape, row_dim))
+        return words
+
+
+def _bits(words: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the highest bits of hashes, as numbers that are not negative."""
+    return (words >> (32 - count)) & ((1 << count) - 1)
+
+
+def _line() -> str:
+    """Return the user's line that draws; it names a guess."""
+    if torch.compiler.is_compiling():
+        return "noise"
+    frame = sys._getframe(2)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"noise at {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+_current: RowNoise | None = None
+"""Of the run that is open in this process."""
+
+
+def _noise(*tensors: Any, **options: Any) -> RowNoise | None:
+    """Return what draws by row, if these arguments allow it, and a part of a training step is under way."""
+    if _current is None or any(value is not None for value in options.values()):
+        return None
+    if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+        return None  # of a subclass: a shard of a tensor
+    return _current if _current.is_active() else None
+
+
+def _is_floating(dtype: torch.dtype) -> bool:
+    return dtype in (*_DIGITS, torch.float64)
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device  # torch.get_default_device() cannot be traced
+
+
+def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+
+
+def _drawn(draw: str) -> Callable[..., torch.Tensor]:
+    """Return torch.rand or torch.randn by row."""
+    original = getattr(torch, {"uniform": "rand", "normal": "randn"}[draw])
+
+    @functools.wraps(original)
+    def function(
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        **more: Any,
+    ) -> Any:
+        noise, kind = _noise(**more), dtype or torch.get_default_dtype()
+        if noise is None or not size or not _is_floating(kind):
+            return original(*size, dtype=dtype, device=device, requires_grad=requires_grad, **more)
+        values = getattr(noise, draw)(_size(size), kind).to(device or _default_device())
+        return values.requires_grad_(requires_grad) if requires_grad else values
+
+    return function
+
+
+def _drawn_like(draw: str) -> Callable[..., torch.Tensor]:
+    """Return torch.rand_like or torch.randn_like by row."""
+    original = getattr(torch, {"uniform": "rand_like", "normal": "randn_like"}[draw])
+
+    @functools.wraps(original)
+    def function(
+        input: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        **more: Any,
+    ) -> Any:
+        kind = dtype or input.dtype
+        noise = _noise(input, **{key: value for key, value in more.items() if key != "memory_format"})
+        if noise is None or not _is_floating(kind):
+            return original(input, dtype=dtype, device=device, requires_grad=requires_grad, **more)
+        values = getattr(noise, draw)(input.shape, kind).to(device or input.device)
+        return values.requires_grad_(requires_grad) if requires_grad else values
+
+    return function
+
+
+rand, randn = _drawn("uniform"), _drawn("normal")
+rand_like, randn_like = _drawn_like("uniform"), _drawn_like("normal")
+_bernoulli, _normal, _randint, _randint_like = torch.bernoulli, torch.normal, torch.randint, torch.randint_like
+_dropout = F.dropout
+
+
+@functools.wraps(_bernoulli)
+def bernoulli(input: torch.Tensor, p: float | None = None, **more: Any) -> Any:
+    noise = _noise(input, **more)
+    if noise is None or not _is_floating(input.dtype):
+        return _bernoulli(input, **more) if p is None else _bernoulli(input, p, **more)
+    drawn = noise.uniform(input.shape, input.dtype).to(input.device)
+    return (drawn < (input if p is None else p)).to(input.dtype)
+
+
+@functools.wraps(_normal)
+def normal(mean: Any, std: Any = 1.0, *size: Any, **more: Any) -> Any:
+    tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
+    noise = _noise(*tensors, **more)
+    if noise is None or not tensors or not all(_is_floating(tensor.dtype) for tensor in tensors):
+        return _normal(mean, std, *size, **more)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    return noise.normal(shape, tensors[0].dtype).to(tensors[0].device) * std + mean
+
+
+@functools.wraps(_randint)
+def randint(low: int, high: Any = None, size: Any = None, *, dtype: Any = None, device: Any = None, **more: Any) -> Any:
+    noise = _noise(**more)
+    if noise is None or (isinstance(high, int) and size is None):
+        arguments: list[Any] = [value for value in (low, high, size) if value is not None]
+        return _randint(*arguments, dtype=dtype, device=device, **more)
+    first, last, shape = (low, high, size) if size is not None else (0, low, high)
+    return _integers(noise, first, last, tuple(shape), dtype or torch.int64).to(device or _default_device())
+
+
+@functools.wraps(_randint_like)
+def randint_like(input: torch.Tensor, low: int, high: int | None = None, *, dtype: Any = None, **more: Any) -> Any:
+    noise = _noise(input, **more)
+    if noise is None:
+        return _randint_like(input, *((low,) if high is None else (low, high)), dtype=dtype, **more)
+    first, last = (0, low) if high is None else (low, high)
+    return _integers(noise, first, last, input.shape, dtype or input.dtype).to(input.device)
+
+
+def _integers(noise: RowNoise, low: int, high: int, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    return (low + (noise.uniform(shape, torch.float64) * (high - low)).floor()).to(dtype)
+
+
+@functools.wraps(_dropout)
+def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    noise = _noise(input) if training and 0.0 < p < 1.0 else None
+    if noise is None:
+        return _dropout(input, p, training, inplace)
+    return _masked(noise, input, input.shape, p, inplace)
+
+
+def _channel_dropout(name: str) -> Callable[..., torch.Tensor]:
+    original = getattr(F, name)
+
+    @functools.wraps(original)
+    def function(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        noise = _noise(input) if training and 0.0 < p < 1.0 and input.dim() > 2 else None
+        if noise is None:
+            return original(input, p, training, inplace)
+        return _masked(noise, input, input.shape[:2], p, inplace)
+
+    return function
+
+
+def _masked(noise: RowNoise, input: torch.Tensor, shape: torch.Size, p: float, inplace: bool) -> Any:
+    levels = levels_of(p)
+    keep = noise.keep(shape, levels).reshape(*shape, *([1] * (input.dim() - len(shape)))).to(input.device)
+    mask = keep.to(input.dtype).mul_(LEVELS / levels)
+    return input.mul_(mask) if inplace else input * mask
+
+
+def _filled(name: str, values_of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a method of tensors that fills them with noise, by row; `values_of(noise, tensor, …)` draws it."""
+    original = getattr(torch.Tensor, name)
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *arguments: Any, generator: Any = None, **more: Any) -> Any:
+        noise = _noise(self, generator=generator)
+        if noise is None or not _is_floating(self.dtype):
+            return original(self, *arguments, generator=generator, **more)
+        with torch.no_grad():
+            return self.copy_(values_of(noise, self, *arguments, **more))
+
+    return method
+
+
+def _uniform_values(noise: RowNoise, like: torch.Tensor, *between: float, **named: float) -> Any:
+    low, high = (*between, named.get("from", 0.0), named.get("to", 1.0))[:2] if not between else (*between, 1.0)[:2]
+    return low + (high - low) * noise.uniform(like.shape, like.dtype)
+
+
+def _normal_values(noise: RowNoise, like: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
+    return mean + std * noise.normal(like.shape, like.dtype)
+
+
+def _exponential_values(noise: RowNoise, like: torch.Tensor, lambd: float = 1.0) -> Any:
+    return -torch.log(noise.uniform(like.shape, like.dtype, is_open=True)) / lambd
+
+
+def _bernoulli_values(noise: RowNoise, like: torch.Tensor, p: Any = 0.5) -> Any:
+    drawn = noise.uniform(like.shape, like.dtype).to(like.device)
+    return (drawn < p).to(like.dtype)
+
+
+_FUNCTIONS: dict[Any, dict[str, Callable[..., Any]]] = {
+    torch: {
+        "rand": rand,
+        "randn": randn,
+        "rand_like": rand_like,
+        "randn_like": randn_like,
+        "bernoulli": bernoulli,
+        "normal": normal,
+        "randint": randint,
+        "randint_like": randint_like,
+    },
+    F: {"dropout": dropout, **{name: _channel_dropout(name) for name in ("dropout1d", "dropout2d", "dropout3d")}},
+    torch.Tensor: {
+        "uniform_": _filled("uniform_", _uniform_values),
+        "normal_": _filled("normal_", _normal_values),
+        "exponential_": _filled("exponential_", _exponential_values),
+        "bernoulli_": _filled("bernoulli_", _bernoulli_values),
+    },
+}
+
+
+@contextlib.contextmanager
+def noise_by_row(context: BatchContext, compiles: bool) -> Iterator[None]:
+    """Draw noise by row within the parts of a run's steps, also with torch's own functions, while the block runs.
+
+    `compiles`: whether a draw may be traced.
+    """
+    global _current
+    before = _current, {(owner, name): getattr(owner, name) for owner, names in _FUNCTIONS.items() for name in names}
+    _current = RowNoise(context, compiles)
+    for owner, functions in _FUNCTIONS.items():
+        for name, function in functions.items():
+            setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        _current = before[0]
+        for (owner, name), function in before[1].items():
+            setattr(owner, name, function)

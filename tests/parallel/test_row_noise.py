@@ -1,0 +1,175 @@
+"""Noise of one's own, by row of the global batch: the same for any split, well distributed, and recomputable."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.weights import load_weights
+from instep.events.read import read_events
+from instep.parallel.batch_context import BatchContext
+from instep.parallel.row_noise import noise_by_row
+from instep.train.worker import worker_main
+from instep.world.world import World
+from ranks import run_ranks
+from tasks import Small
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand_like": lambda x: torch.rand_like(x),
+    "randn_like": lambda x: torch.randn_like(x),
+    "rand": lambda x: torch.rand(*x.shape, dtype=x.dtype),
+    "randn": lambda x: torch.randn(x.shape, dtype=x.dtype),
+    "randint": lambda x: torch.randint(0, 9, (len(x), 1)).to(x.dtype),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
+    "normal": lambda x: torch.normal(torch.zeros_like(x), 2.0),
+    "distribution": lambda x: torch.distributions.Normal(torch.zeros_like(x), torch.ones_like(x)).rsample(),
+    "normal_": lambda x: torch.empty_like(x).normal_(1.0, 0.5),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.4),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout1d": lambda x: F.dropout1d(x[..., None].expand(-1, -1, 4), 0.5).sum(-1),
+    "shared": lambda x: torch.randn(x.shape[1:], dtype=x.dtype).expand_as(x),
+    "own": lambda x: instep.randn_like(x),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_any_split_gives_the_same(name: str) -> None:
+    """The rows of a batch of 12 in one part, and in three of other sizes: the same noise, twice in a row another."""
+    context = BatchContext(torch.device("cpu"), seed=5)
+    x = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).reshape(12, 8)
+
+    def draw(step: int, first: int, last: int) -> list[torch.Tensor]:
+        context.begin_step(step)
+        context.begin_part(first, last - first, replicated=False)
+        return [DRAWS[name](x[first:last]) for _ in range(2)]
+
+    with noise_by_row(context, compiles=False):
+        whole = draw(3, 0, 12)
+        parts = [draw(3, first, last) for first, last in ((0, 5), (5, 6), (6, 12))]
+        later = draw(4, 0, 12)
+    for number in range(2):
+        assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
+    assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(whole[0], later[0])
+
+
+def test_outside_of_a_part_it_is_torchs() -> None:
+    context = BatchContext(torch.device("cpu"), seed=5)
+    torch.manual_seed(1)
+    expected = torch.randn(4), torch.rand_like(torch.zeros(3)), torch.empty(2).normal_()
+    with noise_by_row(context, compiles=False):
+        torch.manual_seed(1)
+        assert torch.equal(torch.randn(4), expected[0])
+        assert torch.equal(torch.rand_like(torch.zeros(3)), expected[1])
+        assert torch.equal(torch.empty(2).normal_(), expected[2])
+        context.begin_part(0, 4, replicated=False)
+        generator = torch.Generator().manual_seed(1)
+        assert torch.equal(torch.randn(4, generator=generator), expected[0])
+        assert not torch.equal(torch.randn(4), torch.randn(4, generator=generator.manual_seed(1)))
+    assert torch.randn.__module__ != "instep.parallel.row_noise"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_distributions(dtype: torch.dtype) -> None:
+    """Moments, and the largest distance between the distribution functions (Kolmogorov and Smirnov)."""
+    context, count = BatchContext(torch.device("cpu"), seed=7), 200_000
+    context.begin_step(1)
+    context.begin_part(0, 200, replicated=False)
+    with noise_by_row(context, compiles=False):
+        uniform, normal = torch.rand(200, 1000, dtype=dtype), torch.randn(200, 1000, dtype=dtype)
+        exponential = torch.empty(200, 1000, dtype=dtype).exponential_()
+        kept = torch.bernoulli(torch.full((200, 1000), 0.3, dtype=dtype))
+        whole = torch.randint(-2, 5, (200, 1000))
+    bound = 1.95 / math.sqrt(count) + (0.005 if dtype == torch.bfloat16 else 0)  # exceeded by one in a thousand
+    for sample, distribution in (
+        (uniform, lambda x: x),
+        (normal, lambda x: 0.5 * (1 + torch.erf(x / math.sqrt(2)))),
+        (exponential, lambda x: 1 - torch.exp(-x)),
+    ):
+        ordered = distribution(sample.double().flatten().sort().values)
+        steps = torch.arange(1, count + 1, dtype=torch.float64) / count
+        assert (ordered - steps).abs().max() < bound
+    assert 0 <= uniform.min() <= uniform.max() < 1
+    assert normal.isfinite().all()
+    assert abs(kept.double().mean() - 0.3) < 4 * math.sqrt(0.21 / count)
+    assert whole.unique().tolist() == list(range(-2, 5))
+    lines = normal.double().T.corrcoef() - torch.eye(1000)  # of 200 rows each
+    assert lines.abs().max() < 6 / math.sqrt(200)
+
+
+class Drawing(nn.Module):
+    """A small VAE's middle, with dropout by the function, and a part that is computed again in backward."""
+
+    def __init__(self, recomputes: str) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 16), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.2)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, scale = self.first(x).chunk(2, 1)
+        z = mean + torch.randn_like(mean) * scale.exp()
+        if not self.recomputes:
+            return self.last(self.body(z))
+        return self.last(checkpoint(self.body, z, use_reentrant=self.recomputes == "reentrant"))
+
+    def body(self, z: torch.Tensor) -> torch.Tensor:
+        z = F.dropout(self.drop(torch.tanh(self.middle(z))), 0.3, self.training)
+        return self.drop(z + 0.1 * torch.rand(z.shape, dtype=z.dtype))
+
+
+@dataclass(kw_only=True)
+class Noisy(Small):
+    recomputes: str = ""
+    draws: str = ""
+
+    def model(self) -> nn.Module:
+        return Drawing(self.recomputes).double()
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        weights = torch.rand(len(x), dtype=x.dtype)
+        if self.draws:
+            weights = weights + torch.multinomial(torch.ones(len(x), 4), 1)[:, 0]  # the line
+        return (
+            F.cross_entropy(model(x + 0.1 * torch.randn(x.shape, dtype=x.dtype)), y, reduction="none") * weights
+        ).mean()
+
+
+def train(world: World, folder: str, tasks: dict[str, Noisy], options: dict[str, Any]) -> None:
+    for name, task in tasks.items():
+        spec = instep.TrainSpec(epochs=2, batch_size=12, quiet=True, data_workers=0, **options)
+        worker_main(world, task, spec, RunDirectory(Path(folder) / f"{name}-{world.world_size}"))
+
+
+def test_training_is_that_of_one_process(tmp_path: Path) -> None:
+    """Also where a part is computed again in backward, by torch or by instep: the weights are those without."""
+    tasks = {name or "plain": Noisy(recomputes=name) for name in ("", "reentrant", "not reentrant")}
+    for size in (1, 2, 3):
+        run_ranks(train, size, str(tmp_path), tasks, {})
+    alone = load_weights(tmp_path / "plain-1")
+    for name in tasks:
+        for size in (1, 2, 3):
+            found = load_weights(tmp_path / f"{name}-{size}")
+            torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
+    notices = [event.get("text", "") for event in read_events(tmp_path / "plain-2")]
+    assert not any("random numbers" in text for text in notices)
+
+
+def test_what_is_not_owned_is_named(tmp_path: Path) -> None:
+    run_ranks(train, 2, str(tmp_path), {"draws": Noisy(draws="multinomial")}, {})
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# the line"))
+    notices = [event.get("text", "") for event in read_events(tmp_path / "draws-2")]
+    assert any(f"test_row_noise.py:{line} loss draws random numbers (multinomial)" in text for text in notices), notices
