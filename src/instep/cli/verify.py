@@ -83,10 +83,18 @@ def _compare(task: Task, path: Path, spec: TrainSpec, worlds: list[int]) -> int:
         if finding.text or finding.run == outcome.reference:
             text = f"{finding.row}, {finding.run}: {finding.kind}" + f". {finding.text}" * bool(finding.text)
             console.print(text, soft_wrap=True, highlight=False, markup=False)
+    for text in outcome.notices:
+        console.print(f"notice: {text}", soft_wrap=True, highlight=False, markup=False)
     console.print(_verdict(outcome, same, spec.exact), soft_wrap=True, highlight=False)
     if spec.json:
         findings = [asdict(finding) for finding in outcome.findings]
-        comparison = {"same": same, "exact": spec.exact, "reference": outcome.reference, "findings": findings}
+        comparison = {
+            "same": same,
+            "exact": spec.exact,
+            "reference": outcome.reference,
+            "findings": findings,
+            "notices": outcome.notices,
+        }
         print_json(comparison)
     return EXIT_DONE if same else EXIT_USER
 

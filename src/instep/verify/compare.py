@@ -67,7 +67,7 @@ def compare(reference: Evidence, other: Evidence, limits: Limits) -> list[Findin
         "sample order": _sample_order(reference, other),
         "samples exactly once": _exactly_once(other, limits),
         "learning rates": _numbers(_trajectory(reference.lrs, other.lrs, None, 0.0)),
-        "loss trajectory": _numbers(_trajectory(reference.losses, other.losses, twin_losses, relative)),
+        "loss trajectory": _losses(reference, other, twin_losses, relative),
         "gradients at step 1": _gradients(reference, other, limits),
         "final weights": _weights(reference, other, limits),
         "ranks agree": _ranks_agree(other),
@@ -144,6 +144,18 @@ def _numbers(pairs: Iterable[Pair]) -> Outcome:
             return Kind.DIFFERENT, f"{what}: {theirs:.9g}, not {ours:.9g}"
         kind = Kind.NEAR
     return kind, ""
+
+
+def _losses(reference: Evidence, other: Evidence, twin: Mapping[int, float] | None, relative: float) -> Outcome:
+    kind, text = _numbers(_trajectory(reference.losses, other.losses, twin, relative))
+    ours, theirs = reference.losses.get(1, math.nan), other.losses.get(1, math.nan)
+    if kind is Kind.DIFFERENT and theirs and math.isfinite(ours / theirs):
+        ratio = ours / theirs
+        whole = round(max(ratio, 1 / ratio)) if ratio > 0 else 1
+        if whole > 1 and abs(max(ratio, 1 / ratio) - whole) <= 1e-4 * whole:
+            part = f"exactly 1/{whole}" if ratio > 1 else f"exactly {whole} times"
+            text += f"; {part} of it: is the loss a sum over the batch? It must be the mean"
+    return kind, text
 
 
 def _equal(ours: float, theirs: float) -> bool:

@@ -42,6 +42,8 @@ class Evidence:
     """The sum of the absolute values of the terms that a gradient at step 1 is the sum of, where that is known."""
     eps: float = 0.0
     """Of the coarsest precision that a layer computed in."""
+    notices: list[str] = field(default_factory=list)
+    """What the training logged for a person."""
 
 
 def read_evidence(name: str, run_dir: Path, folders: Sequence[Path], metrics: dict[str, float]) -> Evidence:
@@ -64,6 +66,8 @@ def read_evidence(name: str, run_dir: Path, folders: Sequence[Path], metrics: di
         if event["event"] == "step":
             evidence.losses[event["step"]] = event["loss"]
             evidence.lrs[event["step"]] = event["lr"]
+        if event["event"] == "notice":
+            evidence.notices.append(event["text"])
         if event["event"] == "eval" and event["step"] == 0:
             evidence.first_metrics = event["metrics"]
     return evidence

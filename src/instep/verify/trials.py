@@ -64,6 +64,8 @@ class Verification:
 
     reference: str
     findings: tuple[Finding, ...]
+    notices: tuple[str, ...] = ()
+    """What the trainings logged, each sentence once."""
 
 
 def verify(
@@ -93,7 +95,7 @@ def verify(
     findings = [finding for other in others for finding in compare(reference, other, limits)]
     if twin is not None:
         findings.append(compare_twin(reference, limits))
-    return Verification(reference.name, tuple(findings))
+    return Verification(reference.name, tuple(findings), tuple(dict.fromkeys(t for e in trained for t in e.notices)))
 
 
 def _num_samples(task: Task, spec: TrainSpec) -> int:
