@@ -39,6 +39,10 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
     "dropout": lambda x: F.dropout(x, 0.3),
     "dropout1d": lambda x: F.dropout1d(x[..., None].expand(-1, -1, 4), 0.5).sum(-1),
+    "attention": lambda x: (
+        F.scaled_dot_product_attention(*[x[:, None]] * 3, dropout_p=0.4)[:, 0]
+        + F.scaled_dot_product_attention(*[x.reshape(-1, 1, 2, 4)] * 3, dropout_p=0.4, is_causal=True).reshape(x.shape)
+    ),
     "shared": lambda x: torch.randn(x.shape[1:], dtype=x.dtype).expand_as(x),
     "own": lambda x: instep.randn_like(x),
 }
@@ -79,6 +83,20 @@ def test_outside_of_a_part_it_is_torchs() -> None:
         assert torch.equal(torch.randn(4, generator=generator), expected[0])
         assert not torch.equal(torch.randn(4), torch.randn(4, generator=generator.manual_seed(1)))
     assert torch.randn.__module__ != "instep.parallel.row_noise"
+
+
+@pytest.mark.parametrize("masked", ["", "causal", "bools", "numbers"])
+def test_attention_without_its_dropout_is_torchs(masked: str) -> None:
+    """With so small a probability that no element is dropped."""
+    context = BatchContext(torch.device("cpu"), seed=5)
+    query, key, value = torch.randn(3, 4, 2, 5, 6, dtype=torch.float64).unbind()
+    mask = {"bools": torch.ones(5, 5).tril().bool(), "numbers": torch.randn(5, 5, dtype=torch.float64)}.get(masked)
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": masked == "causal", "scale": 0.3}
+    expected = F.scaled_dot_product_attention(query, key, value, **options)
+    with noise_by_row(context, compiles=False):
+        context.begin_part(0, 4, replicated=False)
+        actual = F.scaled_dot_product_attention(query, key, value, dropout_p=1e-9, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # it scales by 1 / (1 - 1/65536)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -4,7 +4,9 @@ A command is one module, which makes it with `cli.command.command`, and one line
 command is used.
 """
 
+import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
@@ -51,7 +53,14 @@ def _group(table: Mapping[str, tuple[str, str]], help: str) -> typer.Typer:
     )
 
 
-app = _group(COMMANDS, "Train a PyTorch model on any number of processes; the number changes only the speed.")
+def docs_path() -> Path:
+    """Return the folder of the documentation that help texts and errors cite as docs/…"""
+    source = Path(__file__).parents[3] / "docs"  # of a checkout
+    return source if source.is_dir() else Path(sysconfig.get_path("data")) / "share" / "doc" / "instep"
+
+
+_HELP = "Train a PyTorch model on any number of processes; the number changes only the speed."
+app = _group(COMMANDS, f"{_HELP}\n\nDocumentation (docs/…): {docs_path()}")
 submit = typer.main.get_group(_group(SUBMIT_COMMANDS, COMMANDS["submit"][1]))
 
 

@@ -29,15 +29,18 @@ from instep.train.directory import agree_on_directory, prepare_directory
 from instep.train.nodes import job_request
 from instep.train.precision import resolve_precision
 from instep.train.result import Result
-from instep.train.source import TaskSource
+from instep.train.source import TaskSource, refuse_while_loading
 from instep.train.task import Task, check_fields
 from instep.train.worker import joined_world, launched_main, placed_main, worker_main
 from instep.world.device import device_count
+from instep.world.environment import openmp_threads
+from instep.world.seeds import generators_restored
 from instep.world.world import judge_place, place_here
 
 
 def train_here(task: Task, **options: Any) -> Result:
     """Train a Task from a program or a notebook."""
+    refuse_while_loading("instep.train()")
     if not isinstance(task, Task):
         raise SpecError(
             f"instep.train got a {type(task).__name__}, and needs an instance of a Task: Digits(), for instance."
@@ -60,7 +63,7 @@ def conduct(
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
     check_fields(task)
     place = place_here()
-    spec = resolve_precision(spec, place.device)
+    spec = _heed_threads(resolve_precision(spec, place.device), place)
     launcher = find_launcher(spec)
     if not launcher.is_cluster:
         processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
@@ -75,6 +78,15 @@ def conduct(
     spec = launcher.prepare(spec, place)
     source = TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
     return _launch_ranks(task, spec, source, launcher, place, command)
+
+
+def _heed_threads(spec: TrainSpec, place: Place) -> TrainSpec:
+    """Return the spec with the threads that OMP_NUM_THREADS asks for, where the user has set that."""
+    given = openmp_threads()
+    is_torchruns = place.launcher == "torchrun" and given == 1  # torchrun sets it, unless the user has
+    return (
+        spec if spec.threads is not None or given is None or is_torchruns else dataclasses.replace(spec, threads=given)
+    )
 
 
 def _start(
@@ -144,13 +156,17 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place, command: Sequence[str]
     if place.attempt:  # the launcher restarts the same command: the run that it began with --fresh continues
         spec = dataclasses.replace(spec, fresh=False)
     stop = StopRequest()
-    with joined_world(place, spec) as world:
+    with generators_restored(), joined_world(place, spec) as world:
         directory = agree_on_directory(world, lambda: prepare_directory(task, spec))
         again = _how_to_continue(spec, directory.path, place, command)
         try:
             if (done := _complete(directory, task, spec, world.is_main)) is not None:
                 return done
-            with _interruptions_explained(directory, again), Follower(directory.path, _readers(spec, world.is_main)):
+            with (
+                _interruptions_explained(directory, again),
+                Follower(directory.path, _readers(spec, world.is_main)) as follower,
+                follower.quiet_at_prompts(),
+            ):
                 result = worker_main(world, task, spec, directory, place.attempt, stop=stop)
         finally:
             directory.unlock()

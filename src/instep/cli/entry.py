@@ -4,6 +4,7 @@ import sys
 
 from instep.cli.early import end_by_sigterm, keep_early_stops
 from instep.core.errors import EXIT_INTERRUPTED
+from instep.world.environment import launcher_here
 
 
 def main() -> None:
@@ -11,6 +12,8 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "train":
         keep_early_stops()
+        if len(sys.argv) > 2 and not {"--quiet", "-q", "--help"} & {*sys.argv} and launcher_here() == "none":
+            print("starting: loading PyTorch and the Task", file=sys.stderr, flush=True)  # it takes seconds
     elif command == "run":
         end_by_sigterm()
     try:

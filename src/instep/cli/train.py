@@ -34,6 +34,9 @@ def train(task: str, values: list[str] | None, **options: Any) -> int:
 
 def main(task: type[Task], argv: list[str] | None = None) -> None:
     """Run the command line of one Task: `instep.main`."""
+    from instep.train.source import refuse_while_loading
+
+    refuse_while_loading("instep.main()")
 
     @command(_task_help(task), VALUES, spec=TrainSpec)
     def train_task(values: list[str] | None, **options: Any) -> int:

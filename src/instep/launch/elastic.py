@@ -111,7 +111,9 @@ class ElasticRanks:
         except ChildFailedError as failed:
             exits = {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.failures.items()}
             raise self._blame(job, exits) from None
-        except (RuntimeError, ValueError, OSError, EOFError) as error:
+        except (RuntimeError, ValueError, TypeError, OSError, EOFError) as error:
+            if job.scratch.load_failures(job.attempt):  # torch failed to read what a rank left; our own record has it
+                raise self._blame(job, {}) from None
             where = f" together with those of the other nodes at {spec.rdzv_endpoint}" if several_nodes else ""
             raise EnvironmentFailed(f"The ranks could not be started{where}: {_line(error)}.") from error
         return {rank: job.scratch.load_result(job.attempt, rank) for rank in sorted(ranks)}

@@ -29,7 +29,7 @@ from instep.core.errors import (
     PeerLost,
     RanksFailed,
 )
-from instep.core.frames import is_users
+from instep.core.frames import PACKAGE, is_users
 from instep.world.device import device_backends
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -221,7 +221,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """Return the traceback from the user's first frame on; empty if the message is enough."""
+    """Return the traceback, if there is user code in it only that; empty if the message is enough."""
     if isinstance(error, InstepError | SystemExit):
         return ""
     exception = traceback.TracebackException.from_exception(error)
@@ -234,9 +234,17 @@ def _trim(exception: traceback.TracebackException) -> None:
     start = next((i for i, frame in enumerate(frames) if is_users(frame.filename)), None)
     if start is None:  # no frame of the user: at least leave out the launcher's
         start = next((i for i, frame in enumerate(frames) if not _is_launchers(frame.filename)), len(frames))
-    exception.stack = traceback.StackSummary.from_list(frames[start:])
+        kept = frames[start:]
+    else:
+        kept = [frame for frame in frames[start:] if not _is_machinery(frame.filename)]
+    exception.stack = traceback.StackSummary.from_list(kept)
     for other in filter(None, (exception.__cause__, exception.__context__, *(exception.exceptions or ()))):
         _trim(other)
+
+
+def _is_machinery(filename: str) -> bool:
+    """Return whether a file is torch's or instep's: what user code calls, and is called by."""
+    return f"{os.sep}torch{os.sep}" in filename or filename.startswith((PACKAGE, "<frozen"))
 
 
 _HERE = os.path.dirname(os.path.abspath(__file__))

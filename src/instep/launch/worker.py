@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NoReturn
 
-from instep.core.errors import EXIT_DONE, EXIT_USER
+from instep.core.errors import EXIT_DONE, EXIT_USER, SpecError
 from instep.guard.pulse import Phase, begin_pulse, here
 from instep.guard.stacks import register_stacks
 from instep.launch.failures import failure_of_exception
@@ -36,12 +37,21 @@ def work(
         _set_up_process(rank, blocked)
         register_stacks(scratch.stacks(attempt, rank))
         begin_pulse(scratch.pulse(attempt, rank))
+        sys.breakpointhook = partial(_refuse_breakpoint, rank)
         code = _run(payload, scratch, rank, attempt, log)
         here().beat(Phase.DONE)
         _shut_down()
     finally:
         # Not through the interpreter's shutdown, where a thread of gloo may take the GIL and abort.
         os._exit(code)
+
+
+def _refuse_breakpoint(rank: int, *_: object, **__: object) -> NoReturn:
+    frame = sys._getframe(1)
+    raise SpecError(
+        f"breakpoint() at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}: rank {rank} has no terminal. "
+        "Train in one process that has: python TASK.py, with instep.main(…) at the end of the file."
+    )
 
 
 def _pause() -> bool:

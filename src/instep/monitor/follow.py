@@ -34,6 +34,7 @@ class Follower:
         for event in self._tail.poll() if self._readers else ():  # the readers of an earlier command received these
             self._is_repeated(event)
         self._done = threading.Event()
+        self._is_quiet = False
         self._thread = threading.Thread(target=self._follow, name="instep-follow", daemon=True)
 
     def __enter__(self) -> Follower:
@@ -49,6 +50,24 @@ class Follower:
             with self._dropping(name):
                 reader.close()
 
+    @contextmanager
+    def quiet_at_prompts(self) -> Iterator[None]:
+        """Draw nothing while `breakpoint()` has the terminal: until the next event, which comes when it is left."""
+        before = sys.breakpointhook
+
+        def ask(*arguments: Any, **options: Any) -> Any:
+            self._is_quiet = True
+            for name, reader in list(self._readers.items()):
+                with self._dropping(name):
+                    reader.pause()
+            return before(*arguments, **options)
+
+        sys.breakpointhook = ask
+        try:
+            yield
+        finally:
+            sys.breakpointhook = before
+
     def stream(self, target: TextIO) -> TextIO:
         """Return where to write what the ranks print."""
         for reader in self._readers.values():
@@ -62,12 +81,13 @@ class Follower:
 
     def _pass_on(self) -> None:
         for event in self._tail.poll():
+            self._is_quiet = False
             repeated = self._is_repeated(event)
             for name, reader in list(self._readers.items()):
                 if reader.repeats or not repeated:
                     with self._dropping(name):
                         reader.read(event)
-        for name, reader in list(self._readers.items()):
+        for name, reader in list(self._readers.items()) if not self._is_quiet else ():
             with self._dropping(name):
                 reader.refresh()
 

@@ -24,6 +24,9 @@ class EventReader(ABC):
     def refresh(self) -> None:  # noqa: B027 - optional
         """Show what was received; called several times a second, after the new events."""
 
+    def pause(self) -> None:  # noqa: B027 - optional
+        """Leave the terminal to somebody else, until the next `refresh`."""
+
     def stream(self, target: TextIO) -> TextIO:
         """Return where to write what the ranks print; a display that draws on the terminal replaces `target`."""
         return target

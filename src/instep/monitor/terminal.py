@@ -42,6 +42,8 @@ class TerminalDisplay(EventReader):
         if not self._state.num_steps:
             return
         if self._bar is not None:
+            if not self._bar.live.is_started:
+                self._bar.start()
             if self._task is None:
                 self._task = self._bar.add_task(self._state.task, line="")
             total, step = self._state.num_steps, self._state.step
@@ -49,6 +51,11 @@ class TerminalDisplay(EventReader):
         elif time.monotonic() >= self._next_plain and self._state.step > self._state.first_step:
             self._next_plain = time.monotonic() + PLAIN_EVERY_S
             self._console.print(self._state.line(), markup=False, soft_wrap=True)
+
+    def pause(self) -> None:
+        """Remove the bar until the next refresh."""
+        if self._bar is not None:
+            self._bar.stop()
 
     def stream(self, target: TextIO) -> TextIO:
         """Return a stream whose lines appear above the bar."""

@@ -9,7 +9,7 @@ part of a training step, in another thread, with a generator or an output of the
 noise is the shard's, they are torch's.
 
 torch.compile traces these functions as it does a user's, but not the methods. Those, and what is drawn inside of an
-operator (attention, LSTM, multinomial), stay torch's, and NoiseWatch names them.
+operator (attention on a GPU, LSTM, multinomial), stay torch's, and NoiseWatch names them.
 """
 
 import contextlib
@@ -65,10 +65,10 @@ class RowNoise:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return (torch.erfinv(self.uniform(shape, wide, is_open=True) * 2 - 1) * math.sqrt(2)).to(dtype)
 
-    def keep(self, shape: torch.Size, levels: int) -> torch.Tensor:
-        """Return which elements a dropout keeps."""
+    def keep(self, shape: torch.Size, levels: int, is_flat: bool) -> torch.Tensor:
+        """Return which elements a dropout keeps; `is_flat`: the first dimension holds rows flattened with others."""
         salt = mix64(_SALT + 4 * self._next_use())
-        return keep_mask(self.context, salt, shape, levels, None, _line())
+        return keep_mask(self.context, salt, shape, levels, None, _line(), is_flat)
 
     def _next_use(self) -> int:
         self.context.read_noise()
@@ -177,7 +177,7 @@ def _drawn_like(draw: str) -> Callable[..., torch.Tensor]:
 rand, randn = _drawn("uniform"), _drawn("normal")
 rand_like, randn_like = _drawn_like("uniform"), _drawn_like("normal")
 _bernoulli, _normal, _randint, _randint_like = torch.bernoulli, torch.normal, torch.randint, torch.randint_like
-_dropout = F.dropout
+_dropout, _attention = F.dropout, F.scaled_dot_product_attention
 
 
 @functools.wraps(_bernoulli)
@@ -227,7 +227,32 @@ def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace:
     noise = _noise(input) if training and 0.0 < p < 1.0 else None
     if noise is None:
         return _dropout(input, p, training, inplace)
-    return _masked(noise, input, input.shape, p, inplace)
+    # There the heads of a row come one after the other, in the first of three dimensions.
+    is_flat = not torch.compiler.is_compiling() and sys._getframe(1).f_code is F.multi_head_attention_forward.__code__
+    return _masked(noise, input, input.shape, p, inplace, is_flat)
+
+
+@functools.wraps(_attention)
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    # On a GPU torch's fused kernels draw inside, and save the memory that a mask would take.
+    noise = _noise(query, key, value) if dropout_p and not enable_gqa and query.device.type == "cpu" else None
+    if noise is None:
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    weights = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        weights = weights.masked_fill(torch.ones(weights.shape[-2:], dtype=torch.bool).tril().logical_not(), -math.inf)
+    if attn_mask is not None:
+        weights = weights.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else weights + attn_mask
+    return dropout(weights.softmax(-1), dropout_p) @ value
 
 
 def _channel_dropout(name: str) -> Callable[..., torch.Tensor]:
@@ -243,9 +268,11 @@ def _channel_dropout(name: str) -> Callable[..., torch.Tensor]:
     return function
 
 
-def _masked(noise: RowNoise, input: torch.Tensor, shape: torch.Size, p: float, inplace: bool) -> Any:
+def _masked(
+    noise: RowNoise, input: torch.Tensor, shape: torch.Size, p: float, inplace: bool, is_flat: bool = False
+) -> Any:
     levels = levels_of(p)
-    keep = noise.keep(shape, levels).reshape(*shape, *([1] * (input.dim() - len(shape)))).to(input.device)
+    keep = noise.keep(shape, levels, is_flat).reshape(*shape, *([1] * (input.dim() - len(shape)))).to(input.device)
     mask = keep.to(input.dtype).mul_(LEVELS / levels)
     return input.mul_(mask) if inplace else input * mask
 
@@ -294,7 +321,11 @@ _FUNCTIONS: dict[Any, dict[str, Callable[..., Any]]] = {
         "randint": randint,
         "randint_like": randint_like,
     },
-    F: {"dropout": dropout, **{name: _channel_dropout(name) for name in ("dropout1d", "dropout2d", "dropout3d")}},
+    F: {
+        "dropout": dropout,
+        "scaled_dot_product_attention": attention,
+        **{name: _channel_dropout(name) for name in ("dropout1d", "dropout2d", "dropout3d")},
+    },
     torch.Tensor: {
         "uniform_": _filled("uniform_", _uniform_values),
         "normal_": _filled("normal_", _normal_values),

@@ -27,7 +27,7 @@ from instep.train.precision import LossScale, Precision
 from instep.train.train_state import TrainState
 from instep.world.device import accelerator_of, has_streams
 from instep.world.grid import Grid
-from instep.world.seeds import derive
+from instep.world.seeds import derive, generators_restored
 from instep.world.world import World
 
 
@@ -152,15 +152,8 @@ class Engine:
         """
         key = mix64(self.context.seed ^ mix64(step) ^ 0x4556414C)
         chunks = itertools.count(self.grid.data.rank, self.grid.data.world_size)
-        states = [generator.get_state() for generator in self._generators]
-        others = random.getstate(), numpy.random.get_state()
-        try:
+        with generators_restored(self._generators):
             yield lambda: self._seed(mix64(key + next(chunks)) >> 1, is_whole=True)
-        finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-            random.setstate(others[0])
-            numpy.random.set_state(others[1])
 
     def _seed(self, seed: int, is_whole: bool = False) -> None:
         """Seed torch's generators; of what is the same whole at any world size (a shard, a chunk), the others too."""

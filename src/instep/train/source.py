@@ -23,6 +23,9 @@ import cloudpickle
 from instep.core.errors import SpecError
 from instep.train.task import Task, field_names, fields_of
 
+_LOADING: list[Path] = []
+"""The file that is being loaded, if one is."""
+
 
 @dataclass(frozen=True)
 class TaskSource:
@@ -71,8 +74,22 @@ def load_file(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Under its own name, so that loader processes, which import anew, find its classes.
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    before = _LOADING[:]
+    _LOADING[:] = [path]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _LOADING[:] = before
     return module
+
+
+def refuse_while_loading(what: str) -> None:
+    """Raise SpecError if a Task's file is being loaded: a training that it starts would load it again, and again."""
+    if _LOADING:
+        raise SpecError(
+            f"{_LOADING[0]} calls {what} when it is loaded, not only when it is run. Put the call under "
+            '`if __name__ == "__main__":`.'
+        )
 
 
 def task_class(module: types.ModuleType, path: Path, name: str = "") -> type[Task]:

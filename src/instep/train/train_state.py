@@ -54,6 +54,7 @@ class TrainState:
             raise TaskError(
                 "the model has lazy modules, whose shapes are unknown. Call it once on a sample in model()."
             )
+        _check_modules(model, exact or strategy.grid.world.world_size > 1)
         self.recomputed = recompute_blocks(model, strategy.context, hints.blocks) if recompute else ""
         """The blocks that are computed twice, in words."""
         self.model = strategy.spread(model, hints)
@@ -64,9 +65,7 @@ class TrainState:
         check_optimizer(self.optimizer)
         self.fused = None if exact else can_fuse(self.optimizer)
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
-        if self.fused and any(getattr(module, "sparse", False) is True for module in self.model.modules()):
-            self.fused = False
-        self._has_reduced = False
+        self._has_reduced = self._has_sparse = False
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
@@ -184,11 +183,18 @@ class TrainState:
                 )
             self.begin_step()
         totals = self.reducer.reduce(sums)
-        if self.fused and not self._has_reduced:
-            self.fused = not any(p.grad is not None and p.grad.is_sparse for p in self._in_groups())
-            self._choose_form()
+        if not self._has_reduced or self._has_sparse:
+            self._densify()
         self._has_reduced = True
         return totals
+
+    def _densify(self) -> None:
+        """Make sparse gradients dense, as they are on several ranks: optimizers treat the two differently."""
+        sparse = [p for p in self._in_groups() if p.grad is not None and p.grad.is_sparse]
+        self._has_sparse |= bool(sparse)
+        for p in sparse:
+            assert p.grad is not None
+            p.grad = p.grad.to_dense()
 
     def _has_other_groups(self) -> bool:
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
@@ -211,6 +217,29 @@ class TrainState:
         for p in self._all:
             p.grad = None
         self.reducer.forget()
+
+
+def _check_modules(model: nn.Module, is_split: bool) -> None:
+    """Raise TaskError for what cannot be saved, or would not give the same answer on several ranks, or shards."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise TaskError(
+                f"{name} is of {tensor.dtype}, which a checkpoint cannot hold. Keep its real and imaginary parts in "
+                "one real tensor (torch.view_as_real), and use torch.view_as_complex in forward."
+            )
+    for name, module in model.named_modules():
+        where = f"the model's {name}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TaskError(
+                f"{where} is a TorchScript module, in which dropout and BatchNorm cannot be replaced by those of the "
+                "global batch. Give the Python module; --compile makes it fast."
+            )
+        if is_split and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise TaskError(
+                f"{where} is an {type(module).__name__} with max_norm={module.max_norm}, which rescales those of its "
+                "rows that a batch asks for: other ones on each rank. Rescale its output instead, or all of its weight "
+                "between two steps."
+            )
 
 
 def _check_types(owner: Any, saved: Any, fresh: Any) -> None:

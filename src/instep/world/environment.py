@@ -43,6 +43,12 @@ def detect(environ: Mapping[str, str]) -> Place:
     return Place()
 
 
+def openmp_threads() -> int | None:
+    """Return what OMP_NUM_THREADS asks for; None where it is not set."""
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(given) if given.isdigit() and int(given) > 0 else None
+
+
 def launcher_here() -> Launcher:
     """Return what started this process as a rank; contradictory variables count as none."""
     try:
