@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 # The package `instep.train` and the function `instep.train` share a name. The package is imported first, which
@@ -77,8 +78,10 @@ def train(task: Any, **options: Any) -> Result:
 
     The options are the fields of `TrainSpec`: epochs, batch_size, processes, run_dir, …
     """
+    state = random.getstate()
     from instep.cli.conduct import train_here
 
+    random.setstate(state)  # some of what is imported draws a number
     return train_here(task, **options)
 
 

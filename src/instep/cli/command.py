@@ -25,7 +25,7 @@ from typer.core import TyperCommand
 from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, Interrupted, RanksFailed, SpecError
 from instep.core.launch_spec import LaunchSpec
 from instep.core.options import GROUPS, OUTPUT, Option, options_of
-from instep.launch.failures import describe
+from instep.launch.failures import describe, users_traceback
 from instep.world.environment import launcher_here
 
 if typing.TYPE_CHECKING:
@@ -163,10 +163,10 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
         except InstepError as error:
             leave(fail(error.exit_code, str(error)), f"instep: {error}")
         except Exception as error:
-            if launcher_here() == "none":
-                fail(EXIT_USER, "".join(traceback.format_exception_only(error)).strip())
+            code = fail(EXIT_USER, "".join(traceback.format_exception_only(error)).strip())
+            if sys.flags.inspect or sys.gettrace() is not None:  # python -i, a debugger
                 raise
-            leave(EXIT_USER, "".join(traceback.format_exception(error)))
+            leave(code, users_traceback(error).rstrip())
         leave(code or EXIT_DONE)
 
     return guard

@@ -61,7 +61,7 @@ def failure_of_exception(error: BaseException, rank: int, time_ns: int, log: str
         rank=rank,
         time_ns=time_ns,
         summary=_summary(error),
-        traceback=_text(error),
+        traceback=users_traceback(error),
         exit_code=exit_code,
         consequence=consequence,
         final=exit_code == EXIT_SPEC or (isinstance(error, InstepError) and exit_code == EXIT_USER),
@@ -220,7 +220,7 @@ def _summary(error: BaseException) -> str:
     return line if len(line) <= 300 else line[:297] + "..."
 
 
-def _text(error: BaseException) -> str:
+def users_traceback(error: BaseException) -> str:
     """Return the traceback, if there is user code in it only that; empty if the message is enough."""
     if isinstance(error, InstepError | SystemExit):
         return ""
