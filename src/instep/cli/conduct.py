@@ -33,7 +33,6 @@ from instep.train.source import TaskSource, refuse_while_loading
 from instep.train.task import Task, check_fields
 from instep.train.worker import joined_world, launched_main, placed_main, worker_main
 from instep.world.device import device_count
-from instep.world.environment import openmp_threads
 from instep.world.seeds import generators_restored
 from instep.world.world import judge_place, place_here
 
@@ -63,7 +62,7 @@ def conduct(
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
     check_fields(task)
     place = place_here()
-    spec = _heed_threads(resolve_precision(spec, place.device), place)
+    spec = resolve_precision(spec, place.device)
     launcher = find_launcher(spec)
     if not launcher.is_cluster:
         processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
@@ -78,15 +77,6 @@ def conduct(
     spec = launcher.prepare(spec, place)
     source = TaskSource.of_file(file, task) if file is not None else TaskSource.of_value(task)
     return _launch_ranks(task, spec, source, launcher, place, command)
-
-
-def _heed_threads(spec: TrainSpec, place: Place) -> TrainSpec:
-    """Return the spec with the threads that OMP_NUM_THREADS asks for, where the user has set that."""
-    given = openmp_threads()
-    is_torchruns = place.launcher == "torchrun" and given == 1  # torchrun sets it, unless the user has
-    return (
-        spec if spec.threads is not None or given is None or is_torchruns else dataclasses.replace(spec, threads=given)
-    )
 
 
 def _start(

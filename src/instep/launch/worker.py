@@ -21,6 +21,7 @@ from instep.guard.pulse import Phase, begin_pulse, here
 from instep.guard.stacks import register_stacks
 from instep.launch.failures import failure_of_exception
 from instep.launch.scratch import Scratch
+from instep.world.environment import THREADS_FROM
 
 GRACE_S = 2
 """How long a rank may take to end once another one has failed, or it is asked to (Ctrl-C, SIGTERM)."""
@@ -112,6 +113,7 @@ def _set_threads() -> None:
         return
     import torch  # the forkserver has loaded it, so this call counts and not the variable
 
+    os.environ[THREADS_FROM] = "user" if "OMP_NUM_THREADS" in os.environ else "instep"
     os.environ.setdefault("OMP_NUM_THREADS", wanted)  # for the worker's own children
     torch.set_num_threads(int(wanted))
 

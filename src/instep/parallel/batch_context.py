@@ -81,7 +81,7 @@ class BatchContext:
         """Guesses of layers that the user should know of, by the layer's name."""
         self.step_key = 0
         """A 64-bit hash of (seed, step)."""
-        self._first_row = 0
+        self._first_row = self._key = 0
         self._preserved: dict[tuple[int, int], int] = {}
         """Which use of a layer it was when torch's generator gave a number ([Note: Recomputed noise])."""
 
@@ -93,11 +93,12 @@ class BatchContext:
         self._preserved.clear()
         self.step_key = mix64(self.seed ^ mix64(step))
 
-    def begin_part(self, first_row: int, num_rows: int, replicated: bool, shard: int = 0) -> None:
-        """Set the rows of the coming forward pass."""
+    def begin_part(self, first_row: int, num_rows: int, replicated: bool, shard: int = 0, passes: int = 0) -> None:
+        """Set the rows of the coming forward pass; `passes`: how often the step went through its parts before."""
         self.num_rows, self.shard = num_rows, shard
         self.replicated = replicated
         self._first_row = first_row
+        self._key = mix64(self.step_key + passes) if passes else self.step_key  # a second pass draws noise of its own
         for layer in self.noisy:
             layer.uses = 0
         if self._is_read:
@@ -110,7 +111,7 @@ class BatchContext:
             self._write_noise()
 
     def _write_noise(self) -> None:
-        words = (signed32(self.step_key), signed32(self.step_key >> 32), self._first_row)
+        words = (signed32(self._key), signed32(self._key >> 32), self._first_row)
         self.noise.copy_(torch.tensor(words, dtype=torch.int32))
 
     def next_use(self, layer: Noisy) -> int:

@@ -132,7 +132,7 @@ class Engine:
 
         `passes` counts how often this step went through its parts before.
         """
-        self.context.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard)
+        self.context.begin_part(plan.first_row, plan.num_rows, plan.replicated, plan.shard, passes)
         self.seed_noise(plan.first_row, passes)
 
     def seed_noise(self, first_row: int, passes: int) -> None:

@@ -282,6 +282,8 @@ class Run:
         self, metrics: Callable[[nn.Module, Any], dict[str, Any]], dataset: Any, collate: Collate | None = None
     ) -> dict[str, float]:
         """Compute metrics exactly over a whole set; `metrics(model, batch)` as in a Task."""
+        if not self.engine.trained:
+            raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
         begun = time.monotonic()
         model = self.engine.trained[0].model
         self._pulse.beat(Phase.EVALUATE)

@@ -36,6 +36,7 @@ from instep.train.run import Run
 from instep.train.source import TaskSource
 from instep.train.task import Task
 from instep.world.determinism import deterministic
+from instep.world.environment import threads_asked
 from instep.world.world import World, judge_place, place_here
 
 
@@ -142,18 +143,21 @@ def worker_main(
 def joined_world(place: Place, spec: TrainSpec) -> Iterator[World]:
     """Join the world that this process was placed in, with the settings of the spec. Called on all ranks."""
     with (
-        process_settings(spec, place.local_world_size),
+        process_settings(spec, place.local_world_size, threads_asked(place)),
         World.join(place, comm=spec.comm, tcp_timeout_s=spec.tcp_timeout_s) as world,
     ):
         yield world
 
 
 @contextlib.contextmanager
-def process_settings(spec: TrainSpec, local_world_size: int) -> Iterator[None]:
-    """Set what is per process (threads, denormals, kernels), and restore it at the end, for a notebook."""
+def process_settings(spec: TrainSpec, local_world_size: int, threads_asked: int | None = None) -> Iterator[None]:
+    """Set what is per process (threads, denormals, kernels), and restore it at the end, for a notebook.
+
+    `threads_asked` is what the environment asks for; the spec goes before it.
+    """
     threads, flushes = torch.get_num_threads(), not bool(torch.tensor(1e-40) * 1)
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(spec.num_threads or max(1, cores // local_world_size))
+    torch.set_num_threads(spec.num_threads or threads_asked or max(1, cores // local_world_size))
     torch.set_flush_denormal(spec.flush_denormals)
     try:
         with deterministic() if spec.exact else contextlib.nullcontext(), precision_settings(spec):

@@ -318,7 +318,7 @@ class _DisturbedRun:
         """Return when an event was last written, or when the command was last started."""
         moments = [self._started_at]
         with contextlib.suppress(OSError):
-            written = max(path.stat().st_mtime for path in (self._run_dir / "events").iterdir())
+            written = max((path.stat().st_mtime for path in (self._run_dir / "events").iterdir()), default=0.0)
             moments.append(time.monotonic() - (time.time() - written))
         return max(moments)
 

@@ -24,6 +24,10 @@ _NAMES: dict[Launcher, tuple[str, str, str, str]] = {
 """Rank, world size, local rank and local world size."""
 
 
+THREADS_FROM = "INSTEP_THREADS_FROM"
+"""Set in the ranks of our own launcher: who has set OMP_NUM_THREADS, `instep` or the `user`."""
+
+
 def detect(environ: Mapping[str, str]) -> Place:
     """Return this process's place from the variables that its launcher set; a world of one if there are none."""
     by_hand = "RANK" in environ and "WORLD_SIZE" in environ
@@ -43,10 +47,15 @@ def detect(environ: Mapping[str, str]) -> Place:
     return Place()
 
 
-def openmp_threads() -> int | None:
-    """Return what OMP_NUM_THREADS asks for; None where it is not set."""
+def threads_asked(place: Place) -> int | None:
+    """Return what OMP_NUM_THREADS asks for; None where the user has not set it."""
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(given) if given.isdigit() and int(given) > 0 else None
+    if not given.isdigit() or int(given) < 1:
+        return None
+    source = os.environ.get(THREADS_FROM)
+    if source is None and place.launcher == "torchrun" and given == "1":  # torchrun sets it, unless the user has
+        return None
+    return None if source == "instep" else int(given)
 
 
 def launcher_here() -> Launcher:
