@@ -1,6 +1,9 @@
 """Blame, restarts and counts, without a process."""
 
+import os
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,6 +19,7 @@ from instep.launch.logs import LogPlan
 from instep.launch.membership.rendezvous import StorePlan, plan_store, split_endpoint
 from instep.launch.processes import check_process_count
 from instep.launch.restart import plan_restart
+from instep.launch.scratch import open_scratch
 
 failures = st.builds(
     FailureRecord,
@@ -188,3 +192,29 @@ def test_a_signal_is_found_behind_what_elastic_makes_of_it(monkeypatch, tmp_path
     logs = LogPlan(tmp_path, split=False)
     with pytest.raises(expected, match=message):
         launch(LaunchJob(print, (), LaunchSpec(), logs, stdout=None, stderr=None))
+
+
+def test_semaphores_of_a_killed_launcher_are_removed() -> None:
+    """Only those: not a living launcher's, not fresh ones, and nobody else's."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    shm = Path("/dev/shm")
+    dead, fresh, living, other = (
+        shm / name
+        for name in (
+            f"sem.instep-{ended.pid}-dead",
+            f"sem.instep-{ended.pid}-fresh",
+            f"sem.instep-{os.getpid()}-living",
+            f"sem.mp-{ended.pid}",
+        )
+    )
+    try:
+        for path in (dead, fresh, living, other):
+            path.touch()
+            if path != fresh:
+                os.utime(path, (1, 1))
+        with open_scratch():
+            assert [path.exists() for path in (dead, fresh, living, other)] == [False, True, True, True]
+    finally:
+        for path in (dead, fresh, living, other):
+            path.unlink(missing_ok=True)

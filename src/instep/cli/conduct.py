@@ -19,6 +19,7 @@ from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.core.topology import Place
+from instep.events.read import was_stopped
 from instep.launch.failures import describe
 from instep.launch.launcher import Launcher, LaunchJob, find_launcher
 from instep.launch.logs import LogPlan
@@ -215,8 +216,9 @@ def _complete(directory: RunDirectory, task: Task, spec: TrainSpec, is_main: boo
 def _show(result: Result, spec: TrainSpec) -> Result:
     """Print the result of a training: for a person, and as one line of JSON if asked for."""
     if not spec.quiet:
+        early = ", stopped early by the Task" if was_stopped(Path(result.run_dir)) else ""
         parts = [
-            f"{result.status}: {plural(result.steps, 'step')}",
+            f"{result.status}{early}: {plural(result.steps, 'step')}",
             f"loss {result.loss:.4g}",
             metrics_text(result.metrics),
         ]

@@ -1,5 +1,6 @@
 """Read a rank's log, also while it is being written."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,19 +19,31 @@ def read_events(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 def last_step(run_dir: Path, tail_bytes: int = 2**16) -> int | None:
     """Return the last step in rank 0's log; None: there is none."""
+    for event in _newest_first(run_dir, tail_bytes):
+        step = event.get("step")
+        if isinstance(step, int):
+            return step
+    return None
+
+
+def was_stopped(run_dir: Path) -> bool:
+    """Return whether the run's Task asked to stop it, as rank 0's log says in the end."""
+    return next((event.get("stopped") is True for event in _newest_first(run_dir) if event["event"] == "end"), False)
+
+
+def _newest_first(run_dir: Path, tail_bytes: int = 2**16) -> Iterator[dict[str, Any]]:
+    """Yield the newest events of rank 0, the last one first."""
     path = path_of(run_dir)
     if not path.exists():
-        return None
+        return
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - tail_bytes))
         lines = file.read().split(b"\n")
     for line in reversed(lines):
-        if b'"step"' in line:
-            try:
-                return int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):
-                continue  # cut off at the beginning, or still being written
-    return None
+        with contextlib.suppress(ValueError, RecursionError):  # cut off at the beginning, or still being written
+            event = json.loads(line)
+            if isinstance(event, dict) and "event" in event:
+                yield event
 
 
 class EventTail:

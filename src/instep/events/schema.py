@@ -138,6 +138,8 @@ class EndRecord(Record, event="end"):
     status: str
     step: int
     error: str = ""
+    stopped: bool = False
+    """Whether the Task asked to stop."""
 
 
 def to_line(record: Record, time_s: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ Ranks: none; this is the process that launches them.
 import contextlib
 import dataclasses
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -45,7 +46,7 @@ from instep.launch.launcher import LaunchJob
 from instep.launch.preload import start_forkserver
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.scratch import Scratch, open_scratch
+from instep.launch.scratch import SEMAPHORES, Scratch, open_scratch
 from instep.launch.signals import handle_stops, signals_restored
 from instep.launch.watch import Watch
 from instep.world.device import device_count
@@ -208,12 +209,16 @@ def _pass_on_stops(job: LaunchJob, scratch: Scratch) -> None:
 
 @contextlib.contextmanager
 def _process_changed() -> Iterator[None]:
-    """Hide our `__main__`, disable elastic's own reports of failures, and restore the variable that it sets.
+    """Hide our `__main__`, disable elastic's own reports, name its semaphores, and restore the variable that it sets.
 
     Workers import `__main__`, and an unguarded script would launch again in each. Our reports name the first failure,
-    elastic's may name another.
+    elastic's may name another. Its queues have semaphores in /dev/shm, which stay there if everything is killed at
+    once: by our name the next launch finds them, and removes them.
     """
     main, variable = sys.modules["__main__"], os.environ.get(_VARIABLE)
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    prefix = settings["semprefix"]
+    settings["semprefix"] = f"/{SEMAPHORES}{os.getpid()}"
     names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
     enabled = [logger for logger in loggers if not logger.disabled]
@@ -223,6 +228,7 @@ def _process_changed() -> Iterator[None]:
     try:
         yield
     finally:
+        settings["semprefix"] = prefix
         sys.modules["__main__"] = main
         for logger in enabled:
             logger.disabled = False

@@ -35,6 +35,8 @@ from instep.launch.logs import LogStart
 
 _MIN_AGE_S = 60.0
 """A folder younger than this may belong to a launch that has not opened its lifeline yet."""
+SEMAPHORES = "instep-"
+"""How the names of a launcher's semaphores begin; its pid follows."""
 Mark = Literal["asked", "ending", "given-up"]
 
 
@@ -154,6 +156,7 @@ def open_scratch() -> Iterator[Scratch]:
     """Make the scratch folder of a launch on this node, and hold its lifeline open."""
     parent = Path(tempfile.gettempdir())
     _remove_orphans(parent)
+    _remove_semaphores()
     with scratch_in(parent, "instep-") as scratch:
         os.mkfifo(scratch.lifeline, 0o600)
         lifeline = os.open(scratch.lifeline, os.O_RDWR)  # not write-only: that would wait for a reader
@@ -176,6 +179,16 @@ def _remove_orphans(parent: Path) -> None:
             except OSError as error:
                 if error.errno == errno.ENXIO:  # a FIFO that no process has open to read
                     shutil.rmtree(lifeline.parent, ignore_errors=True)
+
+
+def _remove_semaphores() -> None:
+    """Remove the semaphores of launchers that were killed together with the process that would have removed them."""
+    max_mtime = time.time() - _MIN_AGE_S
+    for path in Path("/dev/shm").glob(f"sem.{SEMAPHORES}*"):  # noqa: S108 - where the C library keeps them
+        pid = path.name.removeprefix(f"sem.{SEMAPHORES}").partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and path.lstat().st_mtime < max_mtime and not Path(f"/proc/{pid}").exists():
+                path.unlink()
 
 
 def _write(path: Path, data: bytes) -> None:

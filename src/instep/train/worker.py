@@ -198,7 +198,8 @@ def open_run(
         raise
     finally:
         status = "failed" if failure or run is None else run.status
-        log.write(EndRecord(status=status, step=run.step if run is not None else 0, error=failure))
+        step, stopped = (run.step, run.stopped) if run is not None else (0, False)
+        log.write(EndRecord(status=status, step=step, error=failure, stopped=stopped))
         if run is not None:
             run.close()
         log.close()

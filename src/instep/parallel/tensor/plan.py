@@ -64,7 +64,8 @@ class TensorPlan:
         for path, torch_style in self.torch_styles.items():
             groups.setdefault((type(torch_style).__name__, ""), []).append(path)
         descriptions = [
-            f"{', '.join(compact(paths))} {_DESCRIPTIONS.get(style, 'by ' + style)}" + (f" ({why})" if why else "")
+            f"{', '.join(name or 'the model' for name in compact(paths))} {_DESCRIPTIONS.get(style, 'by ' + style)}"
+            + (f" ({why})" if why else "")
             for (style, why), paths in groups.items()
         ]
         return (
