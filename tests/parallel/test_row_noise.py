@@ -85,6 +85,53 @@ def test_outside_of_a_part_it_is_torchs() -> None:
     assert torch.randn.__module__ != "instep.parallel.row_noise"
 
 
+CALLS: list[Callable[[], torch.Tensor]] = [
+    lambda: torch.rand(4, 2),
+    lambda: torch.rand((4, 2)),
+    lambda: torch.rand([4, 2], dtype=torch.float64),
+    lambda: torch.randn(size=(4, 2)),
+    lambda: torch.randn(torch.Size([4, 2]), device="cpu", requires_grad=True),
+    lambda: torch.randint(9, (4, 2)),
+    lambda: torch.randint(2, 9, (4, 2)),
+    lambda: torch.randint(9, size=(4, 2)),
+    lambda: torch.randint(high=9, size=(4, 2)),
+    lambda: torch.randint(low=2, high=9, size=(4, 2), dtype=torch.int32),
+    lambda: torch.randint_like(torch.zeros(4, 2), 9),
+    lambda: torch.randint_like(torch.zeros(4, 2), 2, 9),
+    lambda: torch.normal(0.0, 1.0, (4, 2)),
+    lambda: torch.normal(mean=0.0, std=1.0, size=(4, 2)),
+    lambda: torch.normal(torch.zeros(4, 2), torch.ones(2)),
+    lambda: torch.normal(torch.zeros(4, 2)),
+    lambda: torch.bernoulli(torch.full((4, 2), 0.5)),
+    lambda: torch.bernoulli(torch.zeros(4, 2), 0.5),
+    lambda: torch.bernoulli(input=torch.full((4, 2), 0.5)),
+    lambda: torch.rand_like(torch.zeros(4, 2), dtype=torch.float64),
+    lambda: torch.empty(4, 2).uniform_(),
+    lambda: torch.empty(4, 2).uniform_(to=3.0),
+    lambda: torch.empty(4, 2).normal_(std=2.0),
+    lambda: torch.empty(4, 2).exponential_(lambd=2.0),
+    lambda: torch.zeros(4, 2).bernoulli_(),
+    lambda: torch.zeros(4, 2).bernoulli_(torch.full((4, 2), 0.5)),
+    lambda: torch.zeros(4, 2).bernoulli(0.5),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_every_way_to_call(number: int) -> None:
+    """In a part and outside, with the dtype and shape that torch gives."""
+    context = BatchContext(torch.device("cpu"), seed=5)
+    torch.manual_seed(3)
+    expected = CALLS[number]()
+    with noise_by_row(context, compiles=False):
+        torch.manual_seed(3)
+        outside = CALLS[number]()
+        context.begin_part(0, 4, replicated=False)
+        within = CALLS[number]()
+    assert torch.equal(outside, expected)
+    for actual in (outside, within):
+        assert (actual.dtype, actual.shape, actual.requires_grad) == (expected.dtype, (4, 2), expected.requires_grad)
+
+
 @pytest.mark.parametrize("masked", ["", "causal", "bools", "numbers"])
 def test_attention_without_its_dropout_is_torchs(masked: str) -> None:
     """With so small a probability that no element is dropped."""

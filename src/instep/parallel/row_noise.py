@@ -136,13 +136,15 @@ def _drawn(draw: str) -> Callable[..., torch.Tensor]:
 
     @functools.wraps(original)
     def function(
-        *size: Any,
+        *sizes: Any,
+        size: Any = None,
         dtype: torch.dtype | None = None,
         device: Any = None,
         requires_grad: bool = False,
         **more: Any,
     ) -> Any:
         noise, kind = _noise(**more), dtype or torch.get_default_dtype()
+        size = sizes if size is None else (size,)
         if noise is None or not size or not _is_floating(kind):
             return original(*size, dtype=dtype, device=device, requires_grad=requires_grad, **more)
         values = getattr(noise, draw)(_size(size), kind).to(device or _default_device())
@@ -190,23 +192,28 @@ def bernoulli(input: torch.Tensor, p: float | None = None, **more: Any) -> Any:
 
 
 @functools.wraps(_normal)
-def normal(mean: Any, std: Any = 1.0, *size: Any, **more: Any) -> Any:
+def normal(mean: Any, std: Any = 1.0, size: Any = None, **more: Any) -> Any:
     tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
-    noise = _noise(*tensors, **more)
-    if noise is None or not tensors or not all(_is_floating(tensor.dtype) for tensor in tensors):
-        return _normal(mean, std, *size, **more)
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    return noise.normal(shape, tensors[0].dtype).to(tensors[0].device) * std + mean
+    noise = _noise(*tensors, **{key: value for key, value in more.items() if key not in ("dtype", "device")})
+    dtype = tensors[0].dtype if tensors else more.get("dtype") or torch.get_default_dtype()
+    if noise is None or not _is_floating(dtype):
+        return _normal(mean, std, **more) if size is None else _normal(mean, std, size, **more)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if tensors else tuple(size)
+    device = tensors[0].device if tensors else more.get("device") or _default_device()
+    return noise.normal(shape, dtype).to(device) * std + mean
 
 
 @functools.wraps(_randint)
-def randint(low: int, high: Any = None, size: Any = None, *, dtype: Any = None, device: Any = None, **more: Any) -> Any:
-    noise = _noise(**more)
-    if noise is None or (isinstance(high, int) and size is None):
-        arguments: list[Any] = [value for value in (low, high, size) if value is not None]
-        return _randint(*arguments, dtype=dtype, device=device, **more)
-    first, last, shape = (low, high, size) if size is not None else (0, low, high)
-    return _integers(noise, first, last, tuple(shape), dtype or torch.int64).to(device or _default_device())
+def randint(*numbers: Any, low: int = 0, high: int | None = None, size: Any = None, **more: Any) -> Any:
+    noise = _noise(**{key: value for key, value in more.items() if key not in ("dtype", "device", "requires_grad")})
+    if size is None:
+        *numbers, size = numbers  # type: ignore[assignment]
+    bounds = [*numbers, *([] if high is None else [high])]
+    low, high = bounds if len(bounds) == 2 else (low, bounds[0])
+    if noise is None:
+        return _randint(low, high, size, **more)
+    values = _integers(noise, low, high, tuple(size), more.get("dtype") or torch.int64)
+    return values.to(more.get("device") or _default_device())
 
 
 @functools.wraps(_randint_like)
