@@ -6,8 +6,9 @@ pass (moving averages, queues, counters) do not, where the values depend on the 
 parameter and buffer before and after its forward passes. What changed alike on all ranks (the average of the weights
 that a momentum encoder keeps) needs nothing. For a buffer that changed differently, somebody must say how to agree on
 it: `Task.sync_buffers()`, or `run.sync_buffers(…)`. Without that, and for parameters, the run is refused, with the
-line that wrote it. BatchNorm's statistics are those of the global batch in any case, and InstanceNorm's are averaged.
-In exact mode buffers have rules of their own ([Note: Shard buffers]), so only parameters are compared.
+line that wrote it. Buffers that are not saved are caches, and may differ. BatchNorm's statistics are those of the
+global batch in any case, and InstanceNorm's are averaged. In exact mode buffers have rules of their own ([Note: Shard
+buffers]), so only parameters are compared.
 
 Ranks: all, alike.
 """
@@ -191,8 +192,10 @@ def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor, str
                 yield name + suffix, parameter, "parameter"
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not isinstance(module, _BatchNorm) and not isinstance(buffer, DTensor):
-                    yield f"{prefix}.{name}".lstrip(".") + suffix, buffer, "buffer"
+                is_cache = name in module._non_persistent_buffers_set  # a mask for the longest text so far, say
+                if buffer is None or is_cache or isinstance(module, _BatchNorm) or isinstance(buffer, DTensor):
+                    continue
+                yield f"{prefix}.{name}".lstrip(".") + suffix, buffer, "buffer"
 
 
 def _address(tensor: torch.Tensor) -> int:
