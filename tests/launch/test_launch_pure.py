@@ -19,7 +19,7 @@ from instep.launch.logs import LogPlan
 from instep.launch.membership.rendezvous import StorePlan, plan_store, split_endpoint
 from instep.launch.processes import check_process_count
 from instep.launch.restart import plan_restart
-from instep.launch.scratch import open_scratch
+from instep.launch.scratch import open_scratch, pid_namespace
 
 failures = st.builds(
     FailureRecord,
@@ -202,9 +202,9 @@ def test_semaphores_of_a_killed_launcher_are_removed() -> None:
     dead, fresh, living, other = (
         shm / name
         for name in (
-            f"sem.instep-{ended.pid}-dead",
-            f"sem.instep-{ended.pid}-fresh",
-            f"sem.instep-{os.getpid()}-living",
+            f"sem.instep-{pid_namespace()}-{ended.pid}-dead",
+            f"sem.instep-{pid_namespace()}-{ended.pid}-fresh",
+            f"sem.instep-{pid_namespace()}-{os.getpid()}-living",
             f"sem.mp-{ended.pid}",
         )
     )

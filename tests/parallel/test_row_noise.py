@@ -1,11 +1,13 @@
 """Noise of one's own, by row of the global batch: the same for any split, well distributed, and recomputable."""
 
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,6 +110,9 @@ CALLS: list[Callable[[], torch.Tensor]] = [
     lambda: torch.rand_like(torch.zeros(4, 2), dtype=torch.float64),
     lambda: torch.empty(4, 2).uniform_(),
     lambda: torch.empty(4, 2).uniform_(to=3.0),
+    lambda: torch.empty(4, 2).uniform_(2, to=3.0),
+    lambda: torch.rand(numpy.int64(4), 2),
+    lambda: torch.rand(4, 2, pin_memory=False, layout=torch.strided),
     lambda: torch.empty(4, 2).normal_(std=2.0),
     lambda: torch.empty(4, 2).exponential_(lambd=2.0),
     lambda: torch.zeros(4, 2).bernoulli_(),
@@ -130,6 +135,54 @@ def test_every_way_to_call(number: int) -> None:
     assert torch.equal(outside, expected)
     for actual in (outside, within):
         assert (actual.dtype, actual.shape, actual.requires_grad) == (expected.dtype, (4, 2), expected.requires_grad)
+
+
+def within(context: BatchContext, rows: int = 4) -> None:
+    context.begin_step(1)
+    context.begin_part(0, rows, replicated=False)
+
+
+def test_gradients_are_torchs() -> None:
+    """Of a draw none flows back to mean and deviation; a tensor that is filled forgets where it came from."""
+    context = BatchContext(torch.device("cpu"), seed=5)
+    with noise_by_row(context, compiles=False):
+        within(context)
+        mean, std = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+        torch.normal(mean, std).sum().backward()
+        assert mean.grad is not None
+        assert std.grad is not None
+        assert [*mean.grad.tolist(), *std.grad.tolist()] == [0.0] * 8
+        x = torch.ones(4, requires_grad=True)
+        (x.clone().normal_() + 2 * x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0] * 4
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            torch.ones(4, requires_grad=True).uniform_()
+
+
+def test_rows_that_may_look_at_nothing_get_zero() -> None:
+    context = BatchContext(torch.device("cpu"), seed=5)
+    query = torch.randn(4, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[False] * 3, [True] * 3, [True] * 3])
+    with noise_by_row(context, compiles=False):
+        within(context)
+        out = F.scaled_dot_product_attention(query, query, query, mask, dropout_p=0.1)
+        out.sum().backward()
+    assert torch.equal(out[:, :, 0], torch.zeros(4, 1, 2, dtype=torch.float64))
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
+
+
+def test_vmap_and_pickle_are_torchs() -> None:
+    context = BatchContext(torch.device("cpu"), seed=5)
+    with noise_by_row(context, compiles=False):
+        within(context)
+        drawn = torch.vmap(lambda x: x + torch.randn_like(x), randomness="different")(torch.zeros(3, 4))
+        assert not torch.equal(drawn[0], drawn[1])
+        names = [(torch, "randn"), (torch, "randint"), (F, "dropout"), (torch.Tensor, "uniform_")]
+        pickled = [pickle.dumps(getattr(owner, name)) for owner, name in names]
+        assert [pickle.loads(data) for data in pickled] == [getattr(owner, name) for owner, name in names]
+    assert [pickle.loads(data) for data in pickled] == [getattr(owner, name) for owner, name in names]
 
 
 @pytest.mark.parametrize("masked", ["", "causal", "bools", "numbers"])

@@ -172,9 +172,9 @@ def test_what_no_checkpoint_can_hold_is_an_error_at_once(tmp_path: Path) -> None
             model.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
             return model
 
-    with pytest.raises(CheckpointError, match=r"model: phase is of torch\.complex64"):
+    with pytest.raises(TaskError, match=r"phase is of torch\.complex64, which a checkpoint cannot hold"):
         instep.train(Complex(), steps=12, batch_size=10, save_every="4", quiet=True, run_dir=str(tmp_path))
-    assert len(events(tmp_path, "step")) < 5
+    assert not events(tmp_path, "step")
 
 
 def test_weights_of_every_float_are_looked_at() -> None:

@@ -129,7 +129,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _add_tensor(
     tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], names: dict[tuple[Any, ...], str]
 ) -> str:
-    """Add a tensor under its path and return its name; a tied tensor is added once."""
+    """Add a tensor under its path, and return its name; a tied one is added once, a sparse one is stored dense."""
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
     local = local_tensor(tensor)
     # Not the address: a shard may be empty on one rank only, and all ranks must see the same ties.
     memory = (local.untyped_storage()._cdata, local.storage_offset())

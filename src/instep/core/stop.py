@@ -16,8 +16,9 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAVING = "Ctrl-C: saving after this step; once more ends it at once."
-_ECHO_S = 1.0
-"""Signals this close together are one request: a scheduler may signal a job, its launcher and all its processes."""
+_ECHO_S, _KEY_S = 1.0, 0.3
+"""Signals this close together are one request: a scheduler may signal a job, its launcher and all its processes.
+A person who presses Ctrl-C twice is slower than the launchers that pass it on."""
 
 
 class StopRequest:
@@ -35,7 +36,7 @@ class StopRequest:
         """Record a request to stop; return whether to stop at once: at a second one, or if there is nothing to save."""
         now = time.monotonic()
         if self.asked:
-            return now - self._asked_at > _ECHO_S
+            return now - self._asked_at > (_KEY_S if number == signal.SIGINT else _ECHO_S)
         if number == signal.SIGINT and not self._has_begun:
             return True
         self.asked, self._asked_at, self.interrupted = True, now, number == signal.SIGINT

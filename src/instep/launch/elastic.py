@@ -46,7 +46,7 @@ from instep.launch.launcher import LaunchJob
 from instep.launch.preload import start_forkserver
 from instep.launch.processes import check_process_count
 from instep.launch.relay import Relay
-from instep.launch.scratch import SEMAPHORES, Scratch, open_scratch
+from instep.launch.scratch import SEMAPHORES, Scratch, open_scratch, pid_namespace
 from instep.launch.signals import handle_stops, signals_restored
 from instep.launch.watch import Watch
 from instep.world.device import device_count
@@ -218,7 +218,7 @@ def _process_changed() -> Iterator[None]:
     main, variable = sys.modules["__main__"], os.environ.get(_VARIABLE)
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     prefix = settings["semprefix"]
-    settings["semprefix"] = f"/{SEMAPHORES}{os.getpid()}"
+    settings["semprefix"] = f"/{SEMAPHORES}{pid_namespace()}-{os.getpid()}"
     names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
     enabled = [logger for logger in loggers if not logger.disabled]

@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -36,7 +37,7 @@ from instep.launch.logs import LogStart
 _MIN_AGE_S = 60.0
 """A folder younger than this may belong to a launch that has not opened its lifeline yet."""
 SEMAPHORES = "instep-"
-"""How the names of a launcher's semaphores begin; its pid follows."""
+"""How the names of a launcher's semaphores begin; its PID namespace and its pid follow."""
 Mark = Literal["asked", "ending", "given-up"]
 
 
@@ -181,13 +182,24 @@ def _remove_orphans(parent: Path) -> None:
                     shutil.rmtree(lifeline.parent, ignore_errors=True)
 
 
+def pid_namespace() -> str:
+    """Return the number of this process's PID namespace: containers may share /dev/shm, and not their pids."""
+    return str(os.stat("/proc/self/ns/pid").st_ino) if sys.platform == "linux" else "0"
+
+
 def _remove_semaphores() -> None:
     """Remove the semaphores of launchers that were killed together with the process that would have removed them."""
     max_mtime = time.time() - _MIN_AGE_S
     for path in Path("/dev/shm").glob(f"sem.{SEMAPHORES}*"):  # noqa: S108 - where the C library keeps them
-        pid = path.name.removeprefix(f"sem.{SEMAPHORES}").partition("-")[0]
+        namespace, _, rest = path.name.removeprefix(f"sem.{SEMAPHORES}").partition("-")
+        pid = rest.partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and path.lstat().st_mtime < max_mtime and not Path(f"/proc/{pid}").exists():
+            if (
+                namespace == pid_namespace()
+                and pid.isdigit()
+                and path.lstat().st_mtime < max_mtime
+                and not Path(f"/proc/{pid}").exists()
+            ):
                 path.unlink()
 
 

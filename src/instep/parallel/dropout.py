@@ -63,17 +63,11 @@ def _elements(
 
 
 def keep_mask(
-    context: BatchContext,
-    salt: int,
-    shape: torch.Size,
-    levels: int,
-    shard: ShardRange | None,
-    name: str,
-    is_flat: bool = False,
+    context: BatchContext, salt: int, shape: torch.Size, levels: int, shard: ShardRange | None, name: str
 ) -> torch.Tensor:
     """Return which elements stay, as bools, on the context's device; those of the shard only, where no pair is cut."""
     noise = context.noise
-    row_dim, rows_each = find_rows(shape, context, name, is_flat)
+    row_dim, rows_each = find_rows(shape, context, name)
     rows, pairs, wanted = _elements(shape, row_dim, shard, noise.device)
     others = math.prod(wanted) // max(wanted[row_dim], 1)
     rows = scramble((rows + noise[2] * rows_each) * ODD + (noise[0] ^ signed32(salt)))
@@ -90,18 +84,18 @@ def rows_back(by_row: torch.Tensor, shape: Sequence[int], row_dim: int) -> torch
     return by_row.reshape(moved).movedim(0, row_dim)
 
 
-def find_rows(shape: Sequence[int], context: BatchContext, name: str, is_flat: bool = False) -> tuple[int, int]:
+def find_rows(shape: Sequence[int], context: BatchContext, name: str) -> tuple[int, int]:
     """Return the dimension of the batch's rows, and how many of its entries belong to one row.
 
     It is the first dimension, or the second where time comes first. Otherwise the first one of several may hold rows
     flattened with something else (tokens). Its size cannot prove that, so the guess is reported. A tensor without rows
-    (position embeddings) gets the same noise on all ranks. `is_flat`: it is known to hold flattened rows.
+    (position embeddings) gets the same noise on all ranks.
     """
     num_rows = context.num_rows
     if not num_rows or not shape:
         return 0, 0
-    if shape[0] == num_rows or (is_flat and shape[0] % num_rows == 0):
-        return 0, shape[0] // num_rows
+    if shape[0] == num_rows:
+        return 0, 1
     if len(shape) > 2 and shape[1] == num_rows:
         return 1, 1
     each, rest = divmod(shape[0], num_rows)

@@ -48,6 +48,8 @@ class RowNoise:
         """Return whether a part of a training step is under way here."""
         if not self.context.num_rows:
             return False
+        if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+            return False  # under vmap a tensor's shape lacks the mapped dimension
         return torch.compiler.is_compiling() or threading.get_ident() == self._thread or is_in_backward()
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, is_open: bool = False) -> torch.Tensor:
@@ -65,10 +67,10 @@ class RowNoise:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return (torch.erfinv(self.uniform(shape, wide, is_open=True) * 2 - 1) * math.sqrt(2)).to(dtype)
 
-    def keep(self, shape: torch.Size, levels: int, is_flat: bool) -> torch.Tensor:
-        """Return which elements a dropout keeps; `is_flat`: the first dimension holds rows flattened with others."""
+    def keep(self, shape: torch.Size, levels: int) -> torch.Tensor:
+        """Return which elements a dropout keeps."""
         salt = mix64(_SALT + 4 * self._next_use())
-        return keep_mask(self.context, salt, shape, levels, None, _line(), is_flat)
+        return keep_mask(self.context, salt, shape, levels, None, _line())
 
     def _next_use(self) -> int:
         self.context.read_noise()
@@ -111,11 +113,18 @@ _current: RowNoise | None = None
 
 def _noise(*tensors: Any, **options: Any) -> RowNoise | None:
     """Return what draws by row, if these arguments allow it, and a part of a training step is under way."""
-    if _current is None or any(value is not None for value in options.values()):
+    if _current is None or any(value not in (None, False, torch.strided) for value in options.values()):
         return None
-    if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+    if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors):
         return None  # of a subclass: a shard of a tensor
     return _current if _current.is_active() else None
+
+
+def _whole(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors of which each rank has only a slice (tensor parallelism) whole: noise is that of all of it."""
+    if _current is None or not _current.is_active():
+        return tensors
+    return tuple(t.full_tensor("noise") if hasattr(type(t), "local_range") else t for t in tensors)
 
 
 def _is_floating(dtype: torch.dtype) -> bool:
@@ -127,7 +136,7 @@ def _default_device() -> torch.device:
 
 
 def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(map(int, size))
 
 
 def _drawn(draw: str) -> Callable[..., torch.Tensor]:
@@ -147,7 +156,7 @@ def _drawn(draw: str) -> Callable[..., torch.Tensor]:
         size = sizes if size is None else (size,)
         if noise is None or not size or not _is_floating(kind):
             return original(*size, dtype=dtype, device=device, requires_grad=requires_grad, **more)
-        values = getattr(noise, draw)(_size(size), kind).to(device or _default_device())
+        values = getattr(noise, draw)(_size(size), kind).to(_default_device() if device is None else device)
         return values.requires_grad_(requires_grad) if requires_grad else values
 
     return function
@@ -170,7 +179,7 @@ def _drawn_like(draw: str) -> Callable[..., torch.Tensor]:
         noise = _noise(input, **{key: value for key, value in more.items() if key != "memory_format"})
         if noise is None or not _is_floating(kind):
             return original(input, dtype=dtype, device=device, requires_grad=requires_grad, **more)
-        values = getattr(noise, draw)(input.shape, kind).to(device or input.device)
+        values = getattr(noise, draw)(input.shape, kind).to(input.device if device is None else device)
         return values.requires_grad_(requires_grad) if requires_grad else values
 
     return function
@@ -199,8 +208,16 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, **more: Any) -> Any:
     if noise is None or not _is_floating(dtype):
         return _normal(mean, std, **more) if size is None else _normal(mean, std, size, **more)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if tensors else tuple(size)
-    device = tensors[0].device if tensors else more.get("device") or _default_device()
-    return noise.normal(shape, dtype).to(device) * std + mean
+    given = tensors[0].device if tensors else more.get("device")
+    device = _default_device() if given is None else given
+    drawn = noise.normal(shape, dtype).to(device) * _constant(std) + _constant(mean)
+    for tensor in tensors:  # as torch has it: the graph goes on to them, with a gradient of 0
+        drawn = drawn + 0 * tensor if tensor.requires_grad else drawn
+    return drawn
+
+
+def _constant(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 @functools.wraps(_randint)
@@ -213,7 +230,8 @@ def randint(*numbers: Any, low: int = 0, high: int | None = None, size: Any = No
     if noise is None:
         return _randint(low, high, size, **more)
     values = _integers(noise, low, high, tuple(size), more.get("dtype") or torch.int64)
-    return values.to(more.get("device") or _default_device())
+    device = more.get("device")
+    return values.to(_default_device() if device is None else device)
 
 
 @functools.wraps(_randint_like)
@@ -231,12 +249,18 @@ def _integers(noise: RowNoise, low: int, high: int, shape: Sequence[int], dtype:
 
 @functools.wraps(_dropout)
 def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if training and 0.0 < p < 1.0:
+        (input,) = _whole(input)
     noise = _noise(input) if training and 0.0 < p < 1.0 else None
     if noise is None:
         return _dropout(input, p, training, inplace)
     # There the heads of a row come one after the other, in the first of three dimensions.
     is_flat = not torch.compiler.is_compiling() and sys._getframe(1).f_code is F.multi_head_attention_forward.__code__
-    return _masked(noise, input, input.shape, p, inplace, is_flat)
+    num_rows = noise.context.num_rows
+    if is_flat and input.shape[0] % num_rows == 0:
+        by_head = input.view(num_rows, input.shape[0] // num_rows, *input.shape[1:])
+        return _masked(noise, by_head, by_head.shape, p, inplace).view(input.shape)
+    return _masked(noise, input, input.shape, p, inplace)
 
 
 @functools.wraps(_attention)
@@ -251,6 +275,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     # On a GPU torch's fused kernels draw inside, and save the memory that a mask would take.
+    if dropout_p:
+        query, key, value = _whole(query, key, value)
     noise = _noise(query, key, value) if dropout_p and not enable_gqa and query.device.type == "cpu" else None
     if noise is None:
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -259,6 +285,9 @@ def attention(
         weights = weights.masked_fill(torch.ones(weights.shape[-2:], dtype=torch.bool).tril().logical_not(), -math.inf)
     if attn_mask is not None:
         weights = weights.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else weights + attn_mask
+        nothing = weights.isneginf().all(-1, keepdim=True)  # a row that may look at nothing gets 0, as torch has it
+        weights = weights.masked_fill(nothing, 0.0)
+        return dropout(weights.softmax(-1).masked_fill(nothing, 0.0), dropout_p) @ value
     return dropout(weights.softmax(-1), dropout_p) @ value
 
 
@@ -275,11 +304,9 @@ def _channel_dropout(name: str) -> Callable[..., torch.Tensor]:
     return function
 
 
-def _masked(
-    noise: RowNoise, input: torch.Tensor, shape: torch.Size, p: float, inplace: bool, is_flat: bool = False
-) -> Any:
+def _masked(noise: RowNoise, input: torch.Tensor, shape: torch.Size, p: float, inplace: bool) -> Any:
     levels = levels_of(p)
-    keep = noise.keep(shape, levels, is_flat).reshape(*shape, *([1] * (input.dim() - len(shape)))).to(input.device)
+    keep = noise.keep(shape, levels).reshape(*shape, *([1] * (input.dim() - len(shape)))).to(input.device)
     mask = keep.to(input.dtype).mul_(LEVELS / levels)
     return input.mul_(mask) if inplace else input * mask
 
@@ -294,13 +321,15 @@ def _filled(name: str, values_of: Callable[..., torch.Tensor]) -> Callable[..., 
         if noise is None or not _is_floating(self.dtype):
             return original(self, *arguments, generator=generator, **more)
         with torch.no_grad():
-            return self.copy_(values_of(noise, self, *arguments, **more))
+            values = values_of(noise, self, *arguments, **more)
+        return self.copy_(values)
 
     return method
 
 
 def _uniform_values(noise: RowNoise, like: torch.Tensor, *between: float, **named: float) -> Any:
-    low, high = (*between, named.get("from", 0.0), named.get("to", 1.0))[:2] if not between else (*between, 1.0)[:2]
+    low = between[0] if between else named.get("from", 0.0)
+    high = between[1] if len(between) > 1 else named.get("to", 1.0)
     return low + (high - low) * noise.uniform(like.shape, like.dtype)
 
 
@@ -340,6 +369,12 @@ _FUNCTIONS: dict[Any, dict[str, Callable[..., Any]]] = {
         "bernoulli_": _filled("bernoulli_", _bernoulli_values),
     },
 }
+
+
+for _owner, _names in _FUNCTIONS.items():  # a reference to one of them may be pickled while they are torch's
+    for _name, _function in _names.items():
+        _function.__module__ = "torch" if _owner is not F else F.__name__
+        _function.__qualname__ = f"Tensor.{_name}" if _owner is torch.Tensor else _name
 
 
 @contextlib.contextmanager

@@ -45,8 +45,9 @@ class WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                    self.lines.setdefault(_address(value), calling_line())
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                if is_written and isinstance(value, torch.Tensor) and (address := _address(value)):
+                    self.lines.setdefault(address, calling_line())
         return func(*args, **(kwargs or {}))
 
 
@@ -124,7 +125,7 @@ class ForwardState:
                     used.add(pattern)
                     is_norms = isinstance(module, _InstanceNorm) and name in ("running_mean", "running_var")
                     rule = self._rules[pattern] if pattern is not None else "mean" if is_norms else None
-                    if buffer is not None and rule is not None:
+                    if buffer is not None and rule is not None and not isinstance(module, _BatchNorm):
                         self._synced.append(_SyncedBuffer(module, name, rule))
         if unused := [pattern for pattern in self._rules if pattern not in used]:
             known = ", ".join(sorted(name for name, _, kind in _named(models) if kind == "buffer")) or "none"
@@ -147,8 +148,8 @@ class ForwardState:
         if not differing:
             return
         name = differing[0]
-        tensor, kind = tensors[name]
-        line = self.watch.lines.get(_address(tensor))
+        tensor, kind = tensors.get(name, (None, "buffer"))  # it may be there on other ranks only
+        line = self.watch.lines.get(_address(tensor)) if tensor is not None else None
         lines = self._world.all_gather_object(line)  # a rank without such rows has not written it
         line = next(filter(None, lines), None)
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
@@ -161,9 +162,13 @@ class ForwardState:
             return
         start = buffer.start if buffer.start is not None else torch.zeros_like(value)
         wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.float64
-        part = (value - start).to(wide) if buffer.rule == "sum" else value.to(wide) * share
+        part = value.to(wide) - start.to(wide) if buffer.rule == "sum" else value.to(wide) * share
         total = self._world.all_reduce(part.contiguous())
-        value.copy_(start + total.to(value.dtype) if buffer.rule == "sum" else total)
+        if not value.is_floating_point():
+            total = total.round()
+        value.copy_(start.to(wide) + total if buffer.rule == "sum" else total)
+        if buffer.rule == "sum":
+            buffer.start = value.clone()
 
 
 def _refusal(name: str, kind: str, where: str, exact: bool) -> str:
@@ -199,4 +204,8 @@ def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor, str
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Return where a tensor's memory is; 0 for one without memory of its own (sparse, nested, of a subclass)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

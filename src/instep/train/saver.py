@@ -31,7 +31,14 @@ from instep.checkpoint.sharded_save import SavePlanner, ShardedSave
 from instep.checkpoint.snapshot import FlatState, HostBuffer, Snapshot
 from instep.checkpoint.write_reports import WriteReport
 from instep.core.durations import Cadence
-from instep.core.errors import CheckpointError, NumericsError, TaskError, UnfitCheckpoint
+from instep.core.errors import (
+    CheckpointError,
+    CollectiveMismatch,
+    EnvironmentFailed,
+    NumericsError,
+    TaskError,
+    UnfitCheckpoint,
+)
 from instep.core.spec import TrainSpec
 from instep.events.schema import NoticeRecord, SaveFailedRecord, SaveRecord
 from instep.events.write import EventLog
@@ -141,6 +148,8 @@ class Saver:
             problem = ""
             try:
                 part.restore(checkpoint)
+            except (OSError, MemoryError, torch.OutOfMemoryError, EnvironmentFailed, CollectiveMismatch):
+                raise  # not the checkpoint's fault
             except Exception as error:  # noqa: BLE001 - whatever its content leads to; raised below, on all ranks
                 problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             if problem := next(filter(None, self._world.all_gather_object(problem)), ""):

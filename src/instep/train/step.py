@@ -155,6 +155,7 @@ class Step:
         if self._batch.num_shards:
             trained.reducer.be_ready()
         self._total_weight, self._weighted, self._has_gradient = None, None, False
+        self._has_agreed = False
         self._loss_sum = self._weight_sum = 0.0
         self._arriving = None
 

@@ -65,7 +65,9 @@ class TrainState:
         check_optimizer(self.optimizer)
         self.fused = None if exact else can_fuse(self.optimizer)
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
-        self._has_reduced = self._has_sparse = False
+        if self.fused and any(getattr(module, "sparse", False) is True for module in self.model.modules()):
+            self.fused = False
+        self._has_reduced = False
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
@@ -183,18 +185,11 @@ class TrainState:
                 )
             self.begin_step()
         totals = self.reducer.reduce(sums)
-        if not self._has_reduced or self._has_sparse:
-            self._densify()
+        if self.fused and not self._has_reduced:
+            self.fused = not any(p.grad is not None and p.grad.is_sparse for p in self._in_groups())
+            self._choose_form()
         self._has_reduced = True
         return totals
-
-    def _densify(self) -> None:
-        """Make sparse gradients dense, as they are on several ranks: optimizers treat the two differently."""
-        sparse = [p for p in self._in_groups() if p.grad is not None and p.grad.is_sparse]
-        self._has_sparse |= bool(sparse)
-        for p in sparse:
-            assert p.grad is not None
-            p.grad = p.grad.to_dense()
 
     def _has_other_groups(self) -> bool:
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)

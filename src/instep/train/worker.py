@@ -183,7 +183,7 @@ def open_run(
     log = EventLog(directory.path, world.rank)
     log.write(_start_record(world, attempt))
     run: Run | None = None
-    failure = ""
+    failure, goes_on = "", False
     try:
         with stop_requests(stop) as request:
             spec = resolve_precision(spec, world.device)
@@ -195,11 +195,13 @@ def open_run(
                 yield run
     except BaseException as error:  # no collectives from here on: other ranks may be gone
         failure = "" if isinstance(error, Preempted) else f"{type(error).__name__}: {error}"
+        goes_on = isinstance(error, UnfitCheckpoint) and not own_loop
         raise
     finally:
         status = "failed" if failure or run is None else run.status
         step, stopped = (run.step, run.stopped) if run is not None else (0, False)
-        log.write(EndRecord(status=status, step=step, error=failure, stopped=stopped))
+        if not goes_on:
+            log.write(EndRecord(status=status, step=step, error=failure, stopped=stopped))
         if run is not None:
             run.close()
         log.close()
