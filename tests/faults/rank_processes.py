@@ -183,7 +183,7 @@ def shared_blocks(pid: int) -> set[str]:
 
 def shared_files() -> set[str]:
     """Return the names in /dev/shm, without semaphores of Python itself, which other programs create and remove."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "sem.instep-"))}
 
 
 @contextlib.contextmanager

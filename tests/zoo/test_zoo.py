@@ -20,7 +20,7 @@ from instep.world.world import World
 from ranks import run_ranks
 from zoo.kinds import Kind, Zoo, kinds
 
-WORLDS = (1, 2, 3, 4)
+LONG = pytest.mark.slow  # the other sizes show nothing that these do not
 SPEC: dict[str, Any] = {"epochs": 2, "batch_size": 16, "quiet": True, "data_workers": 0, "threads": 1, "check_every": 2}
 DOCS = Path(__file__).parents[2] / "docs" / "zoo.md"
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -71,7 +71,7 @@ def unequal(ours: dict[str, Any], theirs: dict[str, Any], rel: float) -> bool:
     return numbers(theirs) != pytest.approx(numbers(ours), rel=rel, abs=rel)
 
 
-@pytest.mark.parametrize("size", WORLDS[1:])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=LONG), pytest.param(3, marks=LONG), 4])
 def test_the_same_bits_with_exact(size: int, folder: str) -> None:
     alone, together = trained("exact", 1, folder), trained("exact", size, folder)
     keys = ("hash", "losses", "metrics")
@@ -80,7 +80,7 @@ def test_the_same_bits_with_exact(size: int, folder: str) -> None:
     assert len(alone) >= 60
 
 
-@pytest.mark.parametrize("size", WORLDS[1:])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=LONG), 3, pytest.param(4, marks=LONG)])
 def test_the_same_within_rounding_without(size: int, folder: str) -> None:
     alone, together = trained("normal", 1, folder), trained("normal", size, folder)
     named = {kind.name: kind.named for kind in kinds() if kind.named}
