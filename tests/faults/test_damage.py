@@ -41,8 +41,6 @@ OPTIONS: dict[str, Any] = {
 }
 WRONG = [None, "text", [], {}, -1, True, [[1]], {"$tensor": "none"}, {"$dict": 3}, {"$float": "x"}, {"$tuple": None}]
 DEEP = "[" * 100_000 + "]" * 100_000
-HARMLESS = ("spec", "platform", "metrics", "scores")
-"""What nobody computes with."""
 
 
 class Scheduled(Small):

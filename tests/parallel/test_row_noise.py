@@ -19,6 +19,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights
 from instep.events.read import read_events
 from instep.parallel.batch_context import BatchContext
+from instep.parallel.dropout import RowDropout
 from instep.parallel.row_noise import noise_by_row
 from instep.train.worker import worker_main
 from instep.world.world import World
@@ -69,6 +70,21 @@ def test_any_split_gives_the_same(name: str) -> None:
         assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
     assert not torch.equal(whole[0], whole[1])
     assert not torch.equal(whole[0], later[0])
+
+
+def test_a_second_pass_over_the_parts_draws_noise_of_its_own() -> None:
+    """A GAN's generator must not see the critic's noise again; dropout layers neither."""
+    context = BatchContext(torch.device("cpu"), seed=5)
+    layer, ones = RowDropout(0.5, context, 0), torch.ones(12, 8)
+    context.begin_step(3)
+    with noise_by_row(context, compiles=False):
+        for draw in (lambda: torch.randn(12, 8), lambda: layer(ones)):
+            drawn = []
+            for passes in (0, 1, 0):
+                context.begin_part(0, 12, replicated=False, passes=passes)
+                drawn.append(draw())
+            assert torch.equal(drawn[0], drawn[2])
+            assert not torch.equal(drawn[0], drawn[1])
 
 
 def test_outside_of_a_part_it_is_torchs() -> None:

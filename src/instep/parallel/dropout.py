@@ -77,7 +77,7 @@ def keep_mask(
 
 
 def rows_back(by_row: torch.Tensor, shape: Sequence[int], row_dim: int) -> torch.Tensor:
-    """Give a matrix of rows and their elements the shape that was asked for."""
+    """Return a matrix of rows and their elements in the shape that was asked for."""
     if row_dim == 0:
         return by_row.reshape(tuple(shape))
     moved = (shape[row_dim], *shape[:row_dim], *shape[row_dim + 1 :])
