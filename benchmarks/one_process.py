@@ -8,6 +8,7 @@ stopped (SIGSTOP) at any time. Both meet the same minutes; a step in which a tur
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -88,33 +89,42 @@ def start(command, out):
 
 
 def take_turns(jobs):
-    """Stop all jobs but one, each in turn, until the first one ends; give the times of the switches."""
+    """Stop all workers but one, each in turn, until the first one ends; give the times of the switches."""
     workers = [worker_of(job.pid) for job in jobs]
     switches = [time.time()]
     for turn in itertools.count():
         for i, worker in enumerate(workers):
-            os.kill(worker, signal.SIGCONT if i == turn % len(workers) else signal.SIGSTOP)
+            send(worker, signal.SIGCONT if i == turn % len(workers) else signal.SIGSTOP)
         switches.append(time.time())
         time.sleep(TURN_S)
-        if not all(worker_of(job.pid, wait=False) for job in jobs):
+        if not all(map(is_running, workers)):
             break
     switches.append(time.time())
     for worker in workers:
-        if Path(f"/proc/{worker}").exists():
-            os.kill(worker, signal.SIGCONT)
+        send(worker, signal.SIGCONT)
     for job in jobs:
         if job.wait():
             sys.exit(f"{job.args} ended with {job.returncode}")
     return switches
 
 
-def worker_of(pid, wait=True):
+def send(pid, number):
+    with contextlib.suppress(ProcessLookupError):  # it may end at any moment
+        os.kill(pid, number)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def worker_of(pid):
     """Find the descendant that trains: the one that has computed more than any other, and more than imports take."""
     while True:
         seconds = {child: cpu_seconds(child) for child in descendants(pid)}
         busiest = max(seconds, key=seconds.__getitem__, default=None)
-        if not wait:
-            return busiest
         if busiest and seconds[busiest] > 4:
             return busiest
         time.sleep(0.05)

@@ -17,6 +17,7 @@ def num_kept(_world: World, keep: bool, num_groups: int) -> int:
     if keep:
         keep_destroyed_groups()
     groups = [weakref.ref(dist.new_group([0, 1])) for _ in range(num_groups)]
+    dist.barrier()  # rank 0 serves the store: it stays until the others have their last group
     dist.destroy_process_group()
     gc.collect()
     return sum(group() is not None for group in groups)
