@@ -1,6 +1,6 @@
 """What a checkpoint holds: named parts, each with how it is saved and how it is restored.
 
-To checkpoint something new, make a CheckpointPart and `add` it to the Saver.
+To checkpoint something new, make a CheckpointPart and call `Saver.restore` with it.
 """
 
 import random
