@@ -149,7 +149,7 @@ class PartRows(Protocol):
 
 
 class Strategy(ABC):
-    """One way to distribute a model. To add one: a subclass, a line in `registry.py`, a name in `core/mesh.py`, docs."""
+    """One way to distribute a model. To add one: a subclass, its line in `registry.py`, its name in `core/mesh.py`."""
 
     name: ClassVar[str]
     axes: ClassVar[tuple[Axis, ...]] = ()
