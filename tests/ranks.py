@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
 import pickle
 import secrets
 import socket
@@ -23,15 +24,25 @@ _context.set_forkserver_preload(_PRELOAD)
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50, device: str = "cpu", comm: str = "auto"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 50,
+    device: str = "cpu",
+    comm: str = "auto",
+    apart: bool = False,
 ) -> list[Any]:
-    """Call fn(world, *args) on each rank of a new world; give the results by rank, raise the first error."""
+    """Call fn(world, *args) on each rank of a new world; give the results by rank, raise the first error.
+
+    `apart`: each rank believes that it is alone on its node, and reaches the others over gloo.
+    """
     port = free_port()
     pipes, processes = [], []
     with _main_hidden():
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, device, comm, args))
+            place = place_of(rank, world_size, port, device, apart)
+            process = _context.Process(target=_rank_main, args=(theirs, fn, place, "gloo" if apart else comm, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -62,31 +73,37 @@ def _receive(pipe: Any, deadline: float, rank: int) -> Any:
         return f"rank {rank} died without a word"
 
 
-def _rank_main(
-    pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, device: str, comm: str, args: Any
-) -> None:
+def _rank_main(pipe: Any, fn: Callable[..., Any], place: Place, comm: str, args: Any) -> None:
     import torch
 
     from instep.world.world import World
 
+    if place.spans_nodes:
+        os.environ.update(nccl_between_hosts(place.rank))
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported: a collection would touch, and so copy, hundreds of megabytes of it
-    place = place_of(rank, world_size, port, device)
     try:
         with World.join(place, comm=comm) as world:
             answer: Any = (fn(world, *args),)
     except BaseException as error:
-        answer = f"rank {rank}: " + "".join(traceback.format_exception(error))
+        answer = f"rank {place.rank}: " + "".join(traceback.format_exception(error))
     pipe.send_bytes(pickle.dumps(answer))  # plain pickle: torch's way through shared files needs us alive
 
 
-def place_of(rank: int, world_size: int, port: int, device: str = "cpu") -> Place:
-    """Describe a rank of a world on this machine."""
+def nccl_between_hosts(rank: int) -> dict[str, str]:
+    """Return variables with which NCCL works between ranks on one GPU: each claims a host of its own."""
+    disabled = {f"NCCL_{way}_DISABLE": "1" for way in ("P2P", "SHM", "IB")}
+    return {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", **disabled}
+
+
+def place_of(rank: int, world_size: int, port: int, device: str = "cpu", apart: bool = False) -> Place:
+    """Describe a rank of a world on this machine, or of one on as many nodes as there are ranks."""
     return Place(
         rank=rank,
-        local_rank=rank,
+        local_rank=0 if apart else rank,
+        node_rank=rank if apart else 0,
         world_size=world_size,
-        local_world_size=world_size,
+        local_world_size=1 if apart else world_size,
         launcher="env",
         master_port=port,
         device=device,

@@ -1,133 +1,124 @@
 """Data parallelism: the whole model on every rank, gradients all-reduced.
 
 [Note: Our own reducer]
-torch's DistributedDataParallel averages over ranks, expects a backward pass on every rank in every step, and gives a
-zero gradient to a parameter that no rank used. instep needs sums weighted by samples or tokens, parts of weight 0, and
-parameters whose gradient stays None. So it has its own reduction: after backward the gradients are copied into one flat
-buffer for each dtype. The step's sums (loss, weight) and one flag for each parameter follow them in the same buffer, so
-that a step costs one collective. It is at least as fast on gloo: docs/log.md has the comparison. Two ranks that share
-memory add gradients in place, without that buffer (World.all_reduce_coalesced).
+torch's DistributedDataParallel could carry most of the contract: a communication hook may add instead of taking means,
+and with find_unused_parameters it leaves gradients alone that no rank has. It is not used because it is a wrapper: the
+loss would see it in the place of the user's model, and all calls must go through its forward. It expects a backward
+pass on every rank, and a part of weight 0 has none. Looking for unused parameters walks through the graph in every
+step. Its buckets carry nothing else, so the step's loss and weight would cost a round trip more. And exact mode needs
+hooks of its own anyway. So gradients are copied into flat buckets of our own; the step's sums and one flag for each
+parameter follow those of the last bucket. Through shared memory there is one bucket for each dtype, reduced after
+backward: one collective a step. Two ranks that share memory add gradients in place, without a bucket
+(World.all_reduce_coalesced). Over a network there are many buckets, which travel while backward runs ([Note: Overlap]).
 """
 
-import itertools
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from instep.parallel.gradients import by_dtype, copy_gradients, from_local, to_local
+from instep.parallel.buckets import COUNTING, Bucket, plan_buckets
+from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
 from instep.world.world import World
-
-_COUNTING = (torch.float32, torch.float64)
-"""Dtypes precise enough for the step's sums."""
-
-
-class _Bucket:
-    """Parameters of one dtype, whose gradients are reduced together, followed by `extras`."""
-
-    def __init__(self, parameters: list[nn.Parameter], num_extras: int) -> None:
-        self.parameters = parameters
-        own = to_local(parameters[0])
-        self.dtype = own.dtype
-        self.extras = torch.zeros(num_extras, dtype=own.dtype, device=own.device)
-        self._flat = torch.empty(0)
-        self._views: list[torch.Tensor] = []
-        self._in_place: list[torch.Tensor] = []
-
-    def take_in_place(self) -> bool:
-        """Prepare an all-reduce of the gradients in place; return whether that is possible."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        if len(grads) < len(self.parameters) or not all(_is_plain(grad, self.dtype) for grad in grads):
-            return False
-        spans = sorted((grad.data_ptr(), grad.data_ptr() + grad.nbytes) for grad in grads)
-        if any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans)):  # two gradients share memory
-            return False
-        self._in_place = grads
-        return True
-
-    @torch.no_grad()
-    def fill(self, counted: bool) -> list[bool]:
-        """Copy the gradients, if they count, into the flat buffer; return which exist. A missing one counts as zero."""
-        if not self._views:
-            self._allocate()
-        grads = [None if p.grad is None else to_local(p.grad) for p in self.parameters]
-        if counted:
-            copy_gradients(self._views, grads)
-        else:
-            torch._foreach_zero_(self._views)
-        return [grad is not None for grad in grads]
-
-    def _allocate(self) -> None:
-        own = [to_local(p) for p in self.parameters]
-        sizes = [p.numel() for p in own]
-        self._flat = self.extras.new_zeros(sum(sizes) + self.extras.numel())
-        *pieces, self._tail = self._flat.split([*sizes, self.extras.numel()])
-        self._views = [piece.view_as(p) for piece, p in zip(pieces, own, strict=True)]
-
-    def sum(self, world: World) -> None:
-        """All-reduce the copied gradients, or those in place, with the extras. Called on all ranks."""
-        if self._in_place:
-            world.all_reduce_coalesced([*self._in_place, self.extras])
-            return
-        self._tail.copy_(self.extras)
-        world.all_reduce(self._flat)
-        self.extras.copy_(self._tail)
-
-    def adopt(self, counts: Sequence[float]) -> None:
-        """Set the parameters' gradients to the sums; a parameter that no rank used has None."""
-        if self._in_place:
-            self._in_place = []
-            return
-        for p, view, count in zip(self.parameters, self._views, counts, strict=True):
-            p.grad = from_local(view, like=p) if count > 0 else None
-
-
-def _is_plain(grad: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a gradient is a contiguous torch.Tensor of this dtype, and no subclass or part of a graph."""
-    if type(grad) is not torch.Tensor or grad.dtype != dtype or grad.layout is not torch.strided:
-        return False
-    return grad.is_contiguous() and not grad.requires_grad
 
 
 class DdpReducer(Reducer):
     """All-reduces gradients; of DTensors, this rank's shard of each.
 
     `counted`: whether this rank's gradients count. If not, another rank with the same gradients counts in its place.
+    `overlaps`: whether gradients may travel while backward runs, where that helps.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, counted: bool = True) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], world: World, counted: bool = True, overlaps: bool = False
+    ) -> None:
         super().__init__(parameters)
         self._world, self._counted = world, counted
-        groups = by_dtype(self.parameters)
-        num_extras = NUM_SUMS + len(self.parameters)
-        carrier = next((dtype for dtype in groups if dtype in _COUNTING), None)
-        self._buckets = [_Bucket(group, num_extras * (dtype is carrier)) for dtype, group in groups.items()]
-        self._extras = next((bucket.extras for bucket in self._buckets if bucket.extras.numel()), None)
-        """The step's sums, then one flag for each parameter; None: no bucket's dtype is precise enough."""
+        self._overlap = Overlap(self.parameters, self._begin, keeps_last=True) if overlaps and world.overlaps else None
+        self._same_used = True
+        """Whether the ranks used the same parameters in the last step."""
+        self._set_buckets(plan_buckets(self.parameters, range(len(self.parameters)), sys.maxsize))
+
+    def _set_buckets(self, plan: list[list[int]]) -> None:
+        self._plan = plan
+        num_extras = NUM_SUMS + 1 + len(self.parameters)
+        *others, last = ([self.parameters[number] for number in bucket] for bucket in plan) if plan else [[]]
+        carries = bool(last) and last[0].dtype in COUNTING
+        self._buckets = [Bucket(group) for group in others] + ([Bucket(last, num_extras * carries)] if last else [])
+        self._extras = self._buckets[-1].extras if carries else torch.zeros(num_extras, device=self._world.device)
+        """The step's sums, whether a rank must reduce again, then one flag for each parameter."""
+        self._carries = carries
+        """Whether the last bucket carries them; if not, its dtype is not precise enough."""
+
+    def begin_last_backward(self) -> None:
+        if self._overlap is not None and self._same_used:
+            self._overlap.arm()
+
+    def begin_reduce(self) -> None:
+        if self._overlap is not None and self._overlap.is_planned:
+            self._overlap.flush()
+
+    def close(self) -> None:
+        if self._overlap is not None:
+            self._overlap.close()
+
+    def _begin(self, number: int) -> None:
+        self._buckets[number].fill()
+        self._buckets[number].begin_sum(self._world)
 
     def reduce(self, sums: StepSums) -> StepSums:
-        used: list[bool] = []
+        overlap = self._overlap
+        used = [p.grad is not None for p in self.parameters]
+        is_stale = False
+        if overlap is not None:
+            self.begin_reduce()
+            is_stale = overlap.end()
         for bucket in self._buckets:
             in_place = self._counted and self._world.can_coalesce(bucket.dtype) and bucket.take_in_place()
-            used += [True] * len(bucket.parameters) if in_place else bucket.fill(self._counted)
-        extras = self._extras
-        if extras is None:
-            extras = torch.empty(len(sums) + len(used), device=self._world.device)
-        array = _as_array(extras)
+            if not in_place and not bucket.is_begun:
+                bucket.fill(self._counted)
+        array = _as_array(self._extras)
         for i, value in enumerate(sums):  # a value on the GPU stays there
             array[i] = value
-        array[len(sums) :] = 1.0 if all(used) else torch.tensor(used, dtype=extras.dtype)
+        array[NUM_SUMS] = float(is_stale)
+        array[NUM_SUMS + 1 :] = 1.0 if all(used) else torch.tensor(used, dtype=self._extras.dtype)
+        seconds = self._sum()
+        totals = array[: NUM_SUMS + 1].tolist()
+        if totals[-1]:  # a gradient has changed since its bucket began, on some rank
+            assert overlap is not None
+            overlap.close()
+            self._overlap = None
+            return self.reduce(sums)
+        # Reading the counts waits for the GPU; a rank that used every parameter knows them already.
+        counts = array[NUM_SUMS + 1 :].tolist() if overlap is not None or not all(used) else [1.0] * len(used)
+        for numbers, bucket in zip(self._plan, self._buckets, strict=True):
+            bucket.adopt([counts[number] > 0 for number in numbers])
+        if overlap is not None:
+            self._same_used = all(count in (0.0, float(self._world.world_size)) for count in counts)
+            if not overlap.is_planned and (buckets := overlap.plan(self._world, seconds)):
+                self._set_buckets(buckets)
+            self._overlap = None if overlap.is_closed else overlap
+        return StepSums(*totals[:NUM_SUMS])
+
+    def _sum(self) -> float:
+        """All-reduce what has not begun, with the extras; return how long that took if it is to be known."""
+        begun = 0.0
+        if self._overlap is not None:
+            if not self._overlap.is_planned:
+                self._world.barrier()
+                begun = time.perf_counter()
+            for bucket in self._buckets:
+                if not bucket.is_begun:
+                    bucket.begin_sum(self._world)
         for bucket in self._buckets:
             bucket.sum(self._world)
-        if self._extras is None:
-            self._world.all_reduce(extras)
-        # Reading the counts waits for the GPU; a rank that used every parameter knows them already.
-        counts = iter([1.0] * len(used) if all(used) else extras[NUM_SUMS:].tolist())
-        for bucket in self._buckets:
-            bucket.adopt(list(itertools.islice(counts, len(bucket.parameters))))
-        return StepSums(*array[:NUM_SUMS].tolist())
+        if not self._carries:
+            self._world.all_reduce(self._extras)
+        return time.perf_counter() - begun
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
@@ -143,4 +134,4 @@ class Ddp(Strategy):
     axes = ("dp",)
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
-        return DdpReducer(parameters, self.grid.data)
+        return DdpReducer(parameters, self.grid.data, overlaps=True)

@@ -6,42 +6,69 @@ forward and backward pass. A shard's gradient depends only on the shard: its sam
 deterministic kernels. The gradients are added over the canonical tree of the shards ([Note: Canonical tree]): a rank
 adds its own as they come, the ranks exchange the remaining subtrees, and all add those. The step's other sums (loss,
 weights) are kept by shard and added in the order of the shards. A world of one rank does the same.
+
+Over a network a rank's subtrees travel while the backward pass of its last shard runs ([Note: Overlap]): when a bucket
+of its gradient is ready, that bucket of the subtrees is complete, and is exchanged.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from instep.core.errors import TaskError
 from instep.core.tree import TreeSum, cover, run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import by_dtype, copy_gradients
 from instep.parallel.norm import gather_by_shard, use_shard_statistics
+from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
 from instep.world.determinism import prepare_deterministic
+from instep.world.exchange import PendingReduction
 from instep.world.world import World
 
 
 class _FlatGradients:
-    """The gradients of all parameters, one flat buffer for each dtype."""
+    """The gradients of all parameters, one flat buffer for each dtype; buckets of parameters are slices of them."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], buckets: Sequence[Sequence[int]]) -> None:
+        self.buckets = buckets
         self.flats: list[torch.Tensor] = []
+        self.slices: list[tuple[int, slice]] = []
+        """Of each bucket, its flat buffer and where it is in it."""
         pieces: dict[nn.Parameter, torch.Tensor] = {}
-        for dtype, group in by_dtype(parameters).items():
+        in_order = [parameters[number] for bucket in buckets for number in bucket]
+        for dtype, group in by_dtype(in_order).items():
             sizes = [p.numel() for p in group]
             self.flats.append(torch.empty(sum(sizes), dtype=dtype, device=group[0].device))
             pieces |= zip(group, self.flats[-1].split(sizes), strict=True)
         self.views = [pieces[p].view_as(p) for p in parameters]
+        ends = [0] * len(self.flats)
+        index_of = {flat.dtype: index for index, flat in enumerate(self.flats)}
+        for bucket in buckets:
+            index = index_of[parameters[bucket[0]].dtype]
+            start, ends[index] = ends[index], ends[index] + sum(parameters[number].numel() for number in bucket)
+            self.slices.append((index, slice(start, ends[index])))
+
+    def bucket(self, number: int) -> torch.Tensor:
+        """Return a bucket's elements, in the same memory."""
+        index, where = self.slices[number]
+        return self.flats[index][where]
 
 
 class ExactReducer(Reducer):
     """Adds the shards' gradients over their canonical tree ([Note: Exact mode])."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], world: World, context: BatchContext, overlaps: bool = False
+    ) -> None:
         super().__init__(parameters)
         self._world, self._context = world, context
+        self._overlap = Overlap(self.parameters, self._begin) if overlaps and world.overlaps_ordered else None
+        self._buckets = [list(range(len(self.parameters)))]
         self._free: list[_FlatGradients] = []
         """For reuse: allocating them in every step would cost more than the additions."""
         self._passes: list[TreeSum[_FlatGradients]] = []
@@ -49,6 +76,11 @@ class ExactReducer(Reducer):
         """By pass and shard: the step's sums, then which parameters the shard used."""
         self._total: _FlatGradients | None = None
         """What the parameters' gradients are views of."""
+        self._last: _FlatGradients | None = None
+        """The gradient of the shard whose backward pass runs, where buckets of it travel already."""
+        self._out: _FlatGradients | None = None
+        """What receives the total of the buckets on their way."""
+        self._pending: list[PendingReduction | dist.Work] = []
 
     def forget(self) -> None:
         self._free += [gradients for subtotal in self._passes for _, gradients in subtotal.parts]
@@ -56,8 +88,16 @@ class ExactReducer(Reducer):
             self._free.append(self._total)
         self._passes, self._counted, self._total = [], [], None
 
+    def close(self) -> None:
+        if self._overlap is not None:
+            self._overlap.close()
+
     def _allocate(self) -> _FlatGradients:
-        return self._free.pop() if self._free else _FlatGradients(self.parameters)
+        while self._free:
+            gradients = self._free.pop()
+            if gradients.buckets is self._buckets:  # not of an earlier layout
+                return gradients
+        return _FlatGradients(self.parameters, self._buckets)
 
     def _add(self, left: _FlatGradients, right: _FlatGradients) -> _FlatGradients:
         for one, other in zip(left.flats, right.flats, strict=True):
@@ -65,19 +105,74 @@ class ExactReducer(Reducer):
         self._free.append(right)
         return left
 
+    def begin_last_backward(self) -> None:
+        overlap = self._overlap
+        if overlap is None or self._repeats():  # one pass over the shards overlaps, and the others come after it
+            return
+        overlap.arm()
+        if overlap.is_planned:
+            self._last = self._allocate()
+
+    def _repeats(self) -> bool:
+        """Return whether the current shard is one that this step has had before."""
+        return bool(self._passes) and self._context.shard < self._passes[-1].parts[-1][0][1]
+
     def end_shard(self, sums: StepSums) -> None:
         """Take a shard's gradient and its sums."""
-        shard = self._context.shard
-        if not self._passes or shard < self._passes[-1].parts[-1][0][1]:  # the step repeats its shards
+        if not self._passes or self._repeats():
             self._passes.append(TreeSum(self._context.num_shards, self._add))
             self._counted.append([])
         grads = [p.grad for p in self.parameters]
         self._counted[-1].append([*sums, *(float(grad is not None) for grad in grads)])
-        gradients = self._allocate()
-        copy_gradients(gradients.views, grads)
+        if self._last is not None:
+            self._end_last_shard(self._last)
+        else:
+            gradients = self._allocate()
+            copy_gradients(gradients.views, grads)
+            self._passes[-1].put((self._context.shard, self._context.shard + 1), gradients)
         for p in self.parameters:
             p.grad = None
-        self._passes[-1].put((shard, shard + 1), gradients)
+
+    def _end_last_shard(self, last: _FlatGradients) -> None:
+        """Begin what is left of the buckets of the rank's last shard; put its gradient away."""
+        assert self._overlap is not None
+        self._overlap.flush()
+        if self._overlap.end():
+            raise TaskError(
+                "a gradient was changed after it had been sent to the other ranks: by a second backward pass for the "
+                "same part, or by code that edits gradients, which the first step did not have. In exact mode add "
+                "the losses and call step.backward() once."
+            )
+        merged = TreeSum[_FlatGradients](self._context.num_shards, self._merged)
+        for node, gradients in (*self._passes[0].parts, ((self._context.shard, self._context.shard + 1), last)):
+            merged.put(node, gradients)
+        self._passes[0], self._last = merged, None
+
+    def _merged(self, left: _FlatGradients, right: _FlatGradients) -> _FlatGradients:
+        """Return the sum of two gradients whose buckets have been added one by one."""
+        self._free.append(right)
+        return left
+
+    def _begin(self, number: int) -> None:
+        """Begin to add up a bucket of all ranks' subtrees of the first pass. Called on all ranks."""
+        num_shards = self._context.num_shards
+        own = TreeSum[torch.Tensor](num_shards, lambda left, right: left.add_(right))
+        for node, gradients in self._passes[0].parts if self._passes else ():
+            own.put(node, gradients.bucket(number))
+        if self._last is not None:
+            held = [self._last.views[i] for i in self._buckets[number]]
+            with torch.no_grad():
+                copy_gradients(held, [self.parameters[i].grad for i in self._buckets[number]])
+            own.put((self._context.shard, self._context.shard + 1), self._last.bucket(number))
+        rows = [row for _, row in own.parts]
+        counts = self._counts()
+        if counts == [1, 1]:  # two halves: the order of two terms does not matter
+            self._pending.append(self._world.begin_all_reduce(rows[0]))
+            return
+        if self._out is None:
+            self._out = self._allocate()
+        out = self._out.bucket(number)
+        self._pending.append(self._world.begin_ordered_reduce(rows, counts, self._add_tree, out))
 
     def reduce(self, sums: StepSums) -> StepSums:
         totals = torch.zeros(NUM_SUMS + len(self.parameters), dtype=torch.float64)
@@ -94,7 +189,11 @@ class ExactReducer(Reducer):
             parts = self._passes[number].parts if number < len(self._passes) else []
             by_shard = gather_by_shard(_to_cpu(counted, len(totals)), self._world, self._context.num_shards)
             totals += sum(by_shard.unbind())  # from the first to the last
-            root = self._add_subtrees([gradients for _, gradients in parts])
+            subtrees = [gradients for _, gradients in parts]
+            if number == 0 and self._overlap is not None:
+                root = self._add_overlapped(subtrees, self._overlap)
+            else:
+                root = self._add_subtrees(subtrees)
             total = root if total is None else self._add(total, root)
         self._passes, self._counted = [], []
         if total is not None:
@@ -103,27 +202,51 @@ class ExactReducer(Reducer):
         self._total = total
         return StepSums(*totals[:NUM_SUMS].tolist())
 
+    def _counts(self) -> list[int]:
+        """Return how many subtrees each rank has."""
+        num_shards, size = self._context.num_shards, self._world.world_size
+        return [len(cover(*run_of(rank, size, num_shards), num_shards)) for rank in range(size)]
+
+    def _add_tree(self, subtrees: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of all ranks' subtrees, by rank."""
+        num_shards, size = self._context.num_shards, self._world.world_size
+        total = TreeSum[torch.Tensor](num_shards, lambda left, right: left.add_(right))
+        nodes = (node for rank in range(size) for node in cover(*run_of(rank, size, num_shards), num_shards))
+        for node, subtree in zip(nodes, subtrees, strict=True):
+            total.put(node, subtree)
+        return total.parts[0][1]
+
+    def _add_overlapped(self, parts: list[_FlatGradients], overlap: Overlap) -> _FlatGradients:
+        """Return the sum of all ranks' subtrees, whose buckets may be on their way. Called on all ranks."""
+        if not overlap.is_planned:
+            overlap.end()
+            self._world.barrier()
+            begun = time.perf_counter()
+            total = self._add_subtrees(parts)
+            self._buckets = overlap.plan(self._world, time.perf_counter() - begun) or self._buckets
+            self._overlap = None if overlap.is_closed else overlap
+            return total
+        if not self._pending:  # the rank has no shard, or its last one was not watched
+            for number in range(len(self._buckets)):
+                self._begin(number)
+        for pending in self._pending:
+            self._world.wait(pending)
+        total, self._pending, self._out = self._out or parts[0], [], None
+        self._free += [gradients for gradients in parts if gradients is not total]
+        return total
+
     def _add_subtrees(self, parts: list[_FlatGradients]) -> _FlatGradients:
         """Return the sum of all ranks' subtrees. Called on all ranks."""
-        num_shards, size = self._context.num_shards, self._world.world_size
-        if size == 1:
+        if self._world.world_size == 1:
             return parts[0]
-        nodes = [cover(*run_of(rank, size, num_shards), num_shards) for rank in range(size)]
-
-        def add_tree(subtrees: Sequence[torch.Tensor]) -> torch.Tensor:
-            total = TreeSum[torch.Tensor](num_shards, lambda left, right: left.add_(right))
-            for node, subtree in zip((node for covered in nodes for node in covered), subtrees, strict=True):
-                total.put(node, subtree)
-            return total.parts[0][1]
-
-        counts = [len(covered) for covered in nodes]
+        counts = self._counts()
         if counts == [1, 1]:  # two halves: the order of two terms does not matter
             for flat in parts[0].flats:
                 self._world.all_reduce(flat)
             return parts[0]
         total = self._allocate()
         for number, out in enumerate(total.flats):
-            self._world.ordered_reduce([gradients.flats[number] for gradients in parts], counts, add_tree, out)
+            self._world.ordered_reduce([gradients.flats[number] for gradients in parts], counts, self._add_tree, out)
         self._free += parts
         return total
 
@@ -161,4 +284,4 @@ class Exact(Strategy):
                     group["fused"] = optimizer.defaults["fused"] = False
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
-        return ExactReducer(parameters, self.grid.data, self.context)
+        return ExactReducer(parameters, self.grid.data, self.context, overlaps=True)

@@ -89,6 +89,15 @@ class Reducer(ABC):
     def reduce(self, sums: StepSums) -> StepSums:
         """Add gradients, in place, and `sums` up over all ranks; return the sums. Called on all ranks."""
 
+    def begin_last_backward(self) -> None:  # noqa: B027 - most have nothing to do
+        """Reduce gradients, from now on, as soon as they are ready: the backward pass that follows is a step's last."""
+
+    def begin_reduce(self) -> None:  # noqa: B027 - most have nothing to do
+        """Begin to reduce what does not depend on the step's sums: backward is over. Called on all ranks."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release what refers to the parameters: another reducer takes this one's place."""
+
     def be_ready(self) -> None:  # noqa: B027 - most have nothing to do
         """Allow passes that not every rank makes; before the parts of a step, in exact mode. Called on all ranks."""
 

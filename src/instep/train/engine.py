@@ -110,6 +110,14 @@ class Engine:
         if self.forward_state is not None:
             self.forward_state.begin_step([trained.model for trained in self.trained])
 
+    def begin_last_backward(self) -> None:
+        """Let gradients travel while the backward pass that follows, the last of this step, computes them.
+
+        Not those of several models: which of them a pass reaches may differ between ranks.
+        """
+        if len(self.trained) == 1:
+            self.trained[0].reducer.begin_last_backward()
+
     def end_forward(self, share: float) -> None:
         """Agree on what the forward passes of a step have changed; this rank had `share` of its rows."""
         if self.forward_state is not None:

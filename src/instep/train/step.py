@@ -141,6 +141,8 @@ class Step:
         """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows."""
         scale = self._count(loss, weight, self.rows.num_rows)
         self.begin_gradient()
+        if self._part is self._batch.parts[-1]:
+            self._engine.begin_last_backward()
         with self._engine.precision.as_stored():
             if scale:
                 loss, scale = _wide(loss), scale * self._loss_factor
@@ -297,6 +299,7 @@ class Step:
         return StepSums(loss, self._weight_sum, is_weighted, is_counted, stop, save)
 
     def _update(self, trained: TrainState) -> None:
+        trained.reducer.begin_reduce()
         if not self._has_agreed:
             self._has_agreed = True
             own = sum(part.plan.num_rows for part in self._batch.parts if part.plan.counted)

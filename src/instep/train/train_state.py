@@ -173,6 +173,7 @@ class TrainState:
     def begin_step(self) -> None:
         """Make a new reducer if a group of parameters was added since the last step."""
         if self._has_other_groups():
+            self.reducer.close()
             self.reducer = self.strategy.reducer(self._in_groups())
 
     def reduce(self, sums: StepSums) -> StepSums:

@@ -27,6 +27,7 @@ from instep.core.topology import Place
 from instep.world import autoload
 from instep.world.device import accelerator_of, device_backends, device_count, device_of
 from instep.world.environment import detect
+from instep.world.exchange import Exchange, PendingReduction
 from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp, Rows
 from instep.world.rendezvous import choose_interface, rendezvous_arguments
@@ -99,6 +100,10 @@ class World(contextlib.AbstractContextManager["World"]):
         self.waited_s = 0.0
         """Time spent in collectives, most of it waiting for other ranks."""
         self._spare = torch.empty(0)
+        spans = group is not None and self.world_size > 1 and place.spans_nodes and self.device.type == "cpu"
+        self._exchange = Exchange(group) if group is not None and spans and self._lane is None else None
+        self.overlaps = spans or backend in device_backends()
+        """Whether reductions can go on while this rank computes: those over a network."""
 
     @classmethod
     def join(
@@ -157,7 +162,9 @@ class World(contextlib.AbstractContextManager["World"]):
             return
         # A gloo thread that still holds tensors takes the GIL while the interpreter shuts down, and aborts it: drop
         # what refers to the group first, then the group.
-        self._group = self._lane = None
+        if self._exchange is not None:
+            self._exchange.end()
+        self._group = self._lane = self._exchange = None
         gc.collect()
         dist.destroy_process_group()
 
@@ -166,12 +173,44 @@ class World(contextlib.AbstractContextManager["World"]):
         begun = time.perf_counter()
         if self._lane is not None:
             self._lane.all_reduce_now(tensor)
+        elif self._exchange is not None:
+            self._exchange.all_reduce(tensor.view(-1)).wait()
         elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
             self._all_reduce_pair(tensor)
         elif self.world_size > 1:
             dist.all_reduce(tensor, group=self._group)
         self.waited_s += time.perf_counter() - begun
         return tensor
+
+    def begin_all_reduce(self, flat: torch.Tensor) -> PendingReduction | dist.Work:
+        """Begin to sum a contiguous 1-D tensor over all ranks, in place; `wait` ends it. Called on all ranks."""
+        if self._exchange is not None:
+            return self._exchange.all_reduce(flat)
+        work: dist.Work = dist.all_reduce(flat, group=self._group, async_op=True)
+        return work
+
+    def begin_ordered_reduce(
+        self, own: Rows, counts: Sequence[int], add_up: AddUp, out: torch.Tensor
+    ) -> PendingReduction:
+        """Begin an `ordered_reduce`, where `overlaps_ordered`; `own` may be written to. Called on all ranks."""
+        assert self._exchange is not None
+        return self._exchange.ordered_reduce(own, counts, add_up, out)
+
+    @property
+    def overlaps_ordered(self) -> bool:
+        """Whether there is `begin_ordered_reduce`."""
+        return self._exchange is not None
+
+    def wait(self, reduction: PendingReduction | dist.Work) -> None:
+        """Wait until a reduction is done, or, for tensors of a device, until the device will wait for it."""
+        begun = time.perf_counter()
+        reduction.wait()
+        self.waited_s += time.perf_counter() - begun
+
+    @property
+    def sums_any_cut_alike(self) -> bool:
+        """Whether `begin_all_reduce` gives an element the same bits wherever it is in its tensor."""
+        return self._exchange is not None or self.world_size == 2
 
     def can_coalesce(self, dtype: torch.dtype) -> bool:
         """Return whether `all_reduce_coalesced` supports a dtype; the same on all ranks."""

@@ -1,0 +1,126 @@
+"""Reductions that begin while backward runs.
+
+[Note: Overlap]
+Over a network, gradients travel while backward computes the next ones. They are cut into buckets in the order in which
+they become ready; all ranks begin the buckets in that order, each as soon as its gradients are ready here. What is not
+ready in backward (a parameter without gradient, a part of weight 0) begins after it.
+
+The first step reduces after backward: it shows the order (one rank's counts for all), and how fast the link is. Buckets
+are then large enough that beginning one costs little, and small enough that the last one, which nothing hides, is
+short. Where sums would depend on the cut, its size is fixed: a run that is restarted must not add in another order.
+
+A gradient that changes after its bucket has begun (a second backward pass for the same part, code that edits gradients)
+is noticed: the ranks reduce once more, after backward, and from then on always do. Steps in which the ranks did not use
+the same parameters are followed by one that reduces after backward.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from instep.parallel.buckets import DEFAULT_BYTES, bucket_bytes, plan_buckets
+from instep.world.world import World
+
+_MAX_PLANS = 3
+"""How many steps are watched for an order."""
+
+
+class Overlap:
+    """Notices when gradients are ready, and begins their buckets in order."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], begin: Callable[[int], None], keeps_last: bool = False
+    ) -> None:
+        """`keeps_last`: the last bucket waits for the step's sums, and is not begun here."""
+        self._parameters, self._begin, self._keeps_last = list(parameters), begin, keeps_last
+        self.order: list[int] = []
+        """The parameters' numbers in the order in which the last backward pass had their gradients ready."""
+        self.buckets: list[list[int]] = []
+        """The parameters' numbers, in the order in which all ranks begin the buckets; empty until `plan`."""
+        self.num_begun = 0
+        """How many buckets have begun in this step."""
+        self.is_closed = False
+        self._num_plans = 0
+        self._num_to_begin = 0
+        self._bucket_of: list[int] = []
+        self._missing: list[int] = []
+        self._versions: list[tuple[nn.Parameter, Any, int]] = []
+        self.is_armed = self._is_stale = False
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._ready, number)) for number, p in enumerate(parameters)
+        ]
+
+    def plan(self, world: World, seconds: float) -> list[list[int]]:
+        """Cut buckets, given how long it took to reduce everything; return them, if there are any. Called on all ranks.
+
+        The last rank's order counts for all: it has a shard in exact mode, however few there are.
+        """
+        self._num_plans += 1
+        order, seconds = world.broadcast_object([self.order, seconds], source=world.world_size - 1)
+        if not order:  # it had no backward pass, or there are several models
+            if self._num_plans == _MAX_PLANS:
+                self.close()
+            return []
+        if len(set(order)) < len(order):  # a parameter gets its gradient bit by bit
+            self.close()
+            return []
+        num_bytes = sum(p.nbytes for p in self._parameters)
+        size = bucket_bytes(num_bytes / seconds) if world.sums_any_cut_alike else DEFAULT_BYTES
+        self.buckets = plan_buckets(self._parameters, order, size)
+        of = {number: i for i, bucket in enumerate(self.buckets) for number in bucket}
+        self._bucket_of = [of[number] for number in range(len(self._parameters))]
+        self._num_to_begin = len(self.buckets) - self._keeps_last
+        return self.buckets
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there are buckets."""
+        return bool(self.buckets)
+
+    def arm(self) -> None:
+        """Watch the backward pass that follows: the last one of a step."""
+        self.order, self._missing = [], [len(bucket) for bucket in self.buckets]
+        self.is_armed, self._is_stale = True, False
+
+    def flush(self) -> None:
+        """Begin all buckets, ready or not: backward is over."""
+        while self.num_begun < self._num_to_begin:
+            self._begin_next()
+
+    def end(self) -> bool:
+        """End the step; return whether a gradient has changed after its bucket had begun."""
+        changed = any(p.grad is not grad or _version(grad) != version for p, grad, version in self._versions)
+        is_stale = self._is_stale or changed
+        self.is_armed, self._is_stale, self.num_begun, self._versions = False, False, 0, []
+        return is_stale
+
+    def close(self) -> None:
+        """Notice nothing any more."""
+        self.is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+
+    def _ready(self, number: int, _parameter: nn.Parameter) -> None:
+        if not self.is_armed:
+            return
+        self.order.append(number)
+        if not self.buckets:
+            return
+        bucket = self._bucket_of[number]
+        self._is_stale |= bucket < self.num_begun
+        self._missing[bucket] -= 1
+        while self.num_begun < self._num_to_begin and self._missing[self.num_begun] <= 0:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        bucket = self.buckets[self.num_begun]
+        held = [self._parameters[number] for number in bucket]
+        self._versions += [(p, p.grad, _version(p.grad)) for p in held]
+        self._begin(self.num_begun)
+        self.num_begun += 1
+
+
+def _version(grad: Any) -> int:
+    return 0 if grad is None else grad._version

@@ -1,0 +1,125 @@
+"""Gradients that travel while backward runs: the sums are those of a reduction after backward, whatever happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instep.parallel import buckets
+from instep.parallel.ddp import DdpReducer
+from instep.parallel.strategy import StepSums
+from instep.world.world import World
+from ranks import run_ranks
+
+NUM_STEPS = 5
+ODD_STEP = 3
+"""Counted from 0; the steps before show the order, and overlap."""
+
+
+class Net(nn.Module):
+    """Layers of several dtypes and sizes, one that is used twice, one that only some ranks use, one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.narrow = nn.Linear(6, 6, dtype=torch.bfloat16)
+        self.sometimes = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, sometimes: bool) -> torch.Tensor:
+        x = self.tied(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if sometimes:
+            x = self.sometimes(x)
+        return self.narrow(self.tied(x).bfloat16()).float().square().mean()
+
+
+def run_step(model: Net, rank: int, step: int, kind: str) -> None:
+    """Run one rank's part of a step, or what is odd about it."""
+    odd = step == ODD_STEP and rank == 1
+    if kind == "no backward pass" and odd:
+        return
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    x = x.to(model.tied.weight.device)
+    model(x, sometimes=not (kind == "a parameter without gradient" and odd)).backward()
+    if kind == "a second pass" and odd:
+        model(x + 1, sometimes=True).backward()
+    if kind == "edited" and odd:
+        model.layers[4].weight.grad.mul_(3.0)
+    if kind == "replaced" and odd:
+        model.layers[4].bias.grad = torch.ones_like(model.layers[4].bias)
+
+
+def clear(model: Net) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def overlapped(world: World, kind: str) -> dict[str, Any]:
+    buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 128
+    torch.manual_seed(0)
+    model = Net().to(world.device)
+    reducer = DdpReducer(list(model.parameters()), world, overlaps=True)
+    results, begun = [], []
+    for step in range(NUM_STEPS):
+        clear(model)
+        reducer.begin_last_backward()
+        run_step(model, world.rank, step, kind)
+        begun.append(reducer._overlap.num_begun if reducer._overlap is not None else 0)
+        sums = reducer.reduce(StepSums(loss=float(world.rank + step), weight=2.0))
+        results.append(
+            (sums.loss, sums.weight, [None if p.grad is None else p.grad.tolist() for p in model.parameters()])
+        )
+        assert world.broadcast_object("others may come between") == "others may come between"
+    return {"results": results, "begun": begun, "num_buckets": len(reducer._buckets)}
+
+
+def expected(world_size: int, kind: str, device: str) -> list[Any]:
+    """Return the same sums, computed in one process in the order of the ranks."""
+    results = []
+    for step in range(NUM_STEPS):
+        totals: list[torch.Tensor | None] = []
+        for rank in range(world_size):
+            torch.manual_seed(0)
+            model = Net().to(device)
+            run_step(model, rank, step, kind)
+            grads = [p.grad for p in model.parameters()]
+            totals = grads if not totals else [_add(one, other) for one, other in zip(totals, grads, strict=True)]
+        loss = float(sum(rank + step for rank in range(world_size)))
+        rounded = [
+            None if total is None else total.to(p.dtype) for total, p in zip(totals, model.parameters(), strict=True)
+        ]
+        results.append((loss, 2.0 * world_size, [None if total is None else total.tolist() for total in rounded]))
+    return results
+
+
+def _add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    wide = torch.float32 if one.dtype == torch.bfloat16 else one.dtype
+    return one.to(wide) + other.to(wide)
+
+
+KINDS = ["plain", "no backward pass", "a parameter without gradient", "a second pass", "edited", "replaced"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sums_are_the_same(kind: str, world_size: int) -> None:
+    check_overlapped(run_ranks(overlapped, world_size, kind, apart=True), kind)
+
+
+def check_overlapped(answers: list[dict[str, Any]], kind: str, device: str = "cpu") -> None:
+    wanted = expected(len(answers), kind, device)
+    for answer in answers:
+        assert answer["results"] == wanted
+        assert answer["num_buckets"] > 5
+        assert answer["begun"][0] == 0  # the order is not known yet
+        assert all(num > 2 for num in answer["begun"][1:ODD_STEP])
+        # After anything odd, the next step at least reduces after backward.
+        assert (answer["begun"][-1] > 2) == (kind == "plain")
