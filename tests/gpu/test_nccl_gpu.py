@@ -86,7 +86,8 @@ def exact(world_size: int) -> dict[ExactCase, dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_the_same_bits(case: ExactCase, world_size: int) -> None:
-    assert exact(world_size)[case] == exact(1)[case]
+    together, alone = exact(world_size)[case], exact(1)[case]
+    assert {**together, "notices": None} == {**alone, "notices": None}  # which says that the ranks' NCCL_HOSTID differ
 
 
 def test_a_run_goes_on_under_other_strategies(tmp_path: Path) -> None:
@@ -149,15 +150,14 @@ def test_a_killed_rank_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
-    hosts = on_two_hosts(
-        str(HANGING), tmp_path, "how=sleep", "--hang-after", "5s", "--max-restarts", "0", "--steps", "8"
-    )
-    told = [host.communicate(timeout=150) for host in hosts]
+    more = ("how=sleep", "--hang-after", "5s", "--max-restarts", "0", "--steps", "8")
+    hosts = on_two_hosts(str(HANGING), tmp_path, *more)
+    told = [host.communicate(timeout=100) for host in hosts]
     print(*(err for _, err in told), sep="\n----\n")
     assert all(host.returncode == 3 for host in hosts)
     where = next(i for i, text in enumerate(HANGING.read_text().splitlines(), 1) if text.endswith("# sleeps here"))
     assert any(f"rank 1 is in hanging_task.py:{where} loss" in err for _, err in told)
-    assert any(re.search(r"rank 0 waits for it in \w+ of step 4", err) for _, err in told)
+    assert any(re.search(r"hung: rank 0 waits in all_reduce of step \d", err) for _, err in told)
     assert_no_frames(told)
 
 

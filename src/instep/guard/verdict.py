@@ -8,6 +8,7 @@ is to blame.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -177,7 +178,9 @@ def _blocked(process: Process, quiet_s: float) -> str:
 
 
 def _place(frame: Frame) -> str:
-    return f"{os.path.basename(frame.file)}:{frame.line} {frame.function}"
+    # How torch.compile names the rest of a function after what it could not compile.
+    function = re.sub(r"^torch_dynamo_resume_in_(.+)_at_\d+$", r"\1", frame.function)
+    return f"{os.path.basename(frame.file)}:{frame.line} {function}"
 
 
 def _moment(observation: Observation, link: str = "of") -> str:

@@ -9,12 +9,13 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from instep.launch.logs import LogStart, Stream
 from instep.launch.scratch import Scratch
+from instep.launch.torch_logs import TorchLogFilter
 
 _POLL_S, _IDLE_POLL_S = 0.05, 0.4
 """How often to look for new lines: less and less often if there are none, since a look takes a rank's core."""
@@ -29,6 +30,7 @@ class _Tail:
     file: BinaryIO
     rest: bytes = b""
     shown_s: float = 0.0
+    filter: TorchLogFilter = field(default_factory=TorchLogFilter)
 
 
 class Relay:
@@ -100,6 +102,7 @@ class Relay:
 
     def _show(self, tail: _Tail, lines: list[bytes]) -> None:
         texts = [_newest(line).decode(errors="replace") for line in lines if not line or line.strip(b"\r")]
+        texts = [text for text in texts if not tail.filter.hides(text)]
         stream = self._streams.get(tail.start.stream)
         if not texts or stream is None:
             return
