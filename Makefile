@@ -17,11 +17,11 @@ PIP = $(BIN)/pip install -q --disable-pip-version-check --no-compile
 	$(PIP) 'torch>=2.11,<2.14'
 	touch $@
 
-.venv/installed: .venv/torch pyproject.toml src/instep/world/lane/engine.c
+.venv/installed: .venv/torch pyproject.toml src/instep/world/lane/engine.c src/instep/world/float_codec.c
 	$(PIP) -e '.[examples]'
 	touch $@
 
-.venv/installed-dev: .venv/torch pyproject.toml src/instep/world/lane/engine.c
+.venv/installed-dev: .venv/torch pyproject.toml src/instep/world/lane/engine.c src/instep/world/float_codec.c
 	$(PIP) -e '.[examples,dev]'
 	touch $@
 
@@ -58,4 +58,4 @@ test-all: ready ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 
 clean: ## remove what make made
-	rm -rf .venv build dist src/*.egg-info src/instep/world/lane/_engine* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist src/*.egg-info src/instep/world/lane/_engine* src/instep/world/_float_codec* .pytest_cache .mypy_cache .ruff_cache .hypothesis

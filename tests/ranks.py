@@ -78,7 +78,7 @@ def _rank_main(pipe: Any, fn: Callable[..., Any], place: Place, comm: str, args:
 
     from instep.world.world import World
 
-    if place.spans_nodes:
+    if place.spans_nodes and place.device != "cpu":
         os.environ.update(nccl_between_hosts(place.rank))
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported: a collection would touch, and so copy, hundreds of megabytes of it

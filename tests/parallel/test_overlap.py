@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from instep.parallel import buckets
+from instep.parallel import buckets, overlap
 from instep.parallel.ddp import DdpReducer
 from instep.parallel.strategy import StepSums
+from instep.world.float_codec import load_codec
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -60,8 +62,9 @@ def clear(model: Net) -> None:
         p.grad = None
 
 
-def overlapped(world: World, kind: str) -> dict[str, Any]:
+def overlapped(world: World, kind: str, codes: bool = True) -> dict[str, Any]:
     buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 128
+    overlap._STEPS_BEFORE_CODING, overlap._WORTH_CODING = 2, math.inf if codes else 0.0
     torch.manual_seed(0)
     model = Net().to(world.device)
     reducer = DdpReducer(list(model.parameters()), world, overlaps=True)
@@ -76,7 +79,8 @@ def overlapped(world: World, kind: str) -> dict[str, Any]:
             (sums.loss, sums.weight, [None if p.grad is None else p.grad.tolist() for p in model.parameters()])
         )
         assert world.broadcast_object("others may come between") == "others may come between"
-    return {"results": results, "begun": begun, "num_buckets": len(reducer._buckets)}
+    is_coded = reducer._channel is not None and reducer._channel.is_coded
+    return {"results": results, "begun": begun, "num_buckets": len(reducer._buckets), "is_coded": is_coded}
 
 
 def expected(world_size: int, kind: str, device: str) -> list[Any]:
@@ -111,7 +115,15 @@ KINDS = ["plain", "no backward pass", "a parameter without gradient", "a second 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sums_are_the_same(kind: str, world_size: int) -> None:
-    check_overlapped(run_ranks(overlapped, world_size, kind, apart=True), kind)
+    answers = run_ranks(overlapped, world_size, kind, apart=True)
+    check_overlapped(answers, kind)
+    assert all(answer["is_coded"] == (load_codec() is not None) for answer in answers)
+
+
+def test_what_is_not_coded_has_the_same_sums() -> None:
+    answers = run_ranks(overlapped, 3, "plain", False, apart=True)
+    check_overlapped(answers, "plain")
+    assert not any(answer["is_coded"] for answer in answers)
 
 
 def check_overlapped(answers: list[dict[str, Any]], kind: str, device: str = "cpu") -> None:

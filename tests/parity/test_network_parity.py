@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from test_parity import TOLERANCE, reference
 import exact_recipes
 import recipes
 from instep.core.topology import Place
-from instep.parallel import buckets
+from instep.parallel import buckets, overlap
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -21,8 +22,19 @@ EXACT = [(case, size) for case, size in CHOSEN + SPECIAL if size in (2, 3, 4)]
 
 def in_small_buckets(world: World, module: str, cases: list[Any]) -> dict[Any, dict[str, Any]]:
     buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 512
+    overlap._STEPS_BEFORE_CODING, overlap._WORTH_CODING = 2, math.inf
+    begun: list[int] = []
+    flush = overlap.Overlap.flush
+
+    def counted_flush(self: overlap.Overlap) -> None:
+        begun.append(self.num_begun)
+        flush(self)
+
+    overlap.Overlap.flush = counted_flush  # type: ignore[method-assign] # a process of its own, which ends with this
     assert world.overlaps == (world.world_size > 1)
-    return {"recipes": recipes, "exact_recipes": exact_recipes}[module].train_cases(world, cases)
+    results = {"recipes": recipes, "exact_recipes": exact_recipes}[module].train_cases(world, cases)
+    assert max(begun) > 1  # buckets that were on their way when backward ended
+    return results
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from instep.parallel.gradients import copy_gradients, from_local, to_local
-from instep.world.exchange import PendingReduction
+from instep.world.exchange import Channel, Reduction
 from instep.world.world import World
 
 COUNTING = (torch.float32, torch.float64)
@@ -60,10 +60,11 @@ class Bucket:
         own = to_local(parameters[0])
         self.dtype = own.dtype
         self.extras = torch.zeros(num_extras, dtype=own.dtype, device=own.device)
-        self._flat = torch.empty(0)
+        self.flat = torch.empty(0)
         self._views: list[torch.Tensor] = []
         self._in_place: list[torch.Tensor] = []
-        self._pending: PendingReduction | dist.Work | None = None
+        self._prepared: Reduction | None = None
+        self._pending: Reduction | dist.Work | None = None
 
     def take_in_place(self) -> bool:
         """Prepare an all-reduce of the gradients in place; return whether that is possible."""
@@ -89,8 +90,8 @@ class Bucket:
     def _allocate(self) -> None:
         own = [to_local(p) for p in self.parameters]
         sizes = [p.numel() for p in own]
-        self._flat = self.extras.new_zeros(sum(sizes) + self.extras.numel())
-        *pieces, self._tail = self._flat.split([*sizes, self.extras.numel()])
+        self.flat = self.extras.new_zeros(sum(sizes) + self.extras.numel())
+        *pieces, self._tail = self.flat.split([*sizes, self.extras.numel()])
         self._views = [piece.view_as(p) for piece, p in zip(pieces, own, strict=True)]
 
     @property
@@ -98,10 +99,22 @@ class Bucket:
         """Whether its all-reduce has begun and was not waited for."""
         return self._pending is not None
 
-    def begin_sum(self, world: World) -> None:
-        """Begin to all-reduce the copied gradients with the extras. Called on all ranks."""
+    def prepare(self, channel: Channel) -> None:
+        """Be ready for the other ranks' gradients. Called on all ranks, though not at the same time."""
+        if not self._views:
+            self._allocate()
+        self._prepared = channel.prepare(self.flat)
+
+    def begin_sum(self, world: World, channel: Channel | None) -> None:
+        """Begin to all-reduce the copied gradients with the extras, through a channel if given. Called on all ranks."""
         self._tail.copy_(self.extras)
-        self._pending = world.begin_all_reduce(self._flat)
+        if channel is None:
+            self._pending = world.begin_all_reduce(self.flat)
+            return
+        if self._prepared is None:
+            self.prepare(channel)
+        assert self._prepared is not None
+        self._pending, self._prepared = self._prepared.begin_sum(self.flat), None
 
     def sum(self, world: World) -> None:
         """All-reduce the copied gradients, or those in place, with the extras, or wait. Called on all ranks."""
@@ -110,7 +123,7 @@ class Bucket:
             return
         if self._pending is None:
             self._tail.copy_(self.extras)
-            world.all_reduce(self._flat)
+            world.all_reduce(self.flat)
         else:
             world.wait(self._pending)
             self._pending = None

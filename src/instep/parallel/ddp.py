@@ -23,6 +23,7 @@ from torch import nn
 from instep.parallel.buckets import COUNTING, Bucket, plan_buckets
 from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
+from instep.world.exchange import Channel
 from instep.world.world import World
 
 
@@ -39,6 +40,7 @@ class DdpReducer(Reducer):
         super().__init__(parameters)
         self._world, self._counted = world, counted
         self._overlap = Overlap(self.parameters, self._begin, keeps_last=True) if overlaps and world.overlaps else None
+        self._channel = None if self._overlap is None else world.open_channel()
         self._same_used = True
         """Whether the ranks used the same parameters in the last step."""
         self._set_buckets(plan_buckets(self.parameters, range(len(self.parameters)), sys.maxsize))
@@ -57,6 +59,9 @@ class DdpReducer(Reducer):
     def begin_last_backward(self) -> None:
         if self._overlap is not None and self._same_used:
             self._overlap.arm()
+            if self._own_channel is not None and self._overlap.is_planned:
+                for bucket in self._buckets:
+                    bucket.prepare(self._own_channel)
 
     def begin_reduce(self) -> None:
         if self._overlap is not None and self._overlap.is_planned:
@@ -66,9 +71,15 @@ class DdpReducer(Reducer):
         if self._overlap is not None:
             self._overlap.close()
 
+    @property
+    def _own_channel(self) -> Channel | None:
+        """The channel, if it is used: two ranks' sums have the same bits over gloo's ring, which has less to add."""
+        channel = self._channel
+        return channel if channel is not None and (channel.is_coded or self._world.world_size > 2) else None
+
     def _begin(self, number: int) -> None:
         self._buckets[number].fill()
-        self._buckets[number].begin_sum(self._world)
+        self._buckets[number].begin_sum(self._world, self._own_channel)
 
     def reduce(self, sums: StepSums) -> StepSums:
         overlap = self._overlap
@@ -102,6 +113,8 @@ class DdpReducer(Reducer):
             if not overlap.is_planned and (buckets := overlap.plan(self._world, seconds)):
                 self._set_buckets(buckets)
             self._overlap = None if overlap.is_closed else overlap
+            if self._channel is not None:
+                overlap.choose_coding(self._world, self._channel, lambda: (bucket.flat for bucket in self._buckets))
         return StepSums(*totals[:NUM_SUMS])
 
     def _sum(self) -> float:
@@ -113,7 +126,7 @@ class DdpReducer(Reducer):
                 begun = time.perf_counter()
             for bucket in self._buckets:
                 if not bucket.is_begun:
-                    bucket.begin_sum(self._world)
+                    bucket.begin_sum(self._world, self._own_channel)
         for bucket in self._buckets:
             bucket.sum(self._world)
         if not self._carries:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from instep.core.errors import TaskError
@@ -27,7 +26,7 @@ from instep.parallel.norm import gather_by_shard, use_shard_statistics
 from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
 from instep.world.determinism import prepare_deterministic
-from instep.world.exchange import PendingReduction
+from instep.world.exchange import Reduction
 from instep.world.world import World
 
 
@@ -67,7 +66,8 @@ class ExactReducer(Reducer):
     ) -> None:
         super().__init__(parameters)
         self._world, self._context = world, context
-        self._overlap = Overlap(self.parameters, self._begin) if overlaps and world.overlaps_ordered else None
+        self._channel = world.open_channel() if overlaps else None
+        self._overlap = Overlap(self.parameters, self._begin) if self._channel is not None else None
         self._buckets = [list(range(len(self.parameters)))]
         self._free: list[_FlatGradients] = []
         """For reuse: allocating them in every step would cost more than the additions."""
@@ -80,7 +80,9 @@ class ExactReducer(Reducer):
         """The gradient of the shard whose backward pass runs, where buckets of it travel already."""
         self._out: _FlatGradients | None = None
         """What receives the total of the buckets on their way."""
-        self._pending: list[PendingReduction | dist.Work] = []
+        self._prepared: list[Reduction] = []
+        """Of the buckets that have not begun."""
+        self._pending: list[Reduction] = []
 
     def forget(self) -> None:
         self._free += [gradients for subtotal in self._passes for _, gradients in subtotal.parts]
@@ -112,6 +114,13 @@ class ExactReducer(Reducer):
         overlap.arm()
         if overlap.is_planned:
             self._last = self._allocate()
+            self._prepare(self._last)
+
+    def _prepare(self, like: _FlatGradients) -> None:
+        """Be ready for the other ranks' subtrees."""
+        assert self._channel is not None
+        counts = self._counts()
+        self._prepared = [self._channel.prepare(like.bucket(i), counts) for i in range(len(self._buckets))]
 
     def _repeats(self) -> bool:
         """Return whether the current shard is one that this step has had before."""
@@ -165,14 +174,13 @@ class ExactReducer(Reducer):
                 copy_gradients(held, [self.parameters[i].grad for i in self._buckets[number]])
             own.put((self._context.shard, self._context.shard + 1), self._last.bucket(number))
         rows = [row for _, row in own.parts]
-        counts = self._counts()
-        if counts == [1, 1]:  # two halves: the order of two terms does not matter
-            self._pending.append(self._world.begin_all_reduce(rows[0]))
+        reduction = self._prepared.pop(0)
+        if self._counts() == [1, 1]:  # two halves: the order of two terms does not matter
+            self._pending.append(reduction.begin_sum(rows[0]))
             return
         if self._out is None:
             self._out = self._allocate()
-        out = self._out.bucket(number)
-        self._pending.append(self._world.begin_ordered_reduce(rows, counts, self._add_tree, out))
+        self._pending.append(reduction.begin(rows, self._add_tree, self._out.bucket(number)))
 
     def reduce(self, sums: StepSums) -> StepSums:
         totals = torch.zeros(NUM_SUMS + len(self.parameters), dtype=torch.float64)
@@ -227,11 +235,16 @@ class ExactReducer(Reducer):
             self._overlap = None if overlap.is_closed else overlap
             return total
         if not self._pending:  # the rank has no shard, or its last one was not watched
+            if not parts:
+                self._out = self._allocate()
+            self._prepare(self._out or parts[0])
             for number in range(len(self._buckets)):
                 self._begin(number)
         for pending in self._pending:
             self._world.wait(pending)
         total, self._pending, self._out = self._out or parts[0], [], None
+        if self._channel is not None:
+            overlap.choose_coding(self._world, self._channel, lambda: total.flats)
         self._free += [gradients for gradients in parts if gradients is not total]
         return total
 

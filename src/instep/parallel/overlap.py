@@ -9,22 +9,33 @@ The first step reduces after backward: it shows the order (one rank's counts for
 are then large enough that beginning one costs little, and small enough that the last one, which nothing hides, is
 short. Where sums would depend on the cut, its size is fixed: a run that is restarted must not add in another order.
 
+Where the link is slower than backward, gradients are coded ([Note: Fewer bytes]), if that is faster: after a few steps
+the codec is tried on a step's gradients, and its time and what it saves are compared with those of link and backward.
+
 A gradient that changes after its bucket has begun (a second backward pass for the same part, code that edits gradients)
 is noticed: the ranks reduce once more, after backward, and from then on always do. Steps in which the ranks did not use
 the same parameters are followed by one that reduces after backward.
 """
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from instep.parallel.buckets import DEFAULT_BYTES, bucket_bytes, plan_buckets
+from instep.world.exchange import Channel
 from instep.world.world import World
 
 _MAX_PLANS = 3
 """How many steps are watched for an order."""
+_STEPS_BEFORE_CODING = 3
+"""How many steps show how long backward takes, before it is decided whether to code."""
+_WORTH_CODING = 0.97
+"""Coding must save so much of the time."""
 
 
 class Overlap:
@@ -42,7 +53,12 @@ class Overlap:
         self.num_begun = 0
         """How many buckets have begun in this step."""
         self.is_closed = False
-        self._num_plans = 0
+        self._num_plans = self._num_watched = 0
+        self._armed_at = 0.0
+        self._backward_s = math.inf
+        """The shortest backward pass that was watched."""
+        self._link_s = 0.0
+        """How long it took to reduce everything after backward."""
         self._num_to_begin = 0
         self._bucket_of: list[int] = []
         self._missing: list[int] = []
@@ -66,13 +82,29 @@ class Overlap:
         if len(set(order)) < len(order):  # a parameter gets its gradient bit by bit
             self.close()
             return []
-        num_bytes = sum(p.nbytes for p in self._parameters)
+        self._link_s, num_bytes = seconds, sum(p.nbytes for p in self._parameters)
         size = bucket_bytes(num_bytes / seconds) if world.sums_any_cut_alike else DEFAULT_BYTES
         self.buckets = plan_buckets(self._parameters, order, size)
         of = {number: i for i, bucket in enumerate(self.buckets) for number in bucket}
         self._bucket_of = [of[number] for number in range(len(self._parameters))]
         self._num_to_begin = len(self.buckets) - self._keeps_last
         return self.buckets
+
+    def choose_coding(self, world: World, channel: Channel, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Decide after some steps whether a channel is coded; `gradients` are a step's. Called on all ranks."""
+        self._num_watched += self.is_planned
+        if channel.codec is None or self._num_watched != _STEPS_BEFORE_CODING:
+            return
+        codec, num_bytes, num_coded, begun = channel.codec, 0, 0, time.perf_counter()
+        for floats in (gradient for gradient in gradients() if gradient.dtype == torch.float32):
+            buffer = torch.empty(codec.bound(floats.numel()), dtype=torch.uint8)
+            num_bytes, num_coded = num_bytes + floats.nbytes, num_coded + codec.encode(floats, buffer).numel()
+            codec.decode(buffer, torch.empty_like(floats))
+        coding_s = time.perf_counter() - begun
+        plain_s = max(self._backward_s, self._link_s)
+        coded_s = max(self._backward_s + coding_s, self._link_s * num_coded / max(1, num_bytes))
+        is_faster = num_bytes > 0 and coded_s < _WORTH_CODING * plain_s
+        channel.is_coded = world.broadcast_object(is_faster, source=world.world_size - 1)
 
     @property
     def is_planned(self) -> bool:
@@ -83,6 +115,7 @@ class Overlap:
         """Watch the backward pass that follows: the last one of a step."""
         self.order, self._missing = [], [len(bucket) for bucket in self.buckets]
         self.is_armed, self._is_stale = True, False
+        self._armed_at = time.perf_counter()
 
     def flush(self) -> None:
         """Begin all buckets, ready or not: backward is over."""
@@ -93,6 +126,8 @@ class Overlap:
         """End the step; return whether a gradient has changed after its bucket had begun."""
         changed = any(p.grad is not grad or _version(grad) != version for p, grad, version in self._versions)
         is_stale = self._is_stale or changed
+        if self.is_armed and self.is_planned:
+            self._backward_s = min(self._backward_s, time.perf_counter() - self._armed_at)
         self.is_armed, self._is_stale, self.num_begun, self._versions = False, False, 0, []
         return is_stale
 

@@ -27,7 +27,7 @@ from instep.core.topology import Place
 from instep.world import autoload
 from instep.world.device import accelerator_of, device_backends, device_count, device_of
 from instep.world.environment import detect
-from instep.world.exchange import Exchange, PendingReduction
+from instep.world.exchange import Channel, Exchange, Reduction
 from instep.world.group import SharedGroup
 from instep.world.lane.reduction import AddUp, Rows
 from instep.world.rendezvous import choose_interface, rendezvous_arguments
@@ -174,7 +174,7 @@ class World(contextlib.AbstractContextManager["World"]):
         if self._lane is not None:
             self._lane.all_reduce_now(tensor)
         elif self._exchange is not None:
-            self._exchange.all_reduce(tensor.view(-1)).wait()
+            self._exchange.all_reduce(tensor.view(-1))
         elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
             self._all_reduce_pair(tensor)
         elif self.world_size > 1:
@@ -182,26 +182,16 @@ class World(contextlib.AbstractContextManager["World"]):
         self.waited_s += time.perf_counter() - begun
         return tensor
 
-    def begin_all_reduce(self, flat: torch.Tensor) -> PendingReduction | dist.Work:
-        """Begin to sum a contiguous 1-D tensor over all ranks, in place; `wait` ends it. Called on all ranks."""
-        if self._exchange is not None:
-            return self._exchange.all_reduce(flat)
+    def open_channel(self) -> Channel | None:
+        """Open a channel for reductions in the background; None: not between these ranks. Called on all ranks."""
+        return None if self._exchange is None else self._exchange.open_channel()
+
+    def begin_all_reduce(self, flat: torch.Tensor) -> dist.Work:
+        """Begin to sum a contiguous tensor over all ranks, in place; `wait` ends it. Called on all ranks."""
         work: dist.Work = dist.all_reduce(flat, group=self._group, async_op=True)
         return work
 
-    def begin_ordered_reduce(
-        self, own: Rows, counts: Sequence[int], add_up: AddUp, out: torch.Tensor
-    ) -> PendingReduction:
-        """Begin an `ordered_reduce`, where `overlaps_ordered`; `own` may be written to. Called on all ranks."""
-        assert self._exchange is not None
-        return self._exchange.ordered_reduce(own, counts, add_up, out)
-
-    @property
-    def overlaps_ordered(self) -> bool:
-        """Whether there is `begin_ordered_reduce`."""
-        return self._exchange is not None
-
-    def wait(self, reduction: PendingReduction | dist.Work) -> None:
+    def wait(self, reduction: Reduction | dist.Work) -> None:
         """Wait until a reduction is done, or, for tensors of a device, until the device will wait for it."""
         begun = time.perf_counter()
         reduction.wait()
@@ -209,7 +199,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
     @property
     def sums_any_cut_alike(self) -> bool:
-        """Whether `begin_all_reduce` gives an element the same bits wherever it is in its tensor."""
+        """Whether reductions in the background give an element the same bits wherever it is in its tensor."""
         return self._exchange is not None or self.world_size == 2
 
     def can_coalesce(self, dtype: torch.dtype) -> bool:

@@ -7,11 +7,12 @@ cache (docs/log.md). Without the library Python does the same, on all ranks of a
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from instep.world.compiled import find_library
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 """The dtypes that `lane_sum` adds up, with their numbers there; torch does other dtypes and reductions."""
@@ -82,11 +83,10 @@ def load() -> Engine | None:
 
 def find() -> Engine | str:
     """Load the library, or return why it is not used."""
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_engine{suffix}")
-        if path.exists():
-            try:
-                return Engine(path)
-            except (OSError, AttributeError) as error:  # for another processor, C library or version
-                return str(error)
-    return "they were not compiled when instep was installed"
+    path = find_library(Path(__file__).with_name("_engine"))
+    if path is None:
+        return "they were not compiled when instep was installed"
+    try:
+        return Engine(path)
+    except (OSError, AttributeError) as error:  # for another processor, C library or version
+        return str(error)
