@@ -5,11 +5,11 @@ They come before the sentence that explains the failure, and push it off the scr
 
 import re
 
-_SOURCES = r"(?:ProcessGroup\w*|TCPStore\w*|NCCL\w*|FlightRecorder\w*|HeartbeatMonitor|socket|reducer)\.[ch]pp"
+_SOURCES = r"(?:ProcessGroup\w*|TCPStore\w*|[A-Z]+CCL\w*|FlightRecorder\w*|HeartbeatMonitor|socket|reducer)\.[ch]pp"
 _HEADER = re.compile(rf"(?:\[rank\d+\]:)?\[[EWF]\d{{4}} [\d:.]+ +(?:\d+ )?{_SOURCES}:\d+\]")
-"""`[rank0]:[E1116 19:09:59.808213046 ProcessGroupNCCL.cpp:612] …`"""
+"""`[rank0]:[E1116 19:09:59.808213046 TCPStore.cpp:612] …`"""
 _CONTINUATION = re.compile(
-    r"$|frame #\d+: |Exception raised from |<omitting python frames>|nccl\w+Error: |Last error:|#\d+ .* from .*:\d+$"
+    r"$|frame #\d+: |Exception raised from |<omitting python frames>|[a-z]+ccl\w*Error: |Last error:|#\d+ .* from .*:\d+$"
     r"|terminate called after throwing|  what\(\):  "
 )
 
@@ -28,5 +28,5 @@ class TorchLogFilter:
             self._inside = self._quotes or bool(_CONTINUATION.match(line))
         elif line.startswith("terminate called after throwing an instance of 'c10::Dist"):
             self._inside = True
-        self._quotes = self._inside and line.startswith("Last error:")  # the next line is NCCL's
+        self._quotes = self._inside and line.startswith("Last error:")  # the next line is that error
         return self._inside

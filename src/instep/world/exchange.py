@@ -49,7 +49,7 @@ class Exchange:
         self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         """For reuse: memory that the system has just given out is slow to write to."""
         has_codec = torch.tensor(int((codec := load_codec()) is not None))
-        group.allreduce([has_codec], dist.ReduceOp.MIN).wait()
+        dist.all_reduce(has_codec, dist.ReduceOp.MIN, group)
         self.codec = codec if has_codec else None
         """None: some rank has none."""
         self._channels = itertools.count()
