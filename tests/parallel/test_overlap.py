@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from instep.core.tree import run_of
 from instep.parallel import buckets, overlap
+from instep.parallel.batch_context import BatchContext
 from instep.parallel.ddp import DdpReducer
+from instep.parallel.exact import ExactReducer
 from instep.parallel.strategy import StepSums
 from instep.world.float_codec import load_codec
 from instep.world.world import World
@@ -31,6 +36,7 @@ class Net(nn.Module):
         self.narrow = nn.Linear(6, 6, dtype=torch.bfloat16)
         self.sometimes = nn.Linear(6, 6)
         self.never = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
 
     def forward(self, x: torch.Tensor, sometimes: bool) -> torch.Tensor:
         x = self.tied(x)
@@ -41,16 +47,22 @@ class Net(nn.Module):
         return self.narrow(self.tied(x).bfloat16()).float().square().mean()
 
 
-def run_step(model: Net, rank: int, step: int, kind: str) -> None:
-    """Run one rank's part of a step, or what is odd about it."""
+def run_step(model: Net, rank: int, step: int, kind: str, begin: Callable[[], None] = lambda: None) -> None:
+    """Run one rank's part of a step, or what is odd about it; `begin` comes before each backward pass."""
     odd = step == ODD_STEP and rank == 1
     if kind == "no backward pass" and odd:
         return
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
     x = x.to(model.tied.weight.device)
-    model(x, sometimes=not (kind == "a parameter without gradient" and odd)).backward()
-    if kind == "a second pass" and odd:
-        model(x + 1, sometimes=True).backward()
+    loss = model(x, sometimes=not (kind == "a parameter without gradient" and odd))
+    begin()
+    loss.backward()
+    if (kind == "a second pass" and odd) or kind == "always two passes":
+        loss = model(x + 1, sometimes=True)
+        begin()
+        loss.backward()
+    if kind == "always edited":
+        model.layers[4].weight.grad.data.clamp_(-0.001, 0.001)
     if kind == "edited" and odd:
         model.layers[4].weight.grad.mul_(3.0)
     if kind == "replaced" and odd:
@@ -71,8 +83,7 @@ def overlapped(world: World, kind: str, codes: bool = True) -> dict[str, Any]:
     results, begun = [], []
     for step in range(NUM_STEPS):
         clear(model)
-        reducer.begin_last_backward()
-        run_step(model, world.rank, step, kind)
+        run_step(model, world.rank, step, kind, reducer.begin_last_backward)
         begun.append(reducer._overlap.num_begun if reducer._overlap is not None else 0)
         sums = reducer.reduce(StepSums(loss=float(world.rank + step), weight=2.0))
         results.append(
@@ -110,14 +121,16 @@ def _add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 
 
 KINDS = ["plain", "no backward pass", "a parameter without gradient", "a second pass", "edited", "replaced"]
+NEVER = ["always two passes", "always edited"]
+"""These do not overlap at all."""
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *NEVER])
 def test_the_sums_are_the_same(kind: str, world_size: int) -> None:
     answers = run_ranks(overlapped, world_size, kind, apart=True)
     check_overlapped(answers, kind)
-    assert all(answer["is_coded"] == (load_codec() is not None) for answer in answers)
+    assert all(answer["is_coded"] == (load_codec() is not None and kind not in NEVER) for answer in answers)
 
 
 def test_what_is_not_coded_has_the_same_sums() -> None:
@@ -130,8 +143,90 @@ def check_overlapped(answers: list[dict[str, Any]], kind: str, device: str = "cp
     wanted = expected(len(answers), kind, device)
     for answer in answers:
         assert answer["results"] == wanted
+        if kind in NEVER:
+            assert not any(answer["begun"])
+            continue
         assert answer["num_buckets"] > 5
         assert answer["begun"][0] == 0  # the order is not known yet
         assert all(num > 2 for num in answer["begun"][1:ODD_STEP])
         # After anything odd, the next step at least reduces after backward.
         assert (answer["begun"][-1] > 2) == (kind == "plain")
+
+
+def replaced(world: World) -> list[float]:
+    """Reduce with a new reducer now and then, also while the old one's buckets are on their way."""
+    buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 128
+    torch.manual_seed(0)
+    model = Net()
+    held = list(model.layers.parameters())
+    reducer, results = DdpReducer(held, world, overlaps=True), []
+    for step in range(8):
+        clear(model)
+        run_step(model, world.rank, step, "plain", reducer.begin_last_backward)
+        reducer.begin_reduce()
+        if step in (2, 4):
+            held += list(model.tied.parameters()) if step == 2 else [*model.sometimes.parameters()]
+            reducer.close()
+            reducer = DdpReducer(held, world, overlaps=True)
+            gc.collect()
+        reducer.reduce(StepSums())
+        results.append(sum(float(p.grad.sum()) for p in held))
+    return results
+
+
+def test_a_reducer_is_replaced_while_gradients_travel() -> None:
+    answers = run_ranks(replaced, 3, apart=True)
+    assert all(answer == answers[0] for answer in answers)
+
+
+def exact_steps(world: World, num_shards: int, num_passes: int, num_backwards: int, overlaps: bool) -> list[Any]:
+    """Return the gradients of exact steps, and how many buckets were begun in backward."""
+    buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 128
+    torch.manual_seed(0)
+    model, context = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))), BatchContext(torch.device("cpu"), 0)
+    context.num_shards = num_shards
+    reducer = ExactReducer(list(model.parameters()), world, context, overlaps=overlaps)
+    first, last = run_of(world.rank, world.world_size, num_shards)
+    results, begun = [], 0
+    for _ in range(4):
+        for p in model.parameters():
+            p.grad = None
+        reducer.forget()
+        for number in range(num_passes):
+            for shard in range(first, last):
+                context.shard = shard
+                for _ in range(num_backwards):
+                    loss = model(torch.full((2, 6), 0.3 + shard + 10 * number)).square().sum()
+                    if shard == last - 1:
+                        reducer.begin_last_backward()
+                    loss.backward()
+                begun = max(begun, reducer._overlap.num_begun if reducer._overlap is not None else 0)
+                reducer.end_shard(StepSums(loss=1.0))
+        sums = reducer.reduce(StepSums())
+        results.append((sums.loss, [p.grad.tolist() for p in model.parameters()]))
+    assert (begun > 2) == (overlaps and num_backwards == 1 and last > first)
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 4), (3, 7), (3, 2)])
+@pytest.mark.parametrize(("num_passes", "num_backwards"), [(1, 1), (2, 1), (1, 2)])
+def test_exact_sums_are_the_same(world_size: int, num_shards: int, num_passes: int, num_backwards: int) -> None:
+    shape = num_shards, num_passes, num_backwards
+    answers = run_ranks(exact_steps, world_size, *shape, True, apart=True)
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0] == run_ranks(exact_steps, world_size, *shape, False, apart=True)[0]
+
+
+def many_channels(world: World) -> list[float]:
+    for _ in range(300):
+        channel = world.open_channel()
+    empty, full = torch.zeros(0), torch.ones(5)
+    assert channel is not None
+    channel.is_coded = channel.codec is not None
+    for flat in (empty, full):
+        channel.prepare(flat).begin_sum(flat).wait()
+    return full.tolist()
+
+
+def test_many_channels_and_nothing_to_send() -> None:
+    assert run_ranks(many_channels, 2, apart=True) == [[2.0] * 5] * 2

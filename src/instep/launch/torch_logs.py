@@ -9,8 +9,8 @@ _SOURCES = r"(?:ProcessGroup\w*|TCPStore\w*|[A-Z]+CCL\w*|FlightRecorder\w*|Heart
 _HEADER = re.compile(rf"(?:\[rank\d+\]:)?\[[EWF]\d{{4}} [\d:.]+ +(?:\d+ )?{_SOURCES}:\d+\]")
 """`[rank0]:[E1116 19:09:59.808213046 TCPStore.cpp:612] …`"""
 _CONTINUATION = re.compile(
-    r"$|frame #\d+: |Exception raised from |<omitting python frames>|[a-z]+ccl\w*Error: |Last error:|#\d+ .* from .*:\d+$"
-    r"|terminate called after throwing|  what\(\):  "
+    r"$|frame #\d+: |Exception raised from |<omitting python frames>|[a-z]+ccl\w*Error: |Last error:"
+    r"|#\d+ .* from .*:\d+$|terminate called after throwing|  what\(\):  "
 )
 
 

@@ -101,6 +101,8 @@ class Bucket:
 
     def prepare(self, channel: Channel) -> None:
         """Be ready for the other ranks' gradients. Called on all ranks, though not at the same time."""
+        if self._prepared is not None or self._pending is not None:
+            return
         if not self._views:
             self._allocate()
         self._prepared = channel.prepare(self.flat)

@@ -23,7 +23,6 @@ from torch import nn
 from instep.parallel.buckets import COUNTING, Bucket, plan_buckets
 from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
-from instep.world.exchange import Channel
 from instep.world.world import World
 
 
@@ -57,29 +56,40 @@ class DdpReducer(Reducer):
         """Whether the last bucket carries them; if not, its dtype is not precise enough."""
 
     def begin_last_backward(self) -> None:
-        if self._overlap is not None and self._same_used:
-            self._overlap.arm()
-            if self._own_channel is not None and self._overlap.is_planned:
-                for bucket in self._buckets:
-                    bucket.prepare(self._own_channel)
+        if self._overlap is None or not self._same_used or self._overlap.is_armed:
+            return
+        self._overlap.arm()
+        if self._channel is not None and self._overlap.is_planned:
+            for bucket in self._buckets:
+                bucket.prepare(self._channel)
 
     def begin_reduce(self) -> None:
         if self._overlap is not None and self._overlap.is_planned:
             self._overlap.flush()
 
+    def forget(self) -> None:
+        if self._overlap is not None and self._overlap.is_armed:  # a step that was never finished
+            self._drain(self._overlap)
+
     def close(self) -> None:
         if self._overlap is not None:
+            if self._overlap.is_planned:  # some ranks may have begun to send
+                self._drain(self._overlap)
             self._overlap.close()
 
-    @property
-    def _own_channel(self) -> Channel | None:
-        """The channel, if it is used: two ranks' sums have the same bits over gloo's ring, which has less to add."""
-        channel = self._channel
-        return channel if channel is not None and (channel.is_coded or self._world.world_size > 2) else None
+    def _drain(self, overlap: Overlap) -> None:
+        """Complete what is on its way, for nothing. Called on all ranks."""
+        if overlap.is_planned:
+            overlap.flush()
+            self._buckets[-1].fill()
+            self._buckets[-1].begin_sum(self._world, self._channel)
+            for bucket in self._buckets:
+                bucket.sum(self._world)
+        overlap.end()
 
     def _begin(self, number: int) -> None:
         self._buckets[number].fill()
-        self._buckets[number].begin_sum(self._world, self._own_channel)
+        self._buckets[number].begin_sum(self._world, self._channel)
 
     def reduce(self, sums: StepSums) -> StepSums:
         overlap = self._overlap
@@ -110,7 +120,7 @@ class DdpReducer(Reducer):
             bucket.adopt([counts[number] > 0 for number in numbers])
         if overlap is not None:
             self._same_used = all(count in (0.0, float(self._world.world_size)) for count in counts)
-            if not overlap.is_planned and (buckets := overlap.plan(self._world, seconds)):
+            if not overlap.is_planned and (buckets := overlap.plan(self._world, seconds, self._channel)):
                 self._set_buckets(buckets)
             self._overlap = None if overlap.is_closed else overlap
             if self._channel is not None:
@@ -126,7 +136,7 @@ class DdpReducer(Reducer):
                 begun = time.perf_counter()
             for bucket in self._buckets:
                 if not bucket.is_begun:
-                    bucket.begin_sum(self._world, self._own_channel)
+                    bucket.begin_sum(self._world, self._channel)
         for bucket in self._buckets:
             bucket.sum(self._world)
         if not self._carries:
@@ -147,4 +157,7 @@ class Ddp(Strategy):
     axes = ("dp",)
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
-        return DdpReducer(parameters, self.grid.data, overlaps=True)
+        # Where collectives are matched by their order, those of layers in backward must not meet the buckets: a rank
+        # that does not use a parameter begins its bucket later than the others.
+        world = self.grid.data
+        return DdpReducer(parameters, world, overlaps=world.has_channels or not self.context.connected)

@@ -69,6 +69,8 @@ class ExactReducer(Reducer):
         self._channel = world.open_channel() if overlaps else None
         self._overlap = Overlap(self.parameters, self._begin) if self._channel is not None else None
         self._buckets = [list(range(len(self.parameters)))]
+        self._next_buckets: list[list[int]] = []
+        """From the next step on."""
         self._free: list[_FlatGradients] = []
         """For reuse: allocating them in every step would cost more than the additions."""
         self._passes: list[TreeSum[_FlatGradients]] = []
@@ -109,7 +111,8 @@ class ExactReducer(Reducer):
 
     def begin_last_backward(self) -> None:
         overlap = self._overlap
-        if overlap is None or self._repeats():  # one pass over the shards overlaps, and the others come after it
+        # One pass over the shards overlaps; those after it do not.
+        if overlap is None or overlap.is_armed or self._pending or len(self._passes) > 1 or self._repeats():
             return
         overlap.arm()
         if overlap.is_planned:
@@ -136,6 +139,8 @@ class ExactReducer(Reducer):
         if self._last is not None:
             self._end_last_shard(self._last)
         else:
+            if self._overlap is not None and self._overlap.is_armed:  # watched, for a plan
+                self._overlap.end()
             gradients = self._allocate()
             copy_gradients(gradients.views, grads)
             self._passes[-1].put((self._context.shard, self._context.shard + 1), gradients)
@@ -208,6 +213,7 @@ class ExactReducer(Reducer):
             for p, view, count in zip(self.parameters, total.views, totals[NUM_SUMS:].tolist(), strict=True):
                 p.grad = view if count > 0 else None
         self._total = total
+        self._buckets, self._next_buckets = self._next_buckets or self._buckets, []
         return StepSums(*totals[:NUM_SUMS].tolist())
 
     def _counts(self) -> list[int]:
@@ -227,11 +233,10 @@ class ExactReducer(Reducer):
     def _add_overlapped(self, parts: list[_FlatGradients], overlap: Overlap) -> _FlatGradients:
         """Return the sum of all ranks' subtrees, whose buckets may be on their way. Called on all ranks."""
         if not overlap.is_planned:
-            overlap.end()
             self._world.barrier()
             begun = time.perf_counter()
             total = self._add_subtrees(parts)
-            self._buckets = overlap.plan(self._world, time.perf_counter() - begun) or self._buckets
+            self._next_buckets = overlap.plan(self._world, time.perf_counter() - begun, self._channel)
             self._overlap = None if overlap.is_closed else overlap
             return total
         if not self._pending:  # the rank has no shard, or its last one was not watched

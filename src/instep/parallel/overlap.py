@@ -13,11 +13,14 @@ Where the link is slower than backward, gradients are coded ([Note: Fewer bytes]
 the codec is tried on a step's gradients, and its time and what it saves are compared with those of link and backward.
 
 A gradient that changes after its bucket has begun (a second backward pass for the same part, code that edits gradients)
-is noticed: the ranks reduce once more, after backward, and from then on always do. Steps in which the ranks did not use
+is noticed: the ranks reduce once more, after backward, and from then on always do. An edit of `p.grad.data` is noticed
+in the first step only. Where collectives are matched by their order (NCCL, several ranks on each of several nodes),
+models whose layers communicate in backward do not overlap. Steps in which the ranks did not use
 the same parameters are followed by one that reduces after backward.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,6 +30,7 @@ import torch
 from torch import nn
 
 from instep.parallel.buckets import DEFAULT_BYTES, bucket_bytes, plan_buckets
+from instep.parallel.gradients import to_local
 from instep.world.exchange import Channel
 from instep.world.world import World
 
@@ -55,8 +59,11 @@ class Overlap:
         self.is_closed = False
         self._num_plans = self._num_watched = 0
         self._armed_at = 0.0
-        self._backward_s = math.inf
-        """The shortest backward pass that was watched."""
+        self._backward_s: list[float] = []
+        """How long the backward passes took that were watched."""
+        self._contents: dict[int, float] = {}
+        self._was_edited = False
+        """Whether a gradient changed after backward, in the last step before the plan."""
         self._link_s = 0.0
         """How long it took to reduce everything after backward."""
         self._num_to_begin = 0
@@ -65,25 +72,30 @@ class Overlap:
         self._versions: list[tuple[nn.Parameter, Any, int]] = []
         self.is_armed = self._is_stale = False
         self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._ready, number)) for number, p in enumerate(parameters)
+            p.register_post_accumulate_grad_hook(partial(self._ready, number))
+            for number, p in enumerate(parameters)
+            if p.requires_grad
         ]
 
-    def plan(self, world: World, seconds: float) -> list[list[int]]:
+    def plan(self, world: World, seconds: float, channel: Channel | None) -> list[list[int]]:
         """Cut buckets, given how long it took to reduce everything; return them, if there are any. Called on all ranks.
 
         The last rank's order counts for all: it has a shard in exact mode, however few there are.
         """
         self._num_plans += 1
-        order, seconds = world.broadcast_object([self.order, seconds], source=world.world_size - 1)
+        told = [self.order, seconds, self._was_edited]
+        order, seconds, was_edited = world.broadcast_object(told, source=world.world_size - 1)
         if not order:  # it had no backward pass, or there are several models
             if self._num_plans == _MAX_PLANS:
                 self.close()
             return []
-        if len(set(order)) < len(order):  # a parameter gets its gradient bit by bit
+        if len(set(order)) < len(order) or was_edited:  # a parameter gets its gradient bit by bit
             self.close()
             return []
         self._link_s, num_bytes = seconds, sum(p.nbytes for p in self._parameters)
-        size = bucket_bytes(num_bytes / seconds) if world.sums_any_cut_alike else DEFAULT_BYTES
+        size = DEFAULT_BYTES if channel is None else bucket_bytes(num_bytes / seconds)
+        if channel is not None:
+            channel.forget_buffers()
         self.buckets = plan_buckets(self._parameters, order, size)
         of = {number: i for i, bucket in enumerate(self.buckets) for number in bucket}
         self._bucket_of = [of[number] for number in range(len(self._parameters))]
@@ -101,10 +113,11 @@ class Overlap:
             num_bytes, num_coded = num_bytes + floats.nbytes, num_coded + codec.encode(floats, buffer).numel()
             codec.decode(buffer, torch.empty_like(floats))
         coding_s = time.perf_counter() - begun
-        plain_s = max(self._backward_s, self._link_s)
-        coded_s = max(self._backward_s + coding_s, self._link_s * num_coded / max(1, num_bytes))
-        is_faster = num_bytes > 0 and coded_s < _WORTH_CODING * plain_s
-        channel.is_coded = world.broadcast_object(is_faster, source=world.world_size - 1)
+        backward_s = statistics.median(self._backward_s) if self._backward_s else math.inf
+        saved = (num_bytes - num_coded) / sum(p.nbytes for p in self._parameters)
+        plain_s, coded_s = max(backward_s, self._link_s), max(backward_s + coding_s, self._link_s * (1 - saved))
+        channel.is_coded = world.broadcast_object(coded_s < _WORTH_CODING * plain_s, source=world.world_size - 1)
+        channel.forget_buffers()
 
     @property
     def is_planned(self) -> bool:
@@ -127,7 +140,10 @@ class Overlap:
         changed = any(p.grad is not grad or _version(grad) != version for p, grad, version in self._versions)
         is_stale = self._is_stale or changed
         if self.is_armed and self.is_planned:
-            self._backward_s = min(self._backward_s, time.perf_counter() - self._armed_at)
+            self._backward_s.append(time.perf_counter() - self._armed_at)
+        # An edit of `p.grad.data` leaves no trace: a loop that makes one in its first step is found by the content.
+        self._was_edited = any(_content(self._parameters[i]) != content for i, content in self._contents.items())
+        self._contents = {}
         self.is_armed, self._is_stale, self.num_begun, self._versions = False, False, 0, []
         return is_stale
 
@@ -142,6 +158,7 @@ class Overlap:
             return
         self.order.append(number)
         if not self.buckets:
+            self._contents[number] = _content(self._parameters[number])
             return
         bucket = self._bucket_of[number]
         self._is_stale |= bucket < self.num_begun
@@ -155,6 +172,15 @@ class Overlap:
         self._versions += [(p, p.grad, _version(p.grad)) for p in held]
         self._begin(self.num_begun)
         self.num_begun += 1
+
+
+def _content(parameter: nn.Parameter) -> float:
+    """Return a number that changes if a gradient does; the same for any NaN."""
+    grad = parameter.grad
+    if grad is None:
+        return -1.0
+    total = float(to_local(grad.to_dense() if grad.is_sparse else grad).double().square().sum())
+    return total if math.isfinite(total) else -2.0
 
 
 def _version(grad: Any) -> int:

@@ -99,8 +99,9 @@ class Engine:
         self.is_full = is_full
         self.context.begin_step(step)
         self.context.num_shards = num_shards
-        for trained in self.trained if num_shards else ():
+        for trained in self.trained:
             trained.begin_step()
+        for trained in self.trained if num_shards else ():
             trained.reducer.be_ready()
             if trained.shard_buffers is None:
                 trained.shard_buffers = ShardBuffers(trained.model)

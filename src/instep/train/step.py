@@ -299,6 +299,8 @@ class Step:
         return StepSums(loss, self._weight_sum, is_weighted, is_counted, stop, save)
 
     def _update(self, trained: TrainState) -> None:
+        if not self._has_gradient:  # no backward pass since the last update: there is no gradient
+            self._engine.clear_gradients()
         trained.reducer.begin_reduce()
         if not self._has_agreed:
             self._has_agreed = True
@@ -316,8 +318,6 @@ class Step:
         # What this rank's parts took, without the time that its layers waited for other ranks.
         waited_s = engine.world.waited_s - self._waited
         engine.pace.compute_s += time.perf_counter() - self._begun - waited_s
-        if not self._has_gradient:  # no backward pass since the last update: there is no gradient
-            engine.clear_gradients()
         self._end_part()
         self._pulse.beat(Phase.REDUCE)
         sums = trained.reduce(self._sums())

@@ -33,7 +33,7 @@ from instep.world.background import Background, Pending
 from instep.world.float_codec import FloatCodec, load_codec
 from instep.world.lane.reduction import AddUp, Rows, accumulation_dtype
 
-_NUM_TAGS = 2**24
+_NUM_TAGS = 2**16
 """Tags of one channel are reused after so many; by then their messages have long arrived."""
 
 
@@ -41,7 +41,8 @@ class Exchange:
     """Reduces CPU tensors of ranks on different nodes ([Note: Reductions in the background])."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group: dist.ProcessGroup | None = group
+        """None once this has ended."""
         self.rank, self.size = group.rank(), group.size()
         self.others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         """Beginning with the next one, so that not all send to the same rank first."""
@@ -54,6 +55,7 @@ class Exchange:
         """None: some rank has none."""
         self._channels = itertools.count()
         self._now = self.open_channel()
+        self._now.keeps_buffers = False  # of any size: they would pile up
 
     def open_channel(self) -> Channel:
         """Open a channel. Called on all ranks, in the same order."""
@@ -74,14 +76,17 @@ class Exchange:
         return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
     def end(self) -> None:
-        """End the threads, once they have nothing to do."""
+        """End the threads, once they have nothing to do, and let go of the group."""
         self.background.end()
         self.sender.end()
+        self.group = None
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor with any content."""
-        free = self.free.setdefault((count, dtype), [])
-        return free.pop() if free else torch.empty(count, dtype=dtype)
+        try:
+            return self.free[count, dtype].pop()
+        except (KeyError, IndexError):
+            return torch.empty(count, dtype=dtype)
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep tensors for reuse."""
@@ -98,21 +103,34 @@ class Channel:
         self.codec = exchange.codec
         self.is_coded = False
         """Whether float32 is coded from now on; set to the same on all ranks, between reductions."""
+        self.keeps_buffers = True
+
+    def forget_buffers(self) -> None:
+        """Free the memory that was kept for reuse: other sizes will be needed from now on."""
+        self._exchange.free.clear()
 
     def prepare(self, like: torch.Tensor, counts: Sequence[int] | None = None) -> Reduction:
         """Be ready for a reduction of 1-D tensors as long as `like`; rank r has `counts[r]` of them, or one."""
         self._number = (self._number + 1) % (_NUM_TAGS // 2)
         codec = self.codec if self.is_coded and like.dtype == torch.float32 else None
         tag = self._first_tag + 2 * self._number
-        return Reduction(self._exchange, tag, like, counts or [1] * self._exchange.size, codec)
+        counts = counts or [1] * self._exchange.size
+        return Reduction(self._exchange, tag, like, counts, codec, self.keeps_buffers)
 
 
 class Reduction:
     """A reduction, for which this rank is ready to receive; `begin` sends this rank's rows."""
 
     def __init__(
-        self, exchange: Exchange, tag: int, like: torch.Tensor, counts: Sequence[int], codec: FloatCodec | None
+        self,
+        exchange: Exchange,
+        tag: int,
+        like: torch.Tensor,
+        counts: Sequence[int],
+        codec: FloatCodec | None,
+        keeps_buffers: bool,
     ) -> None:
+        self._keeps_buffers = keeps_buffers
         self._exchange, self._tag, self._codec, self._dtype = exchange, tag, codec, like.dtype
         self._shares = exchange.shares(like.numel())
         self._mine = self._shares[exchange.rank]
@@ -163,16 +181,16 @@ class Reduction:
         _wait(self._sends)  # adding may write to what is sent
         self._give_back_messages()
         exchange, mine, self._out = self._exchange, out[self._mine], out
-        if self._codec is not None and exchange.size == 2 and add_up == self.sum_in_order:
+        if self._codec is not None and exchange.size == 2 and add_up == self.sum_in_order and mine.numel():
             self._codec.decode(self._received[1 - exchange.rank][0], mine, add=True)
-            exchange.give_back(itertools.chain(*self._received.values()))
+            self._give_back(itertools.chain(*self._received.values()))
             return
         received = {rank: [self._decoded(row) for row in rows] for rank, rows in self._received.items()}
         rows = {**received, exchange.rank: [row[self._mine] for row in own]}
         total = add_up([row for rank in range(exchange.size) for row in rows[rank]])
         if total.data_ptr() != mine.data_ptr():
             mine.copy_(total)
-        exchange.give_back(itertools.chain(*received.values()))
+        self._give_back(itertools.chain(*received.values()))
         if exchange.size > 2:
             self._exchange_totals(mine)
 
@@ -195,7 +213,7 @@ class Reduction:
             share = self._out[self._shares[rank]]
             if self._codec is not None and share.numel():
                 self._codec.decode(buffer, share)
-        self._exchange.give_back(self._coded_totals.values())
+        self._give_back(self._coded_totals.values())
 
     def sum_in_order(self, rows: Rows) -> torch.Tensor:
         """Return the sum in the order of the ranks."""
@@ -225,17 +243,23 @@ class Reduction:
             return message
         elements = self._exchange.take(self._mine.stop - self._mine.start, self._dtype)
         self._codec.decode(message, elements)
-        self._exchange.give_back([message])
+        self._give_back([message])
         return elements
 
     def _give_back_messages(self) -> None:
-        self._exchange.give_back(self._sent)
+        self._give_back(self._sent)
         self._sent = []
 
+    def _give_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self._keeps_buffers:
+            self._exchange.give_back(tensors)
+
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        assert self._exchange.group is not None
         return self._exchange.group.send([tensor], rank, tag) if tensor.numel() else None
 
     def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        assert self._exchange.group is not None
         return self._exchange.group.recv([tensor], rank, tag) if tensor.numel() else None
 
 

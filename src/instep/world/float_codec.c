@@ -189,7 +189,7 @@ static inline void refill(struct stream *s) {
 }
 
 /* Read a message from a buffer of codec_bound(count) bytes into `count` floats, or add it to them; return 0 if it is
-   none. */
+   none, as far as that can be seen. */
 int codec_decode(const uint8_t *in, float *out, int64_t count, int add) {
     uint32_t kind, sizes[2 * QUARTERS], codes[SYMBOLS];
     uint8_t lengths[SYMBOLS];

@@ -79,7 +79,9 @@ class World(contextlib.AbstractContextManager["World"]):
         backend: str,
         group: dist.ProcessGroup | None = None,
         set_timeouts: Callable[[], object] | None = None,
+        is_whole: bool = True,
     ) -> None:
+        """`is_whole`: it has all ranks of the job; a part of them may or may not be on several nodes."""
         self.place = place
         self._set_timeouts = set_timeouts
         if set_timeouts is not None:  # the group's connections exist by now
@@ -100,10 +102,10 @@ class World(contextlib.AbstractContextManager["World"]):
         self.waited_s = 0.0
         """Time spent in collectives, most of it waiting for other ranks."""
         self._spare = torch.empty(0)
-        spans = group is not None and self.world_size > 1 and place.spans_nodes and self.device.type == "cpu"
+        spans = is_whole and group is not None and place.spans_nodes and self.device.type == "cpu"
         self._exchange = Exchange(group) if group is not None and spans and self._lane is None else None
-        self.overlaps = spans or backend in device_backends()
-        """Whether reductions can go on while this rank computes: those over a network."""
+        self.overlaps = spans or (is_whole and backend in device_backends())
+        """Whether reductions can go on while this rank computes: those of all ranks over a network."""
 
     @classmethod
     def join(
@@ -151,7 +153,7 @@ class World(contextlib.AbstractContextManager["World"]):
     def within(self, group: dist.ProcessGroup) -> World:
         """Return the world of a group of these ranks."""
         place = replace(self.place, rank=group.rank(), world_size=group.size())
-        return World(place, self.backend, group, self._set_timeouts)
+        return World(place, self.backend, group, self._set_timeouts, is_whole=False)
 
     def __deepcopy__(self, _memo: object) -> World:
         return self  # there is one, also when a module that refers to it is copied
@@ -182,8 +184,16 @@ class World(contextlib.AbstractContextManager["World"]):
         self.waited_s += time.perf_counter() - begun
         return tensor
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether `open_channel` opens one."""
+        return self._exchange is not None
+
     def open_channel(self) -> Channel | None:
-        """Open a channel for reductions in the background; None: not between these ranks. Called on all ranks."""
+        """Open a channel for reductions that other collectives may come between. Called on all ranks.
+
+        None: there are none between these ranks; `begin_all_reduce` may be there, whose order counts.
+        """
         return None if self._exchange is None else self._exchange.open_channel()
 
     def begin_all_reduce(self, flat: torch.Tensor) -> dist.Work:
@@ -196,11 +206,6 @@ class World(contextlib.AbstractContextManager["World"]):
         begun = time.perf_counter()
         reduction.wait()
         self.waited_s += time.perf_counter() - begun
-
-    @property
-    def sums_any_cut_alike(self) -> bool:
-        """Whether reductions in the background give an element the same bits wherever it is in its tensor."""
-        return self._exchange is not None or self.world_size == 2
 
     def can_coalesce(self, dtype: torch.dtype) -> bool:
         """Return whether `all_reduce_coalesced` supports a dtype; the same on all ranks."""
