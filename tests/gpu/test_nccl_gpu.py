@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,12 @@ def on_two_hosts(task: str, run_dir: Path, *more: str) -> list[Any]:
     return [start(*words, env=nccl_between_hosts(number)) for number in range(2)]
 
 
+def ends_of(hosts: list[Any]) -> list[tuple[str, str]]:
+    """Wait for all, and return what each printed; read at the same time, since a full pipe stops its writer."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda host: host.communicate(timeout=120), hosts))
+
+
 SLOW, HANGING = TESTS / "faults" / "slow_task.py", TESTS / "faults" / "hanging_task.py"
 RECIPE = ["--steps", "60", "--drop-last", "--exact", "--shards", "6", "--save-every", "3", "--json"]
 
@@ -141,7 +148,7 @@ def test_a_killed_rank_comes_back(tmp_path: Path) -> None:
     hosts = on_two_hosts(str(SLOW), run_dir, *RECIPE)
     wait_for(lambda: len(steps_in(run_dir)) >= 10, timeout_s=100)
     os.kill(pids_of(run_dir, 2)[1], signal.SIGKILL)
-    told = [host.communicate(timeout=150) for host in hosts]
+    told = ends_of(hosts)
     assert [host.returncode for host in hosts] == [0, 0], told
     print(told[0][1])
     assert_no_frames(told)
@@ -152,7 +159,7 @@ def test_a_killed_rank_comes_back(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     more = ("how=sleep", "--hang-after", "5s", "--max-restarts", "0", "--steps", "8")
     hosts = on_two_hosts(str(HANGING), tmp_path, *more)
-    told = [host.communicate(timeout=100) for host in hosts]
+    told = ends_of(hosts)
     print(*(err for _, err in told), sep="\n----\n")
     assert all(host.returncode == 3 for host in hosts)
     where = next(i for i, text in enumerate(HANGING.read_text().splitlines(), 1) if text.endswith("# sleeps here"))
