@@ -14,9 +14,9 @@ the codec is tried on a step's gradients, and its time and what it saves are com
 
 A gradient that changes after its bucket has begun (a second backward pass for the same part, code that edits gradients)
 is noticed: the ranks reduce once more, after backward, and from then on always do. An edit of `p.grad.data` is noticed
-in the first step only. Where collectives are matched by their order (NCCL, several ranks on each of several nodes),
-models whose layers communicate in backward do not overlap. Steps in which the ranks did not use
-the same parameters are followed by one that reduces after backward.
+in the first step only. Where collectives are matched by their order (on GPUs, and with several ranks on each of
+several nodes), models whose layers communicate in backward do not overlap. Steps in which the ranks did not use the
+same parameters are followed by one that reduces after backward.
 """
 
 import math
