@@ -121,10 +121,11 @@ def test_collate_gets_samples_whatever_the_dataset() -> None:
 
 
 def test_how_a_dataset_is_read_is_said() -> None:
-    assert make(i).source.describe() == "indexed by the batch"
-    assert make(Squares(), workers=1).source.describe() == "sample by sample, 1 worker process"
-    assert make(Squares(), workers=2).source.describe() == "sample by sample, 2 worker processes"
-    assert make(Squares(), workers=None, world_size=1000).source.describe() == "sample by sample, 0 worker processes"
+    assert make(i).source.describe() == "indexed by the batch, in the training process"
+    assert make(i, workers=2).source.describe() == "indexed by the batch, ahead by 2 threads"
+    assert make(Squares(), workers=1).source.describe() == "sample by sample, ahead by 1 worker process"
+    assert make(BatchAtOnce(), workers=2).source.describe() == "indexed by the batch, ahead by 2 worker processes"
+    assert make(Squares(), workers=None).source.describe() == "sample by sample, in the training process"
 
 
 # --- which samples, and where ------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class TrainSpec(LaunchSpec):
     data_workers: int | None = operational_option(
         None,
         TRAINING,
-        "processes that load samples, for datasets that cannot be indexed with a whole batch",
+        "processes (for tensors, threads) that read batches ahead; by default as many as measurements ask for",
         at_least=0,
         per_node=True,
         in_verify=True,

@@ -21,6 +21,8 @@ class Columns(BatchDataset):
     Batches have the same structure, with tensors; of a memory map only the rows of a batch are read.
     """
 
+    is_thread_safe = True
+
     def __init__(self, data: Any) -> None:
         self._names = list(data) if isinstance(data, Mapping) else None
         self._container = tuple if isinstance(data, tuple) else list

@@ -20,8 +20,12 @@ class BatchDataset(ABC):
 
     `gather` gets a 1-D int64 tensor of sample indices on the CPU and returns the batch: a tensor, or a tuple, dict or
     dataclass of tensors, whose row i is the sample `indices[i]`. It may be called with any indices in any order, and
-    must return the same sample for the same index.
+    must return the same sample for the same index. Batches are read ahead by threads if `is_thread_safe` says that
+    several may call `gather` at the same time, and otherwise by processes; only if reading takes a noticeable share of
+    a step.
     """
+
+    is_thread_safe: bool = False
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -44,6 +48,7 @@ class _Slice(BatchDataset):
 
     def __init__(self, dataset: BatchDataset, indices: range) -> None:
         self._dataset, self._indices = dataset, indices
+        self.is_thread_safe = dataset.is_thread_safe
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -6,7 +6,8 @@ Ranks: all; no communication, because every rank can compute what all of them re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from instep.core.errors import DataError, TaskError
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
 from instep.data.order import Batch, BatchPlan, Indices, PartPlan, SampleOrder
-from instep.data.source import BatchSource, Collate, Request, SampleSource, Source, default_workers, find_gather
+from instep.data.pools import Request
+from instep.data.readers import Collate, find_reader
+from instep.data.source import ReaderLimits, Source
 from instep.world.device import has_streams
 from instep.world.tensors import nested_tensors
 
@@ -37,18 +40,23 @@ class LoadOptions:
     device: torch.device = _CPU
     collate: Collate | None = None
     workers: int | None = None
-    """The number of loader processes; None: a share of the node's cores."""
+    """The number of threads or processes that read ahead; None: as many as pay."""
     seed: int
     local_world_size: int | None = None
+    waited_s: Callable[[], float] = lambda: 0.0
+    """Returns how long this rank has waited for others so far."""
 
     def open_source(self, dataset: Any, max_workers: int | None = None) -> Source:
-        """Choose how to read a dataset: a whole batch at once if possible, else sample by sample."""
-        gather = find_gather(dataset, self.collate)
-        if gather is not None:
-            return BatchSource(gather, seed=self.seed, collated=self.collate is not None)
-        workers = default_workers(self.local_world_size or self.world_size) if self.workers is None else self.workers
-        workers = workers if max_workers is None else min(workers, max_workers)
-        return SampleSource(dataset, collate=self.collate, workers=workers, seed=self.seed)
+        """Return a source of a dataset's batches."""
+        ranks = self.local_world_size or self.world_size
+        limits = ReaderLimits(
+            fixed=self.workers,
+            most=max_workers,
+            cores=len(os.sched_getaffinity(0)) / ranks,
+            compute_threads=torch.get_num_threads() if self.device.type == "cpu" else 1,
+            local_world_size=ranks,
+        )
+        return Source(find_reader(dataset, self.collate, self.seed), limits, self.waited_s)
 
 
 # Named tuples rather than dataclasses: as immutable, and several times as fast to create. One of each is created in

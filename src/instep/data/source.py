@@ -1,340 +1,206 @@
-"""Sources: how a dataset is read, by the batch or sample by sample.
+"""A source: the batches of a dataset, one after the other, read here or ahead ([Note: Input that keeps up]).
 
-Samples are read by torch's DataLoader and its worker processes.
-
-Ranks: all; each has its own workers.
-
-[Note: Randomness of a sample]
-A dataset that augments draws from the global generators. Which process reads a sample, and after which
-others, depends on the world size and the number of workers. So before each sample the generators are
-seeded from (seed, epoch, sample), which depends on neither. Only the CPU generators are seeded: a dataset
-that draws on a GPU must seed it itself.
+Ranks: all; each has its own.
 """
 
 from __future__ import annotations
 
-import hashlib
-import multiprocessing
+import itertools
 import os
-import pickle
-import random
-import signal
-import threading
 import time
-import traceback
-import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset, default_collate
 
-from instep.core.errors import DataError
-from instep.data.columns import as_columns
-from instep.data.dataset import BatchDataset
-from instep.data.nested import map_tensors
+from instep.data.input_pace import Change, InputPace, Limits, Window
+from instep.data.pools import READ_AHEAD, Pool, ProcessPool, Request, ThreadPool, TimedBatch, read_timed
+from instep.data.readers import Reader, generators_kept
 from instep.world.tensors import nested_tensors
 
-Request = tuple[int, torch.Tensor]
-"""The epoch, and the sample indices (1-D int64, on the CPU) of one part."""
-Collate = Callable[[list[Any]], Any]
-Gather = Callable[[torch.Tensor], Any]
-_ORPHAN_CHECK_S = 0.5
-_MOST_DEFAULT_WORKERS = 8
+_WINDOW_S = 0.5
+"""How long to measure before a decision."""
+_WINDOW_BATCHES = 8
+"""And over how many batches, unless they take longer than that to read."""
+_FIRST_BATCHES = 2
+"""Not counted at the beginning: the first steps take longer, and so may the first batches."""
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch's worker processes put batches
 
 
-class Source(ABC):
-    """Reads the samples of a dataset as batches.
+@dataclass(frozen=True)
+class ReaderLimits:
+    """What the readers of a source may use."""
 
-    A subclass implements `read` and `describe`, and `close` if it starts processes or threads. What it reads may depend
-    on the seed, the epoch and the sample index, never on the rank or the world size. `LoadOptions.open_source`
-    (loader.py) chooses the source of a dataset; nothing else knows which sources there are.
-    """
+    fixed: int | None = None
+    """Their number, if a person has chosen it: 0 reads in the training process."""
+    most: int | None = None
+    """Not more than there are batches, if they are few."""
+    cores: float = 1.0
+    """This rank's share of the node's cores."""
+    compute_threads: int = 1
+    """Of these, how many compute steps."""
+    local_world_size: int = 1
+    """Ranks of this node, which share its memory."""
 
-    def __init__(self) -> None:
-        self.notices: list[str] = []
+
+class InputChange(NamedTuple):
+    """A decision of who reads from now on, and what it was made from."""
+
+    change: Change
+    window: Window
+    readers: str
+    """In words."""
+
+
+class Source:
+    """Reads the batches of one dataset. `waited_s` returns how long the training has waited for other ranks."""
+
+    def __init__(self, reader: Reader, limits: ReaderLimits, waited_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._reader = reader
+        self._limits = limits
+        self._waited_s = waited_s
+        fixed = limits.fixed or 0
+        self._pace = InputPace(fixed if limits.most is None else min(fixed, limits.most))
+        self._pool: Pool | None = None
+        self._pool_size = 0
+        self.changes: list[InputChange] = []
+        """Decisions that were not reported yet."""
+
+    @property
+    def notices(self) -> list[str]:
         """What to tell the user once; the first batch may add to it."""
+        return self._reader.notices
 
-    @abstractmethod
+    def describe(self) -> str:
+        """Return in a few words how the dataset is read, and by whom."""
+        return f"{self._reader.describe()}, {self._pool_kind().describe(self._pace.readers)}"
+
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Yield a batch for each request, in order; requests may be taken ahead. One call at a time."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return in a few words how the dataset is read."""
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """End background processes and threads."""
-
-
-class BatchSource(Source):
-    """Reads a batch in one call, in this process."""
-
-    def __init__(self, gather: Gather, *, seed: int, collated: bool = False) -> None:
-        super().__init__()
-        self._gather = gather
-        self._collated = collated  # a Task's own collate may return any number of rows
-        self._seed = seed
-        self._draws: bool | None = None  # whether `gather` draws random numbers; None before the first batch
-
-    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """Read each batch when it is needed."""
-        for epoch, indices in requests:
-            yield self._gather(indices) if self._draws is False else self._gather_watched(epoch, indices)
-
-    def describe(self) -> str:
-        """Return in a few words how the dataset is read."""
-        return "indexed by the batch"
-
-    def _gather_watched(self, epoch: int, indices: torch.Tensor) -> Any:
-        """Gather with generators seeded for this part, so that at least a resumed run repeats its noise."""
-        with generators_kept():
-            seed_sample(self._seed, epoch, int(indices[0]))
-            before = fingerprint()
-            batch = self._gather(indices)
-            if self._draws is None:
-                self._draws = fingerprint() != before
-                if not self._collated:
-                    _check_rows(batch, len(indices))
-                if self._draws:
-                    self.notices.append(
-                        "The dataset draws random numbers while it reads a whole batch. That noise depends on how "
-                        "the batch is split, so another number of processes gives other samples. A dataset with only "
-                        "__getitem__ is read sample by sample, each with its own noise."
-                    )
-        return batch
-
-
-def find_gather(dataset: Any, collate: Collate | None) -> Gather | None:
-    """Return a function that reads a whole batch at once; None if the dataset must be read sample by sample."""
-    columns = as_columns(dataset, samples_wanted=collate is not None)
-    owner = dataset if columns is None else columns
-    if isinstance(owner, BatchDataset):
-        gather = owner.gather
-        return gather if collate is None else lambda indices: collate(_rows(gather(indices), len(indices)))
-    if type(dataset) is Subset:
-        # Its own __getitems__ would read samples one by one, in this process and without their seeds.
-        base = find_gather(dataset.dataset, collate)
-        numbers = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
-        return None if base is None else lambda indices: base(numbers.index_select(0, indices))
-    if callable(getattr(dataset, "__getitems__", None)):
-        return _from_getitems(dataset, collate)
-    return None
-
-
-def _from_getitems(dataset: Any, collate: Collate | None) -> Gather:
-    """Read with `__getitems__`, by torch's convention: a list is samples to collate, anything else is the batch."""
-
-    def gather(indices: torch.Tensor) -> Any:
-        batch = dataset.__getitems__(indices.tolist())
-        if not isinstance(batch, list):
-            return batch if collate is None else collate(_rows(batch, len(indices)))
-        if len(batch) != len(indices):
-            raise DataError(
-                f"{type(dataset).__name__}.__getitems__ was asked for {len(indices)} samples and returned "
-                f"{len(batch)}. Return one for each index, in the order of the indices."
-            )
-        return (collate or default_collate)(batch)
-
-    return gather
-
-
-def _check_rows(batch: Any, expected: int) -> None:
-    # Tensors of different lengths may be a packed batch (values and offsets), which cannot be checked.
-    lengths = {tensor.shape[0] for tensor in nested_tensors(batch) if tensor.dim()}
-    if len(lengths) == 1 and lengths != {expected}:
-        raise DataError(
-            f"The dataset was asked for a batch of {expected} samples and returned {lengths.pop()} rows. "
-            f"Row i of the batch must be the sample indices[i]."
-        )
-
-
-def _rows(batch: Any, count: int) -> list[Any]:
-    _check_rows(batch, count)
-    return [map_tensors(lambda rows, row=row: rows[row], batch) for row in range(count)]  # type: ignore[misc]
-
-
-def default_workers(local_world_size: int) -> int:
-    """Return how many processes load samples: this rank's share of the cores, less the one that computes."""
-    cores = len(os.sched_getaffinity(0))
-    return max(0, min(_MOST_DEFAULT_WORKERS, cores // local_world_size - 1))
-
-
-class SampleSource(Source):
-    """Reads `dataset[index]` for each sample, in worker processes or, if there are none, in this process."""
-
-    def __init__(self, dataset: Any, *, collate: Collate | None, workers: int, seed: int) -> None:
-        super().__init__()
-        self._reader = _SampleReader(dataset, collate or default_collate, seed)
-        self._workers = workers
-        self._queue = _RequestQueue()
-        self._loader: DataLoader[Any] | None = None
-        self._batches: Any = None
-        if workers:
-            self._loader = DataLoader(
-                self._reader,  # type: ignore[arg-type]
-                batch_sampler=self._queue,  # type: ignore[arg-type]
-                num_workers=workers,
-                collate_fn=lambda batch: batch,
-                persistent_workers=True,
-                worker_init_fn=_end_with_parent,
-                # A generator of its own: otherwise each iterator would draw from the global one.
-                generator=torch.Generator(),
-                # Forked workers need no pickling, so a dataset may be defined anywhere, even in a notebook.
-                multiprocessing_context="fork",
-            )
-
-    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """Read batches; worker processes read a few ahead and are reused by the next call."""
-        return self._read_here(requests) if self._loader is None else self._read_ahead(self._loader, requests)
-
-    def describe(self) -> str:
-        """Return in a few words how the dataset is read."""
-        return f"sample by sample, {self._workers} worker process{'' if self._workers == 1 else 'es'}"
+        feed = _Feed(iter(requests))
+        measured = _Measured(skip=_FIRST_BATCHES)
+        while not feed.ended:
+            feed.paused = False
+            begun = time.perf_counter()
+            for timed in self._stream(feed):
+                ready, waited_s = time.perf_counter(), self._waited_s()
+                yield timed.batch
+                now = time.perf_counter()
+                measured.add(timed, ready - begun, now - ready - (self._waited_s() - waited_s))
+                begun = now
+                if self._limits.fixed is None and not feed.paused and measured.is_enough:
+                    feed.paused = self._decide(measured.window(), timed.batch)
+                    measured = _Measured(skip=READ_AHEAD * self._pace.readers + 1 if feed.paused else 0)
 
     def close(self) -> None:
-        """End the worker processes."""
-        # Otherwise they would end with the last reference, which a traceback may hold for a long time.
-        if self._batches is not None:
-            self._batches._shutdown_workers()
-        self._batches = self._loader = None
+        """End the threads or processes that read ahead."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool, self._pool_size = None, 0
 
-    def _read_here(self, requests: Iterable[Request]) -> Iterator[Any]:
-        for epoch, indices in requests:
-            with generators_kept():
-                batch = self._reader.read(epoch, indices.tolist())
-            yield batch
+    def _decide(self, window: Window, batch: Any) -> bool:
+        """Decide how many readers there are from now on; return whether that changes."""
+        change = self._pace.decide(window, self._room(batch))
+        if change is not None:
+            self.changes.append(InputChange(change, window, self._pool_kind().describe(change.readers)))
+        return change is not None
 
-    def _read_ahead(self, loader: DataLoader[Any], requests: Iterable[Request]) -> Iterator[Any]:
-        self._queue.requests = requests
-        with warnings.catch_warnings():
-            # Python warns of any fork in a process with threads. These workers are safe: they compute on one
-            # thread and do not use the process groups.
-            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-            self._batches = iter(loader)
-        for batch in self._batches:
-            if isinstance(batch, _Failure):
-                self.close()
-                raise batch.exception()
-            yield batch
+    def _room(self, batch: Any) -> Limits:
+        """Return how many readers there is room for, with batches of this size."""
+        limits = self._limits
+        most = [] if limits.most is None else [limits.most]
+        if self._pool_kind() is ProcessPool:  # they hand their batches over in shared memory
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in nested_tensors(batch))
+            memory = os.statvfs(_SHARED_MEMORY)
+            free_bytes = memory.f_bavail * memory.f_frsize / 2 / limits.local_world_size
+            most.append(int(free_bytes / max(1, num_bytes * (READ_AHEAD + 1))))
+        return Limits(limits.cores, limits.cores - limits.compute_threads, min(most, default=None))
+
+    def _stream(self, feed: _Feed) -> Iterator[TimedBatch]:
+        """Yield batches until the feed ends or is paused, and those that are on their way then."""
+        if self._reader.draws is None:  # only the first batch tells
+            yield from self._read_here(itertools.islice(feed, 1))
+        if self._pool_size != self._pace.readers:
+            self.close()
+            self._pool_size = self._pace.readers
+            self._pool = self._pool_kind()(self._reader, self._pool_size) if self._pool_size else None
+        yield from self._read_here(feed) if self._pool is None else self._pool.read(feed)
+
+    def _pool_kind(self) -> type[Pool]:
+        return ThreadPool if self._reader.is_thread_safe and not self._reader.draws else ProcessPool
+
+    def _read_here(self, requests: Iterable[Request]) -> Iterator[TimedBatch]:
+        for request in requests:
+            with ExitStack() as kept:
+                if self._reader.draws is not False:
+                    kept.enter_context(generators_kept())
+                if not self._reader.is_thread_safe:
+                    kept.enter_context(_one_thread())
+                timed = read_timed(self._reader, request)
+            yield timed
 
 
-class _SampleReader:
-    """Reads and collates the samples of one part. Worker processes call `__getitems__`."""
+class _Feed:
+    """Requests, until it is paused."""
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self._requests = requests
+        self.paused = False
+        self.ended = False
 
-    def __getitems__(self, request: tuple[int, list[int]]) -> Any:
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> Request:
+        if self.paused:
+            raise StopIteration
         try:
-            return self.read(*request)
-        except Exception as error:  # noqa: BLE001 - the parent raises it again
-            return _Failure.of(error)
-
-    def read(self, epoch: int, indices: list[int]) -> Any:
-        """Read these samples as one batch, each with its own seed. Leaves the global generators changed."""
-        samples = []
-        for index in indices:
-            seed_sample(self._seed, epoch, index)
-            try:
-                samples.append(self._dataset[index])
-            except Exception as error:
-                error.add_note(f"This happened while reading sample {index} of the dataset in epoch {epoch}.")
-                raise
-        try:
-            return self._collate(samples)
-        except Exception as error:
-            error.add_note(
-                f"This happened while making a batch of the samples {_shortened(indices)}. If samples cannot be "
-                f"stacked, define collate(samples) in the Task."
-            )
+            return next(self._requests)
+        except StopIteration:
+            self.ended = True
             raise
 
 
-class _Failure(NamedTuple):
-    """An exception of a worker process, pickled for its parent.
+class _Measured:
+    """What batches took, the first few left out."""
 
-    torch itself would raise another exception, with the traceback as its message.
-    """
+    def __init__(self, skip: int) -> None:
+        self._skip = skip
+        self._num = 0
+        self._sums = [0.0] * len(Window._fields)
 
-    pickled: bytes
-    notes: tuple[str, ...]
+    def add(self, timed: TimedBatch, wait_s: float, step_s: float) -> None:
+        """Count a batch."""
+        if self._skip and timed.read_s < _WINDOW_S:
+            self._skip -= 1
+            return
+        self._num += 1
+        numbers = Window(timed.read_s, timed.cpu_s, wait_s, step_s)
+        self._sums = [total + number for total, number in zip(self._sums, numbers, strict=True)]
 
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        trace = "".join(traceback.format_exception(error))
-        notes = (*getattr(error, "__notes__", ()), f"The traceback in the worker process {os.getpid()}:\n{trace}")
-        try:
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)  # noqa: S301 - many exceptions can be pickled but not unpickled
-        except Exception:  # noqa: BLE001 - whatever pickling raises, the failure must arrive
-            pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-        return cls(pickled, notes)
+    @property
+    def is_enough(self) -> bool:
+        read_s, _, wait_s, step_s = self._sums
+        if wait_s + step_s < _WINDOW_S:
+            return False
+        return self._num >= _WINDOW_BATCHES or read_s > _WINDOW_S
 
-    def exception(self) -> Exception:
-        """Rebuild the exception."""
-        error: Exception = pickle.loads(self.pickled)  # noqa: S301 - pickled by our own worker
-        error.__notes__ = list(self.notes)
-        return error
-
-
-class _RequestQueue:
-    """The DataLoader's batch sampler: `requests` changes, so one DataLoader and its workers serve every `read`."""
-
-    def __init__(self) -> None:
-        self.requests: Iterable[Request] = ()
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        return ((epoch, indices.tolist()) for epoch, indices in self.requests)
-
-
-def _end_with_parent(_worker: int) -> None:
-    """End this worker when its parent ends, for whatever reason, and not earlier.
-
-    A scheduler that stops a job may signal every process of it, but a rank that saves still needs its samples.
-    """
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        while os.getppid() == parent.pid:
-            time.sleep(_ORPHAN_CHECK_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
-
-
-def _shortened(indices: list[int]) -> str:
-    return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, … {len(indices)} in all]"
-
-
-def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed the global generators for one sample of one epoch."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample").digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
-    random.seed(digest)
-    np.random.seed(int.from_bytes(digest[8:12], "little"))
+    def window(self) -> Window:
+        """Return the means."""
+        return Window(*(total / self._num for total in self._sums))
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the global generators on exit."""
-    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread, as worker processes do."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-
-
-def fingerprint() -> tuple[bytes, ...]:
-    """Return the states of the generators: they differ if something was drawn in between."""
-    _, keys, position, has_gauss, _ = np.random.get_state(legacy=True)
-    numpy_state = repr((position, has_gauss)).encode() + np.asarray(keys).tobytes()
-    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy_state
+        torch.set_num_threads(threads)

@@ -126,6 +126,26 @@ class SaveFailedRecord(Record, event="save_failed"):
     retry_s: float
 
 
+class InputRecord(Record, event="input"):
+    """Who reads this rank's batches has changed; the times are means per batch, from before the change."""
+
+    step: int
+    """After which it was decided."""
+    workers: int
+    """Threads or processes that read ahead; 0: the training process reads."""
+    reading: str
+    """Who reads, in words."""
+    reason: str
+    read_s: float
+    """To read a batch, by one reader."""
+    cpu_s: float
+    """Of these, how long a core was busy."""
+    wait_s: float
+    """How long the training waited for it."""
+    step_s: float
+    """The rest of a step."""
+
+
 class NoticeRecord(Record, event="notice"):
     """A message for a person, written once."""
 

@@ -44,6 +44,8 @@ class ProgressState:
             return f"step {event['step']}  " + metrics_text(self.metrics)
         if kind == "notice":
             return f"note: {event['text']}"
+        if kind == "input":
+            return f"data: read {event['reading']} from now on: {event['reason']}"
         if kind == "save_failed":
             return f"error: {event['error']} The next attempt is in {event['retry_s']:.0f} s; training continues."
         return None

@@ -16,6 +16,7 @@ from instep.core.spec import TrainSpec
 from instep.data.loader import GlobalBatch, LoadOptions, TrainLoader, evaluation_chunks
 from instep.data.nested import map_tensors
 from instep.data.order import BatchPlan, SampleOrder
+from instep.events.schema import InputRecord
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
 
@@ -57,6 +58,16 @@ class BatchReader(TrainLoader):
         self._reported.update(doubts)
         return new
 
+    def new_changes(self, step: int) -> list[InputRecord]:
+        """Return the decisions of who reads the batches that were made since the last call."""
+        if not self.source.changes:
+            return []
+        changes, self.source.changes = self.source.changes, []
+        return [
+            InputRecord(step=step, workers=readers, reading=words, reason=reason, **window._asdict())
+            for (readers, reason), window, words in changes
+        ]
+
 
 def read_chunks(engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:
     """Yield this rank's chunks of an evaluation set, each with its number of rows."""
@@ -79,6 +90,7 @@ def _load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> L
         collate=collate,
         workers=spec.data_workers,
         seed=spec.seed,
+        waited_s=lambda: engine.world.waited_s,
     )
 
 

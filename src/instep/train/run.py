@@ -211,6 +211,8 @@ class Run:
             yield step
             for sentence in reader.new_notices():
                 self.notice(sentence)
+            for change in reader.new_changes(self.step):
+                self.log.write(change)
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.check()

@@ -56,6 +56,8 @@ def mnist(split: Split = "train", root: str | Path | None = None) -> Mnist:
 class Mnist(BatchDataset):
     """Images and labels of one split of MNIST."""
 
+    is_thread_safe = True
+
     def __init__(self, images_file: Path, labels_file: Path) -> None:
         images, labels = read_idx(images_file, 3), read_idx(labels_file, 1)
         if images.shape[1:] != (28, 28):

@@ -19,6 +19,8 @@ class Windows(BatchDataset):
     A batch is `(x, y)`, both int64 (B, length). Tokens at the end that do not fill a sample are left out.
     """
 
+    is_thread_safe = True
+
     def __init__(self, tokens: npt.NDArray[Any], length: int) -> None:
         # A view: the last token of each window is the first of the next. A memory map stays on disk.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]

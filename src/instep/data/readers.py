@@ -1,0 +1,221 @@
+"""Readers: how a kind of dataset is read, by the batch or sample by sample.
+
+Ranks: all; who reads a batch, this process or another, a `Source` decides (source.py).
+
+[Note: Randomness of a sample]
+A dataset that augments draws from the global generators. Which process reads a sample, and after which
+others, depends on the world size and the number of workers. So before each sample the generators are
+seeded from (seed, epoch, sample), which depends on neither. Only the CPU generators are seeded: a dataset
+that draws on a GPU must seed it itself. For the same reason a user's dataset always computes on one thread,
+as torch's worker processes do: the rounding of a sum may depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, default_collate
+
+from instep.core.errors import DataError
+from instep.data.columns import as_columns
+from instep.data.dataset import BatchDataset
+from instep.data.nested import map_tensors
+from instep.world.tensors import nested_tensors
+
+Collate = Callable[[list[Any]], Any]
+Gather = Callable[[torch.Tensor], Any]
+
+
+class Reader(ABC):
+    """Reads the samples of one part as a batch.
+
+    A subclass implements `read` and `describe`. What it reads may depend on the seed, the epoch and the sample
+    indices, never on the rank, the world size, or the process or thread that reads. `find_reader` chooses the reader
+    of a dataset; nothing else knows which readers there are.
+    """
+
+    is_thread_safe = False
+    """Whether several threads may read at the same time; if not, worker processes read ahead."""
+    draws: bool | None = True
+    """Whether reading changes the global generators; None: not known before the first batch."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+        """What to tell the user once; the first batch may add to it."""
+
+    @abstractmethod
+    def read(self, epoch: int, indices: torch.Tensor) -> Any:
+        """Return these samples as one batch; may leave the global generators changed."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return in a few words how the dataset is read."""
+
+
+def find_reader(dataset: Any, collate: Collate | None, seed: int) -> Reader:
+    """Return how to read a dataset: a whole batch at once if possible, else sample by sample."""
+    gather = find_gather(dataset, collate)
+    if gather is None:
+        return SampleReader(dataset, collate or default_collate, seed)
+    is_thread_safe = collate is None and _is_thread_safe(dataset)
+    return WholeBatchReader(gather, seed=seed, collated=collate is not None, is_thread_safe=is_thread_safe)
+
+
+def _is_thread_safe(dataset: Any) -> bool:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    columns = as_columns(dataset, samples_wanted=False)
+    return getattr(dataset if columns is None else columns, "is_thread_safe", False) is True
+
+
+class WholeBatchReader(Reader):
+    """Reads a batch in one call."""
+
+    def __init__(self, gather: Gather, *, seed: int, collated: bool = False, is_thread_safe: bool = False) -> None:
+        super().__init__()
+        self.is_thread_safe = is_thread_safe
+        self.draws = None
+        self._gather = gather
+        self._collated = collated  # a Task's own collate may return any number of rows
+        self._seed = seed
+
+    def read(self, epoch: int, indices: torch.Tensor) -> Any:
+        """Read a batch; if that draws, from generators seeded for this part: a resumed run repeats its noise."""
+        if self.draws is False:
+            return self._gather(indices)
+        seed_sample(self._seed, epoch, int(indices[0]))
+        before = fingerprint() if self.draws is None else None
+        batch = self._gather(indices)
+        if before is not None:
+            self.draws = fingerprint() != before
+            if not self._collated:
+                _check_rows(batch, len(indices))
+            if self.draws:
+                self.notices.append(
+                    "The dataset draws random numbers while it reads a whole batch. That noise depends on how "
+                    "the batch is split, so another number of processes gives other samples. A dataset with only "
+                    "__getitem__ is read sample by sample, each with its own noise."
+                )
+        return batch
+
+    def describe(self) -> str:
+        """Return in a few words how the dataset is read."""
+        return "indexed by the batch"
+
+
+def find_gather(dataset: Any, collate: Collate | None) -> Gather | None:
+    """Return a function that reads a whole batch at once; None if the dataset must be read sample by sample."""
+    columns = as_columns(dataset, samples_wanted=collate is not None)
+    owner = dataset if columns is None else columns
+    if isinstance(owner, BatchDataset):
+        gather = owner.gather
+        return gather if collate is None else lambda indices: collate(_rows(gather(indices), len(indices)))
+    if type(dataset) is Subset:
+        # Its own __getitems__ would read samples one by one, and without their seeds.
+        base = find_gather(dataset.dataset, collate)
+        numbers = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
+        return None if base is None else lambda indices: base(numbers.index_select(0, indices))
+    if callable(getattr(dataset, "__getitems__", None)):
+        return _from_getitems(dataset, collate)
+    return None
+
+
+def _from_getitems(dataset: Any, collate: Collate | None) -> Gather:
+    """Read with `__getitems__`, by torch's convention: a list is samples to collate, anything else is the batch."""
+
+    def gather(indices: torch.Tensor) -> Any:
+        batch = dataset.__getitems__(indices.tolist())
+        if not isinstance(batch, list):
+            return batch if collate is None else collate(_rows(batch, len(indices)))
+        if len(batch) != len(indices):
+            raise DataError(
+                f"{type(dataset).__name__}.__getitems__ was asked for {len(indices)} samples and returned "
+                f"{len(batch)}. Return one for each index, in the order of the indices."
+            )
+        return (collate or default_collate)(batch)
+
+    return gather
+
+
+def _check_rows(batch: Any, expected: int) -> None:
+    # Tensors of different lengths may be a packed batch (values and offsets), which cannot be checked.
+    lengths = {tensor.shape[0] for tensor in nested_tensors(batch) if tensor.dim()}
+    if len(lengths) == 1 and lengths != {expected}:
+        raise DataError(
+            f"The dataset was asked for a batch of {expected} samples and returned {lengths.pop()} rows. "
+            f"Row i of the batch must be the sample indices[i]."
+        )
+
+
+def _rows(batch: Any, count: int) -> list[Any]:
+    _check_rows(batch, count)
+    return [map_tensors(lambda rows, row=row: rows[row], batch) for row in range(count)]  # type: ignore[misc]
+
+
+class SampleReader(Reader):
+    """Reads `dataset[index]` for each sample, each with its own seed, and collates them."""
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        super().__init__()
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def read(self, epoch: int, indices: torch.Tensor) -> Any:
+        """Return these samples as one batch; leaves the global generators changed."""
+        samples, numbers = [], indices.tolist()
+        for index in numbers:
+            seed_sample(self._seed, epoch, index)
+            try:
+                samples.append(self._dataset[index])
+            except Exception as error:
+                error.add_note(f"This happened while reading sample {index} of the dataset in epoch {epoch}.")
+                raise
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            error.add_note(
+                f"This happened while making a batch of the samples {_shortened(numbers)}. If samples cannot be "
+                f"stacked, define collate(samples) in the Task."
+            )
+            raise
+
+    def describe(self) -> str:
+        """Return in a few words how the dataset is read."""
+        return "sample by sample"
+
+
+def _shortened(indices: list[int]) -> str:
+    return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, … {len(indices)} in all]"
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed the global generators for one sample of one epoch."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample").digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the global generators on exit."""
+    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def fingerprint() -> tuple[bytes, ...]:
+    """Return the states of the generators: they differ if something was drawn in between."""
+    _, keys, position, has_gauss, _ = np.random.get_state(legacy=True)
+    numpy_state = repr((position, has_gauss)).encode() + np.asarray(keys).tobytes()
+    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy_state
