@@ -1,7 +1,7 @@
 PY ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check compiled ready system clean
+.PHONY: help demo test test-all check compiled ready system bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,5 +57,15 @@ test: ready ## check, then every test that CI runs
 test-all: ready ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 
+# The peers have an environment of their own: what they pull in is nobody else's business.
+.venv-bench/installed: pyproject.toml benchmarks/requirements.txt src/instep/world/lane/engine.c src/instep/world/float_codec.c
+	test -x .venv-bench/bin/python || $(PY) -m venv .venv-bench
+	.venv-bench/bin/pip install -q --disable-pip-version-check --no-compile 'torch>=2.11,<2.14'
+	.venv-bench/bin/pip install -q --disable-pip-version-check --no-compile -e '.[examples]' -r benchmarks/requirements.txt
+	touch $@
+
+bench: .venv-bench/installed ## measure instep and its peers, and write benchmarks/results and docs/benchmarks.md (an hour)
+	.venv-bench/bin/python benchmarks/all.py $(BENCH)
+
 clean: ## remove what make made
-	rm -rf .venv build dist src/*.egg-info src/instep/world/lane/_engine* src/instep/world/_float_codec* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench build dist src/*.egg-info src/instep/world/lane/_engine* src/instep/world/_float_codec* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from machine import table, write_result
+from machine import Bars, table, write_result
 from torch import nn
 
 import instep
@@ -35,7 +35,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         blocked, beside = measure(args, Path(folder))
     lines = report(args, blocked, beside)
-    write_result("checkpoint_stall", "How long a save holds training up", lines, sys.argv[1:], args.name)
+    values = {name: statistics.median(times) for name, times in blocked.items()}
+    bars = [Bars(f"A save of {3 * args.megabytes} MB on {args.device}: training waits", "ms", values)]
+    write_result("checkpoint_stall", "How long a save holds training up", lines, sys.argv[1:], args.name, bars)
 
 
 def measure(args, folder):

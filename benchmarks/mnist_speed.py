@@ -1,14 +1,17 @@
-"""ms a step on MNIST: instep, the tutorials' DDP script, the best hand-written loop; side by side.
+"""ms a step on MNIST: instep, the tutorials' DDP script, the best hand-written loop, and peers; side by side.
 
 python benchmarks/mnist_speed.py --repeats 5
 
 A 784-256-10 MLP, Adam, 64 samples a process, one thread a process, on CPU. The two scripts also run with nothing
-changed but the backend's name, instep also over gloo. Every measurement is a fresh set of
-processes; the variants take turns, so that a slow minute of the machine is everyone's. Only the second epoch
-and later ones count. one_process.py measures the difference to the hand-written loop on 1 process more finely.
+changed but the backend's name, instep also over gloo. Peers that are installed (`make bench` installs them) run as
+their documentation has it, and tuned as far as they can be: whole batches, fused Adam, denormals flushed, nothing
+logged or saved. Every measurement is a fresh set of processes; the variants take turns, so that a slow minute of the
+machine is everyone's. Only the second epoch and later ones count. one_process.py measures the difference to the
+hand-written loop on 1 process more finely.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -17,10 +20,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from machine import BIN, HERE, ROOT, table, write_result
+from machine import BIN, HERE, ROOT, Bars, loopback_only, table, write_result
 
 sys.path.insert(0, str(HERE / "mnist_variants"))
-from common import mean_and_quartile
+from common import BATCH_PER_PROCESS, mean_and_quartile
 
 BASELINES = {
     "tutorial": ("tutorial.py", "gloo"),
@@ -28,6 +31,15 @@ BASELINES = {
     'tutorial, "instep"': ("tutorial.py", "instep"),
     'hand-written, "instep"': ("by_hand.py", "instep"),
 }
+PEERS = {
+    "Accelerate": ("accelerate", "with_accelerate.py"),
+    "Fabric": ("lightning", "with_fabric.py"),
+    "Lightning": ("lightning", "with_lightning.py"),
+    "Hugging Face Trainer": ("transformers", "with_trainer.py"),
+    "Ray Train": ("ray", "with_ray.py"),
+}
+INSTALLED = [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)]
+TUNED = ", tuned"
 OURS = {"instep, gloo": "gloo", "instep": "auto"}
 RATIOS = [
     ("tutorial", "instep", "at least", {1: 1.9, 2: 3.2}),
@@ -36,7 +48,6 @@ RATIOS = [
     ("tutorial", 'tutorial, "instep"', None, {}),
     ("hand-written", 'hand-written, "instep"', None, {}),
 ]
-BATCH_PER_PROCESS = 64
 
 
 def parse_args():
@@ -60,16 +71,25 @@ def main():
                 ms, _, accuracy = measured = measure(variant, n, root, args.epochs)
                 runs[variant, n].append(measured)
                 print(
-                    f"{repeat + 1}/{args.repeats}  {n} processes  {variant:<12}  {ms:.3f} ms  {accuracy:.2%}",
+                    f"{repeat + 1}/{args.repeats}  {n} processes  {variant:<28}  {ms:.3f} ms  {accuracy:.2%}",
                     flush=True,
                 )
     lines = [line for n in args.processes for line in summary(n, runs)]
-    write_result("mnist_speed", "MNIST: ms a step, steady state", lines, sys.argv[1:])
+    bars = [bars_of(n, runs) for n in args.processes]
+    write_result("mnist_speed", "MNIST: ms a step, steady state", lines, sys.argv[1:], bars=bars)
 
 
 def variants_of(n):
     """One process speaks with nobody."""
-    return ("tutorial", "hand-written", "instep") if n == 1 else (*BASELINES, *OURS)
+    peers = [name + how for name in INSTALLED for how in ("", TUNED)]
+    return ["tutorial", "hand-written", *peers, "instep"] if n == 1 else [*BASELINES, *peers, *OURS]
+
+
+def bars_of(n, runs):
+    """Return a picture of one number of processes: who uses nothing of instep, and instep."""
+    shown = [name for name in variants_of(n) if '"instep"' not in name and "gloo" not in name]
+    values = {name: statistics.median(run[0] for run in runs[name, n]) for name in shown}
+    return Bars(f"MNIST on {n} process{'es' if n > 1 else ''} (CPU), time per step", "ms", values)
 
 
 def measure(variant, n, root, epochs):
@@ -77,7 +97,7 @@ def measure(variant, n, root, epochs):
     with tempfile.TemporaryDirectory() as folder:
         result = run(command_of(variant, n, root, epochs, folder))
         by_epoch = [mean_and_quartile(ends) for ends in ends_of(variant, result, folder)]
-    accuracy = result["accuracy"] if variant in BASELINES else result["metrics"]["accuracy"]
+    accuracy = result["metrics"]["accuracy"] if variant in OURS else result["accuracy"]
     assert len(by_epoch) == epochs
     means, quartiles = zip(*by_epoch[1:], strict=True)
     return statistics.median(means), statistics.median(quartiles), accuracy
@@ -88,6 +108,12 @@ def command_of(variant, n, root, epochs, folder):
         script, backend = BASELINES[variant]
         script = HERE / "mnist_variants" / script
         return [BIN / "torchrun", "--standalone", "--nproc-per-node", n, script, root, epochs, backend]
+    name, tuned, _ = variant.partition(TUNED)
+    if name in PEERS:
+        script, how = HERE / "mnist_variants" / PEERS[name][1], [tuned.strip(", ")] if tuned else []
+        if name == "Ray Train":
+            return loopback_only([sys.executable, script, root, epochs, n, *how])
+        return [BIN / "torchrun", "--standalone", "--nproc-per-node", n, script, root, epochs, *how]
     command = [BIN / "instep", "train", HERE / "mnist_variants" / "task.py", f"root={root}", "-n", n]
     command += ["--epochs", epochs, "--batch-size", BATCH_PER_PROCESS * n, "--threads", 1, "--comm", OURS[variant]]
     return [*command, "--eval-every", "never", "--save-every", "never", "--run-dir", f"{folder}/run", "--json"]
@@ -104,7 +130,7 @@ def run(command):
 
 def ends_of(variant, result, folder):
     """Return the times at which each epoch's steps ended: from what a baseline printed, or from instep's log."""
-    if variant in BASELINES:
+    if variant not in OURS:
         return result["ends"]
     times = {}
     for line in (Path(folder) / "run" / "events" / "rank-0.jsonl").read_text().splitlines():

@@ -18,7 +18,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from machine import HERE, table, write_result
+from machine import HERE, Bars, table, write_result
 from scaling_task import Scaling
 from turns import take_turns, within
 
@@ -36,12 +36,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of the slowest way, in a turn")
     args = parser.parse_args()
-    rows = []
+    rows, bars = [], []
     for link in args.links:
         for kind in args.kinds:
             for count in args.rows or ROWS[kind]:
                 times = measure(link, kind, count, args.rounds, args.steps)
                 rows.append(row_of(link, kind, count, times))
+                bars.append(bars_of(link, kind, count, times))
                 print(*rows[-1], sep="  ", flush=True)
     header = [
         *("link", "model", "rows a rank", "alone, ms", "link, ms", "best DDP, ms", "its bucket, MB", "instep, ms"),
@@ -53,7 +54,20 @@ def main():
         "Medians over the turns of a turn's mean step. \"link\": the gradients' bytes at the link's rate. Goals: "
         f"{MOST_OF_DDP} of DDP, {MOST_OF_BOUND} of the larger of alone and link, exact {MOST_OF_EXACT} of instep.",
     ]
-    write_result("network", "Two machines joined by a slow link", lines, sys.argv[1:])
+    write_result("network", "Two machines joined by a slow link", lines, sys.argv[1:], bars=bars)
+
+
+def bars_of(link, kind, rows, times):
+    middle = {way: statistics.median(of_way) for way, of_way in times.items()}
+    best = min((f"ddp:{size}" for size in BUCKETS_MB), key=middle.get)
+    named = {
+        "torch DDP, best bucket size": best,
+        "instep": "instep",
+        "instep, exact": "instep exact",
+        "no exchange": "alone",
+    }
+    values = {name: middle[way] for name, way in named.items()}
+    return Bars(f"Two nodes over {link}: {kind}, {rows} rows a rank, time per step", "ms", values)
 
 
 def row_of(link, kind, rows, times):

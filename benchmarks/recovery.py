@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import BIN, HERE, table, write_result
+from machine import BIN, HERE, Bars, table, write_result
 
 VARIANTS = HERE / "recovery_variants"
 LIMIT_S = 120
@@ -37,7 +37,9 @@ def main():
             with tempfile.TemporaryDirectory() as folder:
                 turns[name].append(one_turn(name, Path(folder), random.Random(turn)))
             print(name, {key: round(value, 2) for key, value in turns[name][-1].items()}, flush=True)
-    write_result("recovery", "From the SIGKILL of a rank to the next new step", report(turns), sys.argv[1:])
+    values = {name: statistics.median(kill["new"] for kill in kills) for name, kills in turns.items()}
+    bars = [Bars("A rank is killed: time to the next new step", "s", values)]
+    write_result("recovery", "From the SIGKILL of a rank to the next new step", report(turns), sys.argv[1:], bars=bars)
 
 
 def one_turn(name, folder, rng):

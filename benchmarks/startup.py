@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import BIN, HERE, ROOT, table, write_result
+from machine import BIN, HERE, ROOT, Bars, table, write_result
 
 COMMANDS = ("instep train", "torchrun")
 GOAL = 0.75
@@ -52,7 +52,9 @@ def main():
             (totals if repeat < args.repeats else splits)[command].append(moments)
             print(f"{repeat + 1}  {command:<12}  first step after {moments[MOMENTS[-1]]:.2f} s", flush=True)
     lines = summary(totals) + split_table(splits)
-    write_result("startup", "Start-up: from the command to the first step, 2 processes", lines, sys.argv[1:])
+    values = {name: statistics.median(moments[MOMENTS[-1]] for moments in runs) for name, runs in totals.items()}
+    bars = [Bars("From the command to the first step, 2 processes", "s", values)]
+    write_result("startup", "Start-up: from the command to the first step, 2 processes", lines, sys.argv[1:], bars=bars)
 
 
 def measure(command, traced):

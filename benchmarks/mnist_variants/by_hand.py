@@ -9,8 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Stopwatch, read, report
-from torch import nn
+from common import Stopwatch, network, read, report
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -21,7 +20,7 @@ def main(root, epochs, backend):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = read(root, "train")
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+    net = network()
     model = net
     if world_size > 1:
         model = DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True)

@@ -9,21 +9,9 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Stopwatch, read, report
-from torch import nn
+from common import Images, Stopwatch, network, report
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-
-class Images(Dataset):
-    def __init__(self, root):
-        self.images, self.labels = read(root, "train")
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, i):
-        return self.images[i].float().div(255), self.labels[i]
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def main(root, epochs, backend):
@@ -33,7 +21,7 @@ def main(root, epochs, backend):
     train_set = Images(root)
     sampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, batch_size=64, sampler=sampler)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)))
+    model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     watch, total = Stopwatch(), 0.0
     for epoch in range(epochs):

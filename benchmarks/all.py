@@ -1,0 +1,74 @@
+"""Every benchmark, one after the other, and the page of them all: what `make bench` runs.
+
+python benchmarks/all.py [--quick] [NAME ...]
+
+What needs a GPU runs where there is one, what needs root (network namespaces) as root; the rest is said to be left out.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import torch
+from machine import HERE, ROOT
+
+ON_CPU = {
+    "mnist_speed": ("--repeats", "2", "--epochs", "2"),
+    "input": (),
+    "checkpoint_stall": (),
+    "recovery": ("--kills", "6"),
+    "startup": ("--repeats", "5"),
+    "order": (),
+    "overhead": (),
+    "allreduce": (),
+    "scaling": ("--rounds", "6"),
+    "exact_cost": ("--rounds", "4"),
+    "network": ("--links", "1gbit", "10gbit"),
+}
+ON_GPU = {"gpt2_speed": (), "input": ("--device", "cuda")}
+QUICK = {
+    "mnist_speed": ("--repeats", "1", "--epochs", "2", "--processes", "2"),
+    "input": ("--rounds", "1", "--seconds", "3"),
+    "checkpoint_stall": ("--rounds", "2"),
+    "recovery": ("--kills", "1"),
+    "startup": ("--repeats", "1", "--split-repeats", "1"),
+    "scaling": ("--rounds", "1"),
+    "exact_cost": ("--rounds", "1"),
+    "network": ("--links", "1gbit", "--rounds", "1"),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ON_CPU)}; all of them unless given")
+    parser.add_argument("--mnist", default="../shared/data/mnist", help="folder of MNIST's four idx files, gzipped")
+    parser.add_argument("--quick", action="store_true", help="a try of each: the numbers say nothing")
+    args = parser.parse_args()
+    jobs = {**ON_GPU} if torch.cuda.is_available() else {**ON_CPU}
+    if unknown := set(args.names) - set(jobs):
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}. There are: {', '.join(jobs)}.")
+    left_out = []
+    for name, words in jobs.items():
+        if args.names and name not in args.names:
+            continue
+        if name == "network" and os.geteuid():
+            left_out.append("network: run as root, it makes network namespaces")
+            continue
+        if name == "mnist_speed" and not (ROOT / args.mnist).is_dir():
+            left_out.append(f"mnist_speed: there is no {args.mnist}; give --mnist FOLDER with MNIST's files")
+            continue
+        words = QUICK.get(name, ()) if args.quick else words
+        if name == "mnist_speed":
+            words = ("--root", args.mnist, *words)
+        begun = time.monotonic()
+        print(f"== {name} {' '.join(words)}", flush=True)
+        subprocess.run([sys.executable, HERE / f"{name}.py", *words], cwd=ROOT, check=True)
+        print(f"== {name}: {time.monotonic() - begun:.0f} s", flush=True)
+    subprocess.run([sys.executable, HERE / "page.py"], cwd=ROOT, check=True)
+    print("\n".join(f"left out: {each}" for each in left_out))
+
+
+if __name__ == "__main__":
+    main()
