@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +210,74 @@ class Watched(BatchDataset):
 def test_threads_read_what_they_may() -> None:
     in_main = [bool(batch.parts[0].batch.all()) for batch in load(Watched(), workers=2)]
     assert in_main == [True, False, False, False, False, False]
+
+
+# --- forks that nobody asked for ---------------------------------------------------------------------------
+
+
+class ThroughAnOffset(Slow):
+    """Reads a file through its offset, which forks would share."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(range(N)))
+        self._file = path.open("rb", buffering=0)
+        self.close = self._file.close
+
+    def __getitem__(self, index: int) -> Any:
+        self._file.seek(index)
+        time.sleep(0.02)
+        return self._file.read(1)[0], os.getpid()
+
+
+class FailsElsewhere(Slow):
+    """As a connection, a GPU or a thread does that a fork does not have."""
+
+    def __init__(self, fails: str) -> None:
+        self._pid, self._fails = os.getpid(), fails
+
+    def __getitem__(self, index: int) -> Any:
+        if os.getpid() != self._pid:
+            if self._fails == "raises":
+                raise RuntimeError("not in a fork")
+            if self._fails == "dies":
+                os._exit(3)
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", ["offset", "raises", "dies", "hangs"])
+def test_what_does_not_survive_a_fork_is_read_here(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.data.source._TIMEOUT_S", 1.5)
+    monkeypatch.setattr("instep.data.source._TIMEOUT_READS", 1)
+    dataset = ThroughAnOffset(tmp_path / "bytes") if kind == "offset" else FailsElsewhere(kind)
+    loader = make(dataset, workers=None)
+    for batch in loader.steps(0, 25):
+        samples, pids = batch.parts[0].batch
+        assert samples.tolist() == loader.sample_indices(batch.step).tolist()
+        assert set(pids.tolist()) == {os.getpid()}
+    loader.source.close()
+    if isinstance(dataset, ThroughAnOffset):
+        dataset.close()
+    chosen = [(change.readers > 0, change.reason) for change, _, _ in loader.source.changes]
+    assert [is_ahead for is_ahead, _ in chosen] == [True, False]
+    assert {"offset": "keeps a file open", "raises": "not in a fork", "dies": "exited", "hangs": "timed out"}[
+        kind
+    ] in chosen[1][1]
+
+
+def test_an_error_of_the_datasets_own_is_raised_here() -> None:
+    class Broken(Slow):
+        def __getitem__(self, index: int) -> Any:
+            if index == 17 and time.monotonic() > begun + 1.5:
+                raise KeyError("of its own")
+            return super().__getitem__(index)
+
+    begun = time.monotonic()
+    loader = make(Broken(), workers=None)
+    with pytest.raises(KeyError, match="of its own") as caught:
+        for _ in loader.steps(0, 200):
+            pass
+    loader.source.close()
+    assert [note.partition(" of the")[0] for note in caught.value.__notes__] == [
+        "This happened while reading sample 17"
+    ]

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from instep.data.readers import Reader
 
@@ -52,8 +53,9 @@ def read_timed(reader: Reader, request: Request) -> TimedBatch:
 class Pool(ABC):
     """Reads batches ahead, several at a time."""
 
-    def __init__(self, reader: Reader, size: int) -> None:
-        self._reader, self._size = reader, size
+    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0) -> None:
+        """`timeout_s`: how long a batch may take before it is an error; 0 for any time."""
+        self._reader, self._size, self._timeout_s = reader, size, timeout_s
 
     @classmethod
     @abstractmethod
@@ -65,15 +67,15 @@ class Pool(ABC):
         """Yield a batch for each request, in order; a few requests are taken ahead. One call at a time."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End the threads or processes."""
+    def close(self, at_once: bool = False) -> None:
+        """End the threads or processes; `at_once`: even if they do not answer."""
 
 
 class ThreadPool(Pool):
     """Threads, for readers that several threads may call."""
 
-    def __init__(self, reader: Reader, size: int) -> None:
-        super().__init__(reader, size)
+    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0) -> None:
+        super().__init__(reader, size, timeout_s)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="read-ahead")
         self._pending: deque[Future[TimedBatch]] = deque()
 
@@ -93,8 +95,9 @@ class ThreadPool(Pool):
         while pending:
             yield pending.popleft().result()
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """End the threads, after what they read now."""
+        del at_once
         self._drop_pending()
         self._threads.shutdown()
 
@@ -106,8 +109,8 @@ class ThreadPool(Pool):
 class ProcessPool(Pool):
     """The worker processes of torch's DataLoader."""
 
-    def __init__(self, reader: Reader, size: int) -> None:
-        super().__init__(reader, size)
+    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0) -> None:
+        super().__init__(reader, size, timeout_s)
         self._queue = _RequestQueue()
         self._batches: Any = None
         with _quiet():
@@ -116,6 +119,7 @@ class ProcessPool(Pool):
                 batch_sampler=self._queue,  # type: ignore[arg-type]
                 num_workers=size,
                 prefetch_factor=READ_AHEAD,
+                timeout=timeout_s,
                 collate_fn=lambda batch: batch,
                 persistent_workers=True,
                 worker_init_fn=_end_with_parent,
@@ -142,11 +146,17 @@ class ProcessPool(Pool):
                 raise batch.exception()
             yield batch
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """End the worker processes."""
         # Otherwise they would end with the last reference, which a traceback may hold for a long time.
-        if self._batches is not None:
-            self._batches._shutdown_workers()
+        if (batches := self._batches) is not None:
+            if at_once:
+                # torch's handler of SIGCHLD would raise for each that is killed.
+                signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+                batches._worker_pids_set = False
+                for worker in batches._workers:
+                    worker.kill()
+            batches._shutdown_workers()
         self._batches = self._loader = None
 
 

@@ -1,16 +1,26 @@
 """A source: the batches of a dataset, one after the other, read here or ahead ([Note: Input that keeps up]).
 
 Ranks: all; each has its own.
+
+[Note: Forks that nobody asked for]
+Worker processes are forks of the training process, and some datasets do not survive a fork: a file that they read
+through its offset, which all forks share, would give each process another's bytes; a library's threads and locks may
+hang; a GPU is lost. Where a person has not asked for worker processes, a dataset that moves the offset of an open file,
+or returns tensors of a GPU, is read by the training process. Worker processes that raise, die or take far too long are
+given up: the training process reads their batches again, and if that raises too, it is the dataset's own error.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +36,10 @@ _WINDOW_BATCHES = 8
 """And over how many batches, unless they take longer than that to read."""
 _FIRST_BATCHES = 2
 """Not counted at the beginning: the first steps take longer, and so may the first batches."""
+_TIMEOUT_S = 20.0
+"""How long a batch of a worker process may take,"""
+_TIMEOUT_READS = 50
+"""or how many times as long as in the training process."""
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch's worker processes put batches
 
 
@@ -65,6 +79,9 @@ class Source:
         self._pace = InputPace(fixed if limits.most is None else min(fixed, limits.most))
         self._pool: Pool | None = None
         self._pool_size = 0
+        self._window = Window(0.0, 0.0, 0.0, 0.0)
+        self._may_fork: bool | None = None
+        """Whether the dataset survives a fork; None before it was looked at."""
         self.changes: list[InputChange] = []
         """Decisions that were not reported yet."""
 
@@ -81,10 +98,10 @@ class Source:
         """Yield a batch for each request, in order; requests may be taken ahead. One call at a time."""
         feed = _Feed(iter(requests))
         measured = _Measured(skip=_FIRST_BATCHES)
-        while not feed.ended:
-            feed.paused = False
+        while feed.resume():
             begun = time.perf_counter()
             for timed in self._stream(feed):
+                feed.delivered()
                 ready, waited_s = time.perf_counter(), self._waited_s()
                 yield timed.batch
                 now = time.perf_counter()
@@ -102,17 +119,24 @@ class Source:
 
     def _decide(self, window: Window, batch: Any) -> bool:
         """Decide how many readers there are from now on; return whether that changes."""
+        self._window = window
         change = self._pace.decide(window, self._room(batch))
         if change is not None:
-            self.changes.append(InputChange(change, window, self._pool_kind().describe(change.readers)))
+            self._note(change)
         return change is not None
+
+    def _note(self, change: Change) -> None:
+        self.changes.append(InputChange(change, self._window, self._pool_kind().describe(change.readers)))
 
     def _room(self, batch: Any) -> Limits:
         """Return how many readers there is room for, with batches of this size."""
         limits = self._limits
         most = [] if limits.most is None else [limits.most]
         if self._pool_kind() is ProcessPool:  # they hand their batches over in shared memory
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in nested_tensors(batch))
+            tensors = nested_tensors(batch)
+            if self._may_fork is False or any(tensor.device.type != "cpu" for tensor in tensors):
+                return Limits(limits.cores, 0.0, most=0)
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             memory = os.statvfs(_SHARED_MEMORY)
             free_bytes = memory.f_bavail * memory.f_frsize / 2 / limits.local_world_size
             most.append(int(free_bytes / max(1, num_bytes * (READ_AHEAD + 1))))
@@ -122,11 +146,42 @@ class Source:
         """Yield batches until the feed ends or is paused, and those that are on their way then."""
         if self._reader.draws is None:  # only the first batch tells
             yield from self._read_here(itertools.islice(feed, 1))
+        is_chosen = self._limits.fixed is None and self._pace.readers > 0
+        if is_chosen and self._pool_kind() is ProcessPool and self._may_fork is None:
+            yield from self._look_at_files(feed)
         if self._pool_size != self._pace.readers:
             self.close()
             self._pool_size = self._pace.readers
-            self._pool = self._pool_kind()(self._reader, self._pool_size) if self._pool_size else None
-        yield from self._read_here(feed) if self._pool is None else self._pool.read(feed)
+            timeout_s = max(_TIMEOUT_S, _TIMEOUT_READS * self._window.read_s) if is_chosen else 0.0
+            self._pool = self._pool_kind()(self._reader, self._pool_size, timeout_s) if self._pool_size else None
+        if self._pool is None:
+            yield from self._read_here(feed)
+            return
+        try:
+            yield from self._pool.read(feed)
+        except Exception as error:
+            if not is_chosen:
+                raise
+            self._pool.close(at_once=True)
+            self._pool = None
+            feed.take_back()
+            reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            self._stay(f"{self._pool_kind().describe(self._pool_size)} it failed ({reason})")
+
+    def _look_at_files(self, feed: _Feed) -> Iterator[TimedBatch]:
+        """Read a batch here, and stay here if that moves the offset of a file ([Note: Forks that nobody asked for])."""
+        before = _offsets()
+        yield from self._read_here(itertools.islice(feed, 1))
+        after = _offsets()
+        self._may_fork = all(after.get(file, offset) == offset for file, offset in before.items())
+        if not self._may_fork:
+            self._stay("the dataset keeps a file open, whose offset worker processes would share")
+
+    def _stay(self, reason: str) -> None:
+        """Read here from now on."""
+        self._may_fork = False
+        self._pace = InputPace()
+        self._note(Change(0, reason))
 
     def _pool_kind(self) -> type[Pool]:
         return ThreadPool if self._reader.is_thread_safe and not self._reader.draws else ProcessPool
@@ -147,8 +202,9 @@ class _Feed:
 
     def __init__(self, requests: Iterator[Request]) -> None:
         self._requests = requests
+        self._on_their_way: deque[Request] = deque()
         self.paused = False
-        self.ended = False
+        self._has_ended = False
 
     def __iter__(self) -> _Feed:
         return self
@@ -157,10 +213,26 @@ class _Feed:
         if self.paused:
             raise StopIteration
         try:
-            return next(self._requests)
+            request = next(self._requests)
         except StopIteration:
-            self.ended = True
+            self._has_ended = True
             raise
+        self._on_their_way.append(request)
+        return request
+
+    def resume(self) -> bool:
+        """End a pause; return whether there may be more."""
+        self.paused = False
+        return not self._has_ended
+
+    def delivered(self) -> None:
+        """Note that the oldest request's batch is there."""
+        self._on_their_way.popleft()
+
+    def take_back(self) -> None:
+        """Yield the requests again whose batches are not there."""
+        self._requests = itertools.chain(self._on_their_way, self._requests)
+        self._on_their_way, self._has_ended = deque(), False
 
 
 class _Measured:
@@ -190,6 +262,18 @@ class _Measured:
     def window(self) -> Window:
         """Return the means."""
         return Window(*(total / self._num for total in self._sums))
+
+
+def _offsets() -> dict[tuple[str, str], str]:
+    """Return the offsets of the regular files that are open for reading, by number and path."""
+    offsets = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            info = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split()
+            is_read_only = int(info[info.index("flags:") + 1], 8) & os.O_ACCMODE == os.O_RDONLY
+            if is_read_only and stat.S_ISREG(entry.stat().st_mode):
+                offsets[entry.name, str(entry.readlink())] = info[info.index("pos:") + 1]
+    return offsets
 
 
 @contextmanager
