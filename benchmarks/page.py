@@ -23,7 +23,16 @@ ORDER = [
         "recovery",
         "startup",
     ),
-    *("order", "exact_cost", "allreduce", "gpt2_speed", "input_gpu", "checkpoint_stall_gpu", "exact_cost_gpu"),
+    *(
+        "order",
+        "exact_cost",
+        "allreduce",
+        "gpt2_speed",
+        "resnet_speed",
+        "input_gpu",
+        "checkpoint_stall_gpu",
+        "exact_cost_gpu",
+    ),
 ]
 WIDTH, ROW, LEFT, RIGHT = 760, 26, 250, 90
 OURS, OTHERS, INK = "#d9480f", "#8aa0b4", "#1f2933"
