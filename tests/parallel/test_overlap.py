@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import hashlib
 import math
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from instep.core.tree import run_of
 from instep.parallel import buckets, overlap
@@ -18,6 +25,7 @@ from instep.parallel.ddp import DdpReducer
 from instep.parallel.exact import ExactReducer
 from instep.parallel.strategy import StepSums
 from instep.world.float_codec import load_codec
+from instep.world.group import SharedGroup
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -47,7 +55,14 @@ class Net(nn.Module):
         return self.narrow(self.tied(x).bfloat16()).float().square().mean()
 
 
-def run_step(model: Net, rank: int, step: int, kind: str, begin: Callable[[], None] = lambda: None) -> None:
+def run_step(
+    model: Net,
+    rank: int,
+    step: int,
+    kind: str,
+    begin: Callable[[], None] = lambda: None,
+    again: Callable[[], None] = lambda: None,
+) -> None:
     """Run one rank's part of a step, or what is odd about it; `begin` comes before each backward pass."""
     odd = step == ODD_STEP and rank == 1
     if kind == "no backward pass" and odd:
@@ -57,6 +72,12 @@ def run_step(model: Net, rank: int, step: int, kind: str, begin: Callable[[], No
     loss = model(x, sometimes=not (kind == "a parameter without gradient" and odd))
     begin()
     loss.backward()
+    if kind == "begun again" and odd:  # as after a trial of compiled code that has failed in backward
+        clear(model)
+        again()
+        loss = model(x, sometimes=True)
+        begin()
+        loss.backward()
     if (kind == "a second pass" and odd) or kind == "always two passes":
         loss = model(x + 1, sometimes=True)
         begin()
@@ -83,7 +104,7 @@ def overlapped(world: World, kind: str, codes: bool = True) -> dict[str, Any]:
     results, begun = [], []
     for step in range(NUM_STEPS):
         clear(model)
-        run_step(model, world.rank, step, kind, reducer.begin_last_backward)
+        run_step(model, world.rank, step, kind, reducer.begin_last_backward, reducer.forget)
         begun.append(reducer._overlap.num_begun if reducer._overlap is not None else 0)
         sums = reducer.reduce(StepSums(loss=float(world.rank + step), weight=2.0))
         results.append(
@@ -120,15 +141,33 @@ def _add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
     return one.to(wide) + other.to(wide)
 
 
-KINDS = ["plain", "no backward pass", "a parameter without gradient", "a second pass", "edited", "replaced"]
+KINDS = [
+    "plain",
+    "no backward pass",
+    "a parameter without gradient",
+    "a second pass",
+    "begun again",
+    "edited",
+    "replaced",
+]
 NEVER = ["always two passes", "always edited"]
 """These do not overlap at all."""
+
+
+def all_kinds(world: World) -> dict[str, dict[str, Any]]:
+    return {kind: overlapped(world, kind) for kind in [*KINDS, *NEVER]}
+
+
+@functools.cache
+def answers_of_all_kinds(world_size: int) -> list[dict[str, Any]]:
+    """One launch serves all kinds."""
+    return run_ranks(all_kinds, world_size, apart=True)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", [*KINDS, *NEVER])
 def test_the_sums_are_the_same(kind: str, world_size: int) -> None:
-    answers = run_ranks(overlapped, world_size, kind, apart=True)
+    answers = [by_kind[kind] for by_kind in answers_of_all_kinds(world_size)]
     check_overlapped(answers, kind)
     assert all(answer["is_coded"] == (load_codec() is not None and kind not in NEVER) for answer in answers)
 
@@ -179,8 +218,11 @@ def test_a_reducer_is_replaced_while_gradients_travel() -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
-def exact_steps(world: World, num_shards: int, num_passes: int, num_backwards: int, overlaps: bool) -> list[Any]:
-    """Return the gradients of exact steps, and how many buckets were begun in backward."""
+def exact_steps(world: World, num_shards: int, num_passes: int, num_backwards: int | str, overlaps: bool) -> list[Any]:
+    """Return the gradients of exact steps, and how many buckets were begun in backward.
+
+    `num_backwards`: of each shard; "odd": two of one rank's last shard, in one step that is not the first.
+    """
     buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 128
     torch.manual_seed(0)
     model, context = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))), BatchContext(torch.device("cpu"), 0)
@@ -188,14 +230,15 @@ def exact_steps(world: World, num_shards: int, num_passes: int, num_backwards: i
     reducer = ExactReducer(list(model.parameters()), world, context, overlaps=overlaps)
     first, last = run_of(world.rank, world.world_size, num_shards)
     results, begun = [], 0
-    for _ in range(4):
+    for step in range(4):
         for p in model.parameters():
             p.grad = None
         reducer.forget()
         for number in range(num_passes):
             for shard in range(first, last):
                 context.shard = shard
-                for _ in range(num_backwards):
+                is_odd = num_backwards == "odd" and (step, shard) == (2, run_of(0, world.world_size, num_shards)[1] - 1)
+                for _ in range(num_backwards if num_backwards != "odd" else 1 + is_odd):
                     loss = model(torch.full((2, 6), 0.3 + shard + 10 * number)).square().sum()
                     if shard == last - 1:
                         reducer.begin_last_backward()
@@ -204,17 +247,28 @@ def exact_steps(world: World, num_shards: int, num_passes: int, num_backwards: i
                 reducer.end_shard(StepSums(loss=1.0))
         sums = reducer.reduce(StepSums())
         results.append((sums.loss, [p.grad.tolist() for p in model.parameters()]))
-    assert (begun > 2) == (overlaps and num_backwards == 1 and last > first)
+    assert (begun > 2) == (overlaps and num_backwards != 2 and last > first)
     return results
 
 
+EXACT = [(1, 1), (2, 1), (1, 2), (1, "odd"), (2, "odd")]
+"""Passes over the shards, and backward passes of each."""
+
+
+def all_exact_steps(world: World, num_shards: int) -> dict[Any, list[Any]]:
+    return {
+        (*shape, overlaps): exact_steps(world, num_shards, *shape, overlaps)
+        for shape in EXACT
+        for overlaps in (True, False)
+    }
+
+
 @pytest.mark.parametrize(("world_size", "num_shards"), [(2, 4), (3, 7), (3, 2)])
-@pytest.mark.parametrize(("num_passes", "num_backwards"), [(1, 1), (2, 1), (1, 2)])
-def test_exact_sums_are_the_same(world_size: int, num_shards: int, num_passes: int, num_backwards: int) -> None:
-    shape = num_shards, num_passes, num_backwards
-    answers = run_ranks(exact_steps, world_size, *shape, True, apart=True)
+def test_exact_sums_are_the_same(world_size: int, num_shards: int) -> None:
+    answers = run_ranks(all_exact_steps, world_size, num_shards, apart=True)
     assert all(answer == answers[0] for answer in answers)
-    assert answers[0] == run_ranks(exact_steps, world_size, *shape, False, apart=True)[0]
+    for shape in EXACT:
+        assert answers[0][*shape, True] == answers[0][*shape, False], shape
 
 
 def many_channels(world: World) -> list[float]:
@@ -230,3 +284,72 @@ def many_channels(world: World) -> list[float]:
 
 def test_many_channels_and_nothing_to_send() -> None:
     assert run_ranks(many_channels, 2, apart=True) == [[2.0] * 5] * 2
+
+
+def several_ranks_on_each_node(world: World) -> tuple[int, list[str]]:
+    """Return the hashes of sums of the same gradients, step by step; each of two nodes has three ranks."""
+    buckets.DEFAULT_BYTES = 16_000  # the sizes that the sums of this model depend on
+    node = "aaabbb"[world.rank]
+    store = dist.PrefixStore("nodes", _get_default_store())
+    group = SharedGroup(store, world.rank, world.world_size, timedelta(seconds=20), label=node)
+    nodes = World(replace(world.place, local_world_size=3), "instep", group)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(60, 60) for _ in range(8)))
+    reducer = DdpReducer(list(model.parameters()), nodes, overlaps=True)
+    x = torch.randn(4, 60, generator=torch.Generator().manual_seed(world.rank))
+    hashes = []
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = None
+        loss = model(x).square().mean()
+        reducer.begin_last_backward()
+        loss.backward()
+        reducer.reduce(StepSums(loss=1.0))
+        content = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
+        hashes.append(hashlib.sha256(content).hexdigest())
+    assert nodes.overlaps
+    assert not nodes.has_channels
+    group.shutdown()
+    return len(reducer._buckets), hashes
+
+
+def test_a_restarted_run_adds_in_the_same_order() -> None:
+    """The first step after a start, which does not overlap, is added up as the ones that do."""
+    for num_buckets, hashes in run_ranks(several_ranks_on_each_node, 6):
+        assert num_buckets > 3
+        assert len(set(hashes)) == 1
+
+
+def test_one_narrow_parameter_does_not_come_before_all_others() -> None:
+    narrow, *wide = (
+        nn.Parameter(torch.zeros(64, dtype=torch.bfloat16 if number == 0 else torch.float32)) for number in range(5)
+    )
+    parameters = [narrow, *wide]
+    assert buckets.plan_buckets(parameters, [4, 3, 2, 1, 0], 256) == [[4], [3], [2], [0], [1]]
+
+
+def failing(world: World) -> float:
+    """Leave the world with receives posted, and stay alive; return how long the others took to notice."""
+    buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 128
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+    reducer = DdpReducer(list(model.parameters()), world, overlaps=True)
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = None
+        loss = model(torch.ones(3, 6)).square().sum()
+        reducer.begin_last_backward()
+        if step == 3 and world.rank == 1:
+            world.__exit__(None, None, None)
+            time.sleep(6)
+            return 0.0
+        begun = time.monotonic()
+        try:
+            loss.backward()
+            reducer.reduce(StepSums(loss=1.0))
+        except RuntimeError:
+            return time.monotonic() - begun
+    raise AssertionError("nobody noticed")
+
+
+def test_who_leaves_is_noticed_at_once() -> None:
+    assert run_ranks(failing, 2, apart=True)[0] < 4

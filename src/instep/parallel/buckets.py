@@ -32,8 +32,8 @@ def bucket_bytes(bytes_per_s: float) -> int:
 def plan_buckets(parameters: Sequence[nn.Parameter], order: Sequence[int], num_bytes: int) -> list[list[int]]:
     """Cut parameters, by their numbers and in the order in which gradients become ready, into buckets of one dtype.
 
-    Parameters that are not in `order` come last. Buckets are sorted by when they are complete, those last whose dtype
-    is precise enough for the step's sums.
+    Parameters that are not in `order` come last. Buckets are sorted by when they are complete; but the last one has,
+    if possible, a dtype that is precise enough for the step's sums.
     """
     order = [*order, *sorted(set(range(len(parameters))) - set(order), reverse=True)]
     position = {number: i for i, number in enumerate(order)}
@@ -46,10 +46,17 @@ def plan_buckets(parameters: Sequence[nn.Parameter], order: Sequence[int], num_b
         if sum(to_local(parameters[other]).nbytes for other in bucket) >= limit:
             buckets.append(filling.pop(parameters[number].dtype))
             limit = num_bytes
-    return sorted(
-        [*buckets, *filling.values()],
-        key=lambda bucket: (parameters[bucket[0]].dtype in COUNTING, position[bucket[-1]]),
-    )
+    buckets = sorted([*buckets, *filling.values()], key=lambda bucket: position[bucket[-1]])
+    carrier = next((bucket for bucket in reversed(buckets) if parameters[bucket[0]].dtype in COUNTING), None)
+    return buckets if carrier is None else [*(bucket for bucket in buckets if bucket is not carrier), carrier]
+
+
+def fixed_buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Cut parameters as their order alone says, where sums depend on the cut; backward has the last ones ready first.
+
+    So every step adds in the same way, also the first one after a restart.
+    """
+    return plan_buckets(parameters, range(len(parameters))[::-1], DEFAULT_BYTES)
 
 
 class Bucket:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.parallel.buckets import COUNTING, Bucket, plan_buckets
+from instep.parallel.buckets import COUNTING, Bucket, fixed_buckets, plan_buckets
 from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
 from instep.world.world import World
@@ -42,7 +42,10 @@ class DdpReducer(Reducer):
         self._channel = None if self._overlap is None else world.open_channel()
         self._same_used = True
         """Whether the ranks used the same parameters in the last step."""
-        self._set_buckets(plan_buckets(self.parameters, range(len(self.parameters)), sys.maxsize))
+        if self._overlap is not None and self._channel is None:
+            self._set_buckets(fixed_buckets(self.parameters))
+        else:
+            self._set_buckets(plan_buckets(self.parameters, range(len(self.parameters)), sys.maxsize))
 
     def _set_buckets(self, plan: list[list[int]]) -> None:
         self._plan = plan
@@ -68,8 +71,8 @@ class DdpReducer(Reducer):
             self._overlap.flush()
 
     def forget(self) -> None:
-        if self._overlap is not None and self._overlap.is_armed:  # a step that was never finished
-            self._drain(self._overlap)
+        if self._overlap is not None:  # no collective: a rank may begin its last part again by itself
+            self._overlap.forget()
 
     def close(self) -> None:
         if self._overlap is not None:

@@ -7,8 +7,10 @@ deterministic kernels. The gradients are added over the canonical tree of the sh
 adds its own as they come, the ranks exchange the remaining subtrees, and all add those. The step's other sums (loss,
 weights) are kept by shard and added in the order of the shards. A world of one rank does the same.
 
-Over a network a rank's subtrees travel while the backward pass of its last shard runs ([Note: Overlap]): when a bucket
-of its gradient is ready, that bucket of the subtrees is complete, and is exchanged.
+Between nodes, through channels of their own, a rank's subtrees travel while the backward pass of its last shard runs
+([Note: Overlap]): when a bucket of its gradient is ready, that bucket of the subtrees is complete, and is exchanged.
+What travels is a copy: if a gradient changes after that (a second backward pass for the same part), everything is added
+up once more, after backward.
 """
 
 import time
@@ -17,8 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from instep.core.errors import TaskError
-from instep.core.tree import TreeSum, cover, run_of
+from instep.core.tree import Node, TreeSum, cover, run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import by_dtype, copy_gradients
@@ -80,6 +81,10 @@ class ExactReducer(Reducer):
         """What the parameters' gradients are views of."""
         self._last: _FlatGradients | None = None
         """The gradient of the shard whose backward pass runs, where buckets of it travel already."""
+        self._kept: tuple[Node, _FlatGradients] | None = None
+        """The same, when its backward pass is over."""
+        self._sent: list[_FlatGradients] = []
+        """Copies of this rank's subtrees, which travel."""
         self._out: _FlatGradients | None = None
         """What receives the total of the buckets on their way."""
         self._prepared: list[Reduction] = []
@@ -91,6 +96,8 @@ class ExactReducer(Reducer):
         if self._total is not None:
             self._free.append(self._total)
         self._passes, self._counted, self._total = [], [], None
+        if self._overlap is not None:
+            self._overlap.forget()
 
     def close(self) -> None:
         if self._overlap is not None:
@@ -127,7 +134,10 @@ class ExactReducer(Reducer):
 
     def _repeats(self) -> bool:
         """Return whether the current shard is one that this step has had before."""
-        return bool(self._passes) and self._context.shard < self._passes[-1].parts[-1][0][1]
+        if not self._passes:
+            return False
+        is_kept = self._kept is not None and len(self._passes) == 1
+        return self._context.shard < (self._kept if is_kept else self._passes[-1].parts[-1])[0][1]  # type: ignore[index]
 
     def end_shard(self, sums: StepSums) -> None:
         """Take a shard's gradient and its sums."""
@@ -135,50 +145,35 @@ class ExactReducer(Reducer):
             self._passes.append(TreeSum(self._context.num_shards, self._add))
             self._counted.append([])
         grads = [p.grad for p in self.parameters]
-        self._counted[-1].append([*sums, *(float(grad is not None) for grad in grads)])
+        node, is_stale = (self._context.shard, self._context.shard + 1), False
         if self._last is not None:
-            self._end_last_shard(self._last)
+            assert self._overlap is not None
+            self._overlap.flush()
+            is_stale = self._overlap.end()
+            if is_stale:
+                copy_gradients(self._last.views, grads)
+            self._kept, self._last = (node, self._last), None
         else:
             if self._overlap is not None and self._overlap.is_armed:  # watched, for a plan
                 self._overlap.end()
             gradients = self._allocate()
             copy_gradients(gradients.views, grads)
-            self._passes[-1].put((self._context.shard, self._context.shard + 1), gradients)
+            self._passes[-1].put(node, gradients)
+        self._counted[-1].append([*sums, *(float(grad is not None) for grad in grads), float(is_stale)])
         for p in self.parameters:
             p.grad = None
 
-    def _end_last_shard(self, last: _FlatGradients) -> None:
-        """Begin what is left of the buckets of the rank's last shard; put its gradient away."""
-        assert self._overlap is not None
-        self._overlap.flush()
-        if self._overlap.end():
-            raise TaskError(
-                "a gradient was changed after it had been sent to the other ranks: by a second backward pass for the "
-                "same part, or by code that edits gradients, which the first step did not have. In exact mode add "
-                "the losses and call step.backward() once."
-            )
-        merged = TreeSum[_FlatGradients](self._context.num_shards, self._merged)
-        for node, gradients in (*self._passes[0].parts, ((self._context.shard, self._context.shard + 1), last)):
-            merged.put(node, gradients)
-        self._passes[0], self._last = merged, None
-
-    def _merged(self, left: _FlatGradients, right: _FlatGradients) -> _FlatGradients:
-        """Return the sum of two gradients whose buckets have been added one by one."""
-        self._free.append(right)
-        return left
-
     def _begin(self, number: int) -> None:
         """Begin to add up a bucket of all ranks' subtrees of the first pass. Called on all ranks."""
-        num_shards = self._context.num_shards
-        own = TreeSum[torch.Tensor](num_shards, lambda left, right: left.add_(right))
-        for node, gradients in self._passes[0].parts if self._passes else ():
-            own.put(node, gradients.bucket(number))
+        parts = [
+            (node, gradients.bucket(number)) for node, gradients in (self._passes[0].parts if self._passes else ())
+        ]
         if self._last is not None:
             held = [self._last.views[i] for i in self._buckets[number]]
             with torch.no_grad():
                 copy_gradients(held, [self.parameters[i].grad for i in self._buckets[number]])
-            own.put((self._context.shard, self._context.shard + 1), self._last.bucket(number))
-        rows = [row for _, row in own.parts]
+            parts.append(((self._context.shard, self._context.shard + 1), self._last.bucket(number)))
+        rows = self._copied_sums(parts, number)
         reduction = self._prepared.pop(0)
         if self._counts() == [1, 1]:  # two halves: the order of two terms does not matter
             self._pending.append(reduction.begin_sum(rows[0]))
@@ -187,8 +182,34 @@ class ExactReducer(Reducer):
             self._out = self._allocate()
         self._pending.append(reduction.begin(rows, self._add_tree, self._out.bucket(number)))
 
+    def _copied_sums(self, parts: Sequence[tuple[Node, torch.Tensor]], number: int) -> list[torch.Tensor]:
+        """Return a bucket of this rank's subtrees in the memory of `_sent`; `parts` stay as they are."""
+        copies: list[torch.Tensor] = []
+
+        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            # The last shard is added to one part after the other, from right to left: there is one copy at a time.
+            if not any(right is copied for copied in copies):
+                copies.append(self._copy(len(copies), number))
+                return torch.add(left, right, out=copies[-1])
+            return right.add_(left)
+
+        own = TreeSum[torch.Tensor](self._context.num_shards, add)
+        for node, part in parts:
+            own.put(node, part)
+        for index, (node, row) in enumerate(own.parts):
+            if not any(row is copied for copied in copies):
+                copies.append(self._copy(len(copies), number).copy_(row))
+                own.parts[index] = (node, copies[-1])
+        return [row for _, row in own.parts]
+
+    def _copy(self, index: int, number: int) -> torch.Tensor:
+        if index == len(self._sent):
+            self._sent.append(self._allocate())
+        return self._sent[index].bucket(number)
+
     def reduce(self, sums: StepSums) -> StepSums:
-        totals = torch.zeros(NUM_SUMS + len(self.parameters), dtype=torch.float64)
+        # The step's sums, how many shards used each parameter, how many shards were changed after they had been sent.
+        totals = torch.zeros(NUM_SUMS + len(self.parameters) + 1, dtype=torch.float64)
         num_passes = len(self._passes)
         if self._context.num_shards < self._world.world_size:  # a rank without a shard may have sums, too
             local_sums = [] if self._passes else [float(value) for value in sums]
@@ -204,13 +225,13 @@ class ExactReducer(Reducer):
             totals += sum(by_shard.unbind())  # from the first to the last
             subtrees = [gradients for _, gradients in parts]
             if number == 0 and self._overlap is not None:
-                root = self._add_overlapped(subtrees, self._overlap)
+                root = self._add_overlapped(subtrees, self._overlap, is_stale=bool(by_shard[:, -1].any()))
             else:
                 root = self._add_subtrees(subtrees)
             total = root if total is None else self._add(total, root)
         self._passes, self._counted = [], []
         if total is not None:
-            for p, view, count in zip(self.parameters, total.views, totals[NUM_SUMS:].tolist(), strict=True):
+            for p, view, count in zip(self.parameters, total.views, totals[NUM_SUMS:-1].tolist(), strict=True):
                 p.grad = view if count > 0 else None
         self._total = total
         self._buckets, self._next_buckets = self._next_buckets or self._buckets, []
@@ -230,8 +251,11 @@ class ExactReducer(Reducer):
             total.put(node, subtree)
         return total.parts[0][1]
 
-    def _add_overlapped(self, parts: list[_FlatGradients], overlap: Overlap) -> _FlatGradients:
-        """Return the sum of all ranks' subtrees, whose buckets may be on their way. Called on all ranks."""
+    def _add_overlapped(self, parts: list[_FlatGradients], overlap: Overlap, is_stale: bool) -> _FlatGradients:
+        """Return the sum of all ranks' subtrees, whose buckets may be on their way. Called on all ranks.
+
+        `is_stale`: a rank's gradient has changed since it was sent.
+        """
         if not overlap.is_planned:
             self._world.barrier()
             begun = time.perf_counter()
@@ -247,10 +271,22 @@ class ExactReducer(Reducer):
                 self._begin(number)
         for pending in self._pending:
             self._world.wait(pending)
-        total, self._pending, self._out = self._out or parts[0], [], None
+        total, sent, kept = self._out or self._sent[0], self._sent, self._kept
+        self._pending, self._out, self._sent, self._kept = [], None, [], None
+        if is_stale:
+            overlap.close()
+            self._overlap = None
+            self._free += {*sent, total}
+            if kept is not None:
+                self._passes[0].put(*kept)
+            return self._add_subtrees([gradients for _, gradients in self._passes[0].parts] if self._passes else [])
         if self._channel is not None:
             overlap.choose_coding(self._world, self._channel, lambda: total.flats)
-        self._free += [gradients for gradients in parts if gradients is not total]
+        self._free += [
+            *parts,
+            *([] if kept is None else [kept[1]]),
+            *(copied for copied in sent if copied is not total),
+        ]
         return total
 
     def _add_subtrees(self, parts: list[_FlatGradients]) -> _FlatGradients:

@@ -7,7 +7,8 @@ ready in backward (a parameter without gradient, a part of weight 0) begins afte
 
 The first step reduces after backward: it shows the order (one rank's counts for all), and how fast the link is. Buckets
 are then large enough that beginning one costs little, and small enough that the last one, which nothing hides, is
-short. Where sums would depend on the cut, its size is fixed: a run that is restarted must not add in another order.
+short. Where sums would depend on the cut, it follows from the parameters alone, in every step: a run that is restarted
+must not add in another order.
 
 Where the link is slower than backward, gradients are coded ([Note: Fewer bytes]), if that is faster: after a few steps
 the codec is tried on a step's gradients, and its time and what it saves are compared with those of link and backward.
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.parallel.buckets import DEFAULT_BYTES, bucket_bytes, plan_buckets
+from instep.parallel.buckets import bucket_bytes, fixed_buckets, plan_buckets
 from instep.parallel.gradients import to_local
 from instep.world.exchange import Channel
 from instep.world.world import World
@@ -93,10 +94,11 @@ class Overlap:
             self.close()
             return []
         self._link_s, num_bytes = seconds, sum(p.nbytes for p in self._parameters)
-        size = DEFAULT_BYTES if channel is None else bucket_bytes(num_bytes / seconds)
-        if channel is not None:
+        if channel is None:
+            self.buckets = fixed_buckets(self._parameters)
+        else:
             channel.forget_buffers()
-        self.buckets = plan_buckets(self._parameters, order, size)
+            self.buckets = plan_buckets(self._parameters, order, bucket_bytes(num_bytes / seconds))
         of = {number: i for i, bucket in enumerate(self.buckets) for number in bucket}
         self._bucket_of = [of[number] for number in range(len(self._parameters))]
         self._num_to_begin = len(self.buckets) - self._keeps_last
@@ -130,6 +132,12 @@ class Overlap:
         self.is_armed, self._is_stale = True, False
         self._armed_at = time.perf_counter()
 
+    def forget(self) -> None:
+        """Watch the backward pass again; what has begun is reduced once more, on all ranks. Issues no collective."""
+        if self.is_armed:
+            self.order, self._contents, self._missing = [], {}, [len(bucket) for bucket in self.buckets]
+            self._is_stale |= self.num_begun > 0
+
     def flush(self) -> None:
         """Begin all buckets, ready or not: backward is over."""
         while self.num_begun < self._num_to_begin:
@@ -139,7 +147,7 @@ class Overlap:
         """End the step; return whether a gradient has changed after its bucket had begun."""
         changed = any(p.grad is not grad or _version(grad) != version for p, grad, version in self._versions)
         is_stale = self._is_stale or changed
-        if self.is_armed and self.is_planned:
+        if self.is_armed and self.is_planned and self._num_watched < _STEPS_BEFORE_CODING:
             self._backward_s.append(time.perf_counter() - self._armed_at)
         # An edit of `p.grad.data` leaves no trace: a loop that makes one in its first step is found by the content.
         self._was_edited = any(_content(self._parameters[i]) != content for i, content in self._contents.items())

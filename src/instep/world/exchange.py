@@ -23,6 +23,7 @@ coding of another one.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,7 +54,9 @@ class Exchange:
         dist.all_reduce(has_codec, dist.ReduceOp.MIN, group)
         self.codec = codec if has_codec else None
         """None: some rank has none."""
-        self._channels = itertools.count()
+        self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
+        """Those that somebody still refers to."""
+        self._channels = itertools.count(1)  # tags below the first channel's are users'
         self._now = self.open_channel()
         self._now.keeps_buffers = False  # of any size: they would pile up
 
@@ -79,6 +82,8 @@ class Exchange:
         """End the threads, once they have nothing to do, and let go of the group."""
         self.background.end()
         self.sender.end()
+        for reduction in self.reductions:  # messages that are expected would keep the connections open
+            reduction.drop()
         self.group = None
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -130,6 +135,7 @@ class Reduction:
         codec: FloatCodec | None,
         keeps_buffers: bool,
     ) -> None:
+        exchange.reductions.add(self)
         self._keeps_buffers = keeps_buffers
         self._exchange, self._tag, self._codec, self._dtype = exchange, tag, codec, like.dtype
         self._shares = exchange.shares(like.numel())
@@ -145,6 +151,10 @@ class Reduction:
         self._out = like
         self._sending: Pending | None = None
         self._pending: Pending | None = None
+
+    def drop(self) -> None:
+        """Forget the messages that are on their way: nobody waits for them any more."""
+        self._receives, self._sends, self._totals = [], [], []
 
     def begin_sum(self, flat: torch.Tensor) -> Reduction:
         """Begin to sum a tensor in place."""
