@@ -128,10 +128,10 @@ def test_restarts(now, before, attempt, most):
 
 
 def test_an_error_is_recognised_though_a_number_in_it_changed():
-    first, again = (record(IndexError(f"Target {target} is out of bounds.")) for target in (104, 77))
+    first, again = (record(IndexError(f"Target {target} is out of bounds at {hex(target)}.")) for target in (104, 77))
     plan = plan_restart([again], [first], 1, 9)
     assert not plan.restart
-    assert "Target 77 is out of bounds. (not restarted again" in plan.failures[0].summary
+    assert "Target 77 is out of bounds at 0x4d. (not restarted again" in plan.failures[0].summary
     assert plan_restart([record(IndexError("another"))], [first], 1, 9).restart
 
 

@@ -20,7 +20,7 @@ from instep.checkpoint.weights import load_weights
 from instep.events.read import read_events
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import RowDropout
-from instep.parallel.row_noise import noise_by_row
+from instep.parallel.noise_patches import noise_by_row
 from instep.train.worker import worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -277,6 +277,9 @@ class Noisy(Small):
         weights = torch.rand(len(x), dtype=x.dtype)
         if self.draws:
             weights = weights + torch.multinomial(torch.ones(len(x), 4), 1)[:, 0]  # the line
+            weights = weights + numpy.random.rand()
+        torch.rand(2, out=torch.empty(2))
+        weights = weights + torch.empty(len(x), dtype=x.dtype).normal_(0.0, 0.01)
         return (
             F.cross_entropy(model(x + 0.1 * torch.randn(x.shape, dtype=x.dtype)), y, reduction="none") * weights
         ).mean()
@@ -299,7 +302,7 @@ def test_training_is_that_of_one_process(tmp_path: Path) -> None:
             found = load_weights(tmp_path / f"{name}-{size}")
             torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
     notices = [event.get("text", "") for event in read_events(tmp_path / "plain-2")]
-    assert not any("random numbers" in text for text in notices)
+    assert [text for text in notices if "random numbers" in text and "(rand)" not in text] == []
 
 
 def test_what_is_not_owned_is_named(tmp_path: Path) -> None:
@@ -307,3 +310,4 @@ def test_what_is_not_owned_is_named(tmp_path: Path) -> None:
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# the line"))
     notices = [event.get("text", "") for event in read_events(tmp_path / "draws-2")]
     assert any(f"test_row_noise.py:{line} loss draws random numbers (multinomial)" in text for text in notices), notices
+    assert any("draws from numpy.random" in text for text in notices)

@@ -1,5 +1,6 @@
 """What a forward pass changes: agreed on by all ranks as the Task says, or refused in the first step with its line."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,27 @@ class Changing(Small):
         return None
 
 
+class MomentumEncoder(nn.Module):
+    """A layer, and a slowly following copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.target = copy.deepcopy(self.layer).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.target.weight.lerp_(self.layer.weight, 0.5)
+        return self.layer(x) + self.target(x)
+
+
+@dataclass(kw_only=True)
+class Encoder(Changing):
+    def model(self) -> nn.Module:
+        return MomentumEncoder().double()
+
+
 def outcomes(world: World, folder: str, tasks: dict[str, Changing], exact: bool) -> list[str]:
     """Train several Tasks; give what each was refused for."""
     said = []
@@ -111,11 +133,12 @@ def test_other_state_is_refused_with_its_line(tmp_path: Path) -> None:
 
 
 def test_exact_mode_refuses_parameters_only(tmp_path: Path) -> None:
-    tasks = {kind: Changing(how="total", kind=kind) for kind in KINDS}
+    tasks = {kind: Changing(how="total", kind=kind) for kind in KINDS} | {"encoder": Encoder()}
     for size in (1, 2):
         for said in run_ranks(outcomes, size, str(tmp_path / str(size)), tasks, True):
             assert said[0] == ""
             assert "In exact mode each shard must begin with the same parameters" in said[1]
+            assert "'target.weight', at test_forward_state.py" in said[2], "equal to its source in the first step"
     states = [load_weights(tmp_path / f"{size}/buffer-{size}")["state"] for size in (1, 2)]
     assert torch.equal(*states)
 

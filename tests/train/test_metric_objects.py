@@ -13,7 +13,8 @@ from torchmetrics.wrappers import ClasswiseWrapper
 import instep
 from instep.core.errors import TaskError
 from instep.train.evaluate import evaluate
-from instep.train.metric_objects import is_metric
+from instep.train.metric_objects import gather_states, is_metric
+from instep.train.reading import chunk_rows
 from instep.world.world import World
 from ranks import run_ranks
 from tasks import Small
@@ -132,3 +133,20 @@ def test_what_is_a_metric() -> None:
     assert is_metric(tm.MeanMetric())
     assert not is_metric({"a": 1})
     assert not is_metric(torch.zeros(3))
+
+
+def test_one_element_of_any_stride_travels() -> None:
+    assert run_ranks(gathered_column, 1) == [[[1.0]]]
+
+
+def gathered_column(world: World) -> Any:
+    column = torch.arange(3.0).view(1, 3)[:, 1:2]  # contiguous by torch's count, with a stride of 3
+    (state,) = gather_states([{"values": [column]}], world)
+    return state["values"][0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "rows"), [(64, 1, 8), (256, 1, 32), (8, 1, 8), (3, 1, 3), (16, 4, 4)]
+)
+def test_chunks_have_several_rows(batch_size: int, accumulate: int, rows: int) -> None:
+    assert chunk_rows(instep.TrainSpec(batch_size=batch_size, accumulate=accumulate)) == rows

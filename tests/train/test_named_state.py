@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.train.optimizer import Names, by_name, by_number
+from instep.train.optimizer import Names, by_name, by_number, check_shapes
 
 
 def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -94,3 +94,13 @@ def test_numbers_that_do_not_fit() -> None:
         back(optimizer.state_dict(), [["a", "b"], ["c"]])
     with pytest.raises(ValueError, match="Continue it without a pipeline first"):
         back(optimizer.state_dict(), [["a"]], is_partial=True)
+
+
+def test_a_number_in_the_place_of_a_tensor_is_refused() -> None:
+    """A fused kernel would write behind its end."""
+    weight = nn.Parameter(torch.zeros(3, 2))
+    optimizer = torch.optim.Adam([weight])
+    good = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, 2), "exp_avg_sq": torch.zeros(3, 2)}
+    check_shapes(optimizer, {weight: good})
+    with pytest.raises(ValueError, match=r"exp_avg_sq has shape \[\] for a parameter of shape \[3, 2\]"):
+        check_shapes(optimizer, {weight: good | {"exp_avg_sq": torch.tensor(0.0)}})

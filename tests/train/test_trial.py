@@ -43,7 +43,19 @@ def test_kinds(first: float, second: float) -> None:
     assert kind(total / 2) == "mean"
     assert kind(total) == "sum"
     assert kind(3 * total) == "neither"
+    assert kind(total / 2 * 1.02) == "neither"  # a mean over something else, by chance nearly the same
     assert kind(total, total * 1.01) == "unknown"  # it draws noise
+
+
+@given(st.floats(0.1, 100), st.floats(0.01, 0.1), st.randoms(use_true_random=False))
+def test_a_sum_that_draws_noise(half: float, noise: float, rng: Any) -> None:
+    def losses(factor: float, noise: float) -> list[tuple[float, None]]:
+        values = [2 * half * factor, 2 * half * factor, half, half, *[2 * half * factor, half, half] * 6]
+        return [(value * (1 + rng.uniform(-noise, noise)), None) for value in values]
+
+    assert kind_of_loss(losses(1.0, noise)) == "sum"
+    assert kind_of_loss(losses(0.5, noise)) == "unknown"  # a mean
+    assert kind_of_loss(losses(1.0, 5 * noise + 0.5)) != "mean"
 
 
 @given(SIZES, SIZES, st.floats(0.1, 10), st.floats(0.1, 10))
@@ -51,6 +63,19 @@ def test_a_weighted_mean_is_a_mean(first: float, second: float, weight: float, o
     mean = (first * weight + second * other) / (weight + other)
     losses = [(mean, weight + other)] * 2 + [(first, weight), (second, other)]
     assert kind_of_loss(losses) in ("mean", "unknown")  # unknown where sum and mean are the same
+
+
+class NoisySum(Small):
+    """As the loss of a variational autoencoder is often written."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x + 0.01 * torch.randn_like(x)), y, reduction="sum")
+
+
+def test_a_sum_that_draws_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="is the sum of the losses of their halves"):
+        train(NoisySum(), tmp_path)
 
 
 class Summed(Small):
@@ -110,7 +135,7 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
     """Neither in what the Task counts, nor in the generators that the first step draws from."""
     task = Regularised()
     train(task, tmp_path / "one", steps=3, epochs=None, eval_every="never")
-    assert task.calls == 3 + -(-23 // 2)  # steps, and chunks of the last evaluation
+    assert task.calls == 3 + -(-23 // 8)  # steps, and chunks of the last evaluation
 
 
 class Misshapen(Small):
@@ -127,7 +152,7 @@ class Crashing(Small):
 @pytest.mark.parametrize(
     ("task", "options", "text"),
     [
-        (Misshapen(), {}, "metric 'accuracy' gave 1 value for a batch of 2 samples"),
+        (Misshapen(), {}, "metric 'accuracy' gave 1 value for a batch of 8 samples"),
         (Crashing(), {}, "no such column"),
         (Small(), {"keep_best": "f1"}, "keep_best=f1: there is no such metric. This Task has eval_loss, accuracy"),
     ],

@@ -57,4 +57,4 @@ def _is_alike(first: FailureRecord, previous: Sequence[FailureRecord]) -> bool:
 
 
 def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+", "0", text)
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "0", text)

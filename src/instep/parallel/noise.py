@@ -5,10 +5,12 @@ depends on the split. It is seeded by the step and the first row, so that a run 
 of processes gives other noise, which the user is told once. Other noise is drawn by row ([Note: Noise of one's own]).
 """
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +26,18 @@ class NoiseWatch(TorchDispatchMode):
         super().__init__()
         self.lines: dict[str, str] = {}
         """Operation by the line that called it."""
+        self._others: list[Any] = []
+        self._drawn_from: list[str] = []
+        """The generators besides torch's that were drawn from."""
+
+    def __enter__(self) -> Any:
+        self._others = _other_generators()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        pairs = zip(_OTHERS, self._others, _other_generators(), strict=True)
+        self._drawn_from = [name for name, before, after in pairs if before != after]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,7 +51,19 @@ class NoiseWatch(TorchDispatchMode):
             f"{line} draws random numbers ({name}) that instep does not control: they differ with the number of "
             "processes. Those of torch's rand, randn, randint, bernoulli, normal, dropout and their kin do not."
             for line, name in self.lines.items()
+        ] + [
+            f"the model or the loss draws from {name}, which instep does not control: the numbers differ with the "
+            "number of processes. Use torch's rand, randn, randint, bernoulli, normal, or train with --exact."
+            for name in self._drawn_from
         ]
+
+
+_OTHERS = ("Python's random", "numpy.random")
+
+
+def _other_generators() -> list[Any]:
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return [random.getstate(), (np.asarray(keys).tobytes(), *rest)]
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -52,7 +78,10 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 def _is_ours() -> bool:
     """Return whether it is the number that stands for a use of noise ([Note: Recomputed noise])."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN[0]):
+    # Another dispatch mode may be between the two.
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_FOREIGN[0]) or frame.f_code.co_name == "__torch_dispatch__"
+    ):
         frame = frame.f_back
     return frame.f_code is BatchContext.next_use.__code__
 

@@ -9,15 +9,15 @@ part of a training step, in another thread, with a generator or an output of the
 noise is the shard's, they are torch's.
 
 torch.compile traces these functions as it does a user's, but not the methods. Those, and what is drawn inside of an
-operator (attention on a GPU, LSTM, multinomial), stay torch's, and NoiseWatch names them.
+operator (attention on a GPU, LSTM, multinomial), stay torch's, and NoiseWatch names them: a pass that looks for noise
+on behalf of compiled code runs with torch's own methods. `noise_patches.py` replaces torch's functions.
 """
 
-import contextlib
 import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,9 +111,19 @@ _current: RowNoise | None = None
 """Of the run that is open in this process."""
 
 
-def _noise(*tensors: Any, **options: Any) -> RowNoise | None:
+def set_current(noise: RowNoise | None) -> RowNoise | None:
+    """Have functions draw from `noise` from now on; return from what before."""
+    global _current
+    before, _current = _current, noise
+    return before
+
+
+def noise_of(*tensors: Any, **options: Any) -> RowNoise | None:
     """Return what draws by row, if these arguments allow it, and a part of a training step is under way."""
-    if _current is None or any(value not in (None, False, torch.strided) for value in options.values()):
+    # Not `in`, which would compare the elements of a tensor.
+    if _current is None or not all(
+        value is None or value is False or value is torch.strided for value in options.values()
+    ):
         return None
     if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors):
         return None  # of a subclass: a shard of a tensor
@@ -127,7 +137,7 @@ def _whole(*tensors: Any) -> tuple[Any, ...]:
     return tuple(t.full_tensor("noise") if hasattr(type(t), "local_range") else t for t in tensors)
 
 
-def _is_floating(dtype: torch.dtype) -> bool:
+def is_floating(dtype: torch.dtype) -> bool:
     return dtype in (*_DIGITS, torch.float64)
 
 
@@ -152,9 +162,9 @@ def _drawn(draw: str) -> Callable[..., torch.Tensor]:
         requires_grad: bool = False,
         **more: Any,
     ) -> Any:
-        noise, kind = _noise(**more), dtype or torch.get_default_dtype()
+        noise, kind = noise_of(**more), dtype or torch.get_default_dtype()
         size = sizes if size is None else (size,)
-        if noise is None or not size or not _is_floating(kind):
+        if noise is None or not size or not is_floating(kind):
             return original(*size, dtype=dtype, device=device, requires_grad=requires_grad, **more)
         values = getattr(noise, draw)(_size(size), kind).to(_default_device() if device is None else device)
         return values.requires_grad_(requires_grad) if requires_grad else values
@@ -176,8 +186,8 @@ def _drawn_like(draw: str) -> Callable[..., torch.Tensor]:
         **more: Any,
     ) -> Any:
         kind = dtype or input.dtype
-        noise = _noise(input, **{key: value for key, value in more.items() if key != "memory_format"})
-        if noise is None or not _is_floating(kind):
+        noise = noise_of(input, **{key: value for key, value in more.items() if key != "memory_format"})
+        if noise is None or not is_floating(kind):
             return original(input, dtype=dtype, device=device, requires_grad=requires_grad, **more)
         values = getattr(noise, draw)(input.shape, kind).to(input.device if device is None else device)
         return values.requires_grad_(requires_grad) if requires_grad else values
@@ -193,8 +203,8 @@ _dropout, _attention = F.dropout, F.scaled_dot_product_attention
 
 @functools.wraps(_bernoulli)
 def bernoulli(input: torch.Tensor, p: float | None = None, **more: Any) -> Any:
-    noise = _noise(input, **more)
-    if noise is None or not _is_floating(input.dtype):
+    noise = noise_of(input, **more)
+    if noise is None or not is_floating(input.dtype):
         return _bernoulli(input, **more) if p is None else _bernoulli(input, p, **more)
     drawn = noise.uniform(input.shape, input.dtype).to(input.device)
     return (drawn < (input if p is None else p)).to(input.dtype)
@@ -203,9 +213,9 @@ def bernoulli(input: torch.Tensor, p: float | None = None, **more: Any) -> Any:
 @functools.wraps(_normal)
 def normal(mean: Any, std: Any = 1.0, size: Any = None, **more: Any) -> Any:
     tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
-    noise = _noise(*tensors, **{key: value for key, value in more.items() if key not in ("dtype", "device")})
+    noise = noise_of(*tensors, **{key: value for key, value in more.items() if key not in ("dtype", "device")})
     dtype = tensors[0].dtype if tensors else more.get("dtype") or torch.get_default_dtype()
-    if noise is None or not _is_floating(dtype):
+    if noise is None or not is_floating(dtype):
         return _normal(mean, std, **more) if size is None else _normal(mean, std, size, **more)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if tensors else tuple(size)
     given = tensors[0].device if tensors else more.get("device")
@@ -222,7 +232,7 @@ def _constant(value: Any) -> Any:
 
 @functools.wraps(_randint)
 def randint(*numbers: Any, low: int = 0, high: int | None = None, size: Any = None, **more: Any) -> Any:
-    noise = _noise(**{key: value for key, value in more.items() if key not in ("dtype", "device", "requires_grad")})
+    noise = noise_of(**{key: value for key, value in more.items() if key not in ("dtype", "device", "requires_grad")})
     if size is None:
         *numbers, size = numbers  # type: ignore[assignment]
     bounds = [*numbers, *([] if high is None else [high])]
@@ -236,7 +246,7 @@ def randint(*numbers: Any, low: int = 0, high: int | None = None, size: Any = No
 
 @functools.wraps(_randint_like)
 def randint_like(input: torch.Tensor, low: int, high: int | None = None, *, dtype: Any = None, **more: Any) -> Any:
-    noise = _noise(input, **more)
+    noise = noise_of(input, **more)
     if noise is None:
         return _randint_like(input, *((low,) if high is None else (low, high)), dtype=dtype, **more)
     first, last = (0, low) if high is None else (low, high)
@@ -251,7 +261,7 @@ def _integers(noise: RowNoise, low: int, high: int, shape: Sequence[int], dtype:
 def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if training and 0.0 < p < 1.0:
         (input,) = _whole(input)
-    noise = _noise(input) if training and 0.0 < p < 1.0 else None
+    noise = noise_of(input) if training and 0.0 < p < 1.0 else None
     if noise is None:
         return _dropout(input, p, training, inplace)
     # There the heads of a row come one after the other, in the first of three dimensions.
@@ -277,7 +287,7 @@ def attention(
     # On a GPU torch's fused kernels draw inside, and save the memory that a mask would take.
     if dropout_p:
         query, key, value = _whole(query, key, value)
-    noise = _noise(query, key, value) if dropout_p and not enable_gqa and query.device.type == "cpu" else None
+    noise = noise_of(query, key, value) if dropout_p and not enable_gqa and query.device.type == "cpu" else None
     if noise is None:
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     weights = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -291,12 +301,12 @@ def attention(
     return dropout(weights.softmax(-1), dropout_p) @ value
 
 
-def _channel_dropout(name: str) -> Callable[..., torch.Tensor]:
+def channel_dropout(name: str) -> Callable[..., torch.Tensor]:
     original = getattr(F, name)
 
     @functools.wraps(original)
     def function(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        noise = _noise(input) if training and 0.0 < p < 1.0 and input.dim() > 2 else None
+        noise = noise_of(input) if training and 0.0 < p < 1.0 and input.dim() > 2 else None
         if noise is None:
             return original(input, p, training, inplace)
         return _masked(noise, input, input.shape[:2], p, inplace)
@@ -309,89 +319,3 @@ def _masked(noise: RowNoise, input: torch.Tensor, shape: torch.Size, p: float, i
     keep = noise.keep(shape, levels).reshape(*shape, *([1] * (input.dim() - len(shape)))).to(input.device)
     mask = keep.to(input.dtype).mul_(LEVELS / levels)
     return input.mul_(mask) if inplace else input * mask
-
-
-def _filled(name: str, values_of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a method of tensors that fills them with noise, by row; `values_of(noise, tensor, …)` draws it."""
-    original = getattr(torch.Tensor, name)
-
-    @functools.wraps(original)
-    def method(self: torch.Tensor, *arguments: Any, generator: Any = None, **more: Any) -> Any:
-        noise = _noise(self, generator=generator)
-        if noise is None or not _is_floating(self.dtype):
-            return original(self, *arguments, generator=generator, **more)
-        with torch.no_grad():
-            values = values_of(noise, self, *arguments, **more)
-        return self.copy_(values)
-
-    return method
-
-
-def _uniform_values(noise: RowNoise, like: torch.Tensor, *between: float, **named: float) -> Any:
-    low = between[0] if between else named.get("from", 0.0)
-    high = between[1] if len(between) > 1 else named.get("to", 1.0)
-    return low + (high - low) * noise.uniform(like.shape, like.dtype)
-
-
-def _normal_values(noise: RowNoise, like: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
-    return mean + std * noise.normal(like.shape, like.dtype)
-
-
-def _exponential_values(noise: RowNoise, like: torch.Tensor, lambd: float = 1.0) -> Any:
-    return -torch.log(noise.uniform(like.shape, like.dtype, is_open=True)) / lambd
-
-
-def _bernoulli_values(noise: RowNoise, like: torch.Tensor, p: Any = 0.5) -> Any:
-    drawn = noise.uniform(like.shape, like.dtype).to(like.device)
-    return (drawn < p).to(like.dtype)
-
-
-_FUNCTIONS: dict[Any, dict[str, Callable[..., Any]]] = {
-    torch: {
-        "rand": rand,
-        "randn": randn,
-        "rand_like": rand_like,
-        "randn_like": randn_like,
-        "bernoulli": bernoulli,
-        "normal": normal,
-        "randint": randint,
-        "randint_like": randint_like,
-    },
-    F: {
-        "dropout": dropout,
-        "scaled_dot_product_attention": attention,
-        **{name: _channel_dropout(name) for name in ("dropout1d", "dropout2d", "dropout3d")},
-    },
-    torch.Tensor: {
-        "uniform_": _filled("uniform_", _uniform_values),
-        "normal_": _filled("normal_", _normal_values),
-        "exponential_": _filled("exponential_", _exponential_values),
-        "bernoulli_": _filled("bernoulli_", _bernoulli_values),
-    },
-}
-
-
-for _owner, _names in _FUNCTIONS.items():  # a reference to one of them may be pickled while they are torch's
-    for _name, _function in _names.items():
-        _function.__module__ = "torch" if _owner is not F else F.__name__
-        _function.__qualname__ = f"Tensor.{_name}" if _owner is torch.Tensor else _name
-
-
-@contextlib.contextmanager
-def noise_by_row(context: BatchContext, compiles: bool) -> Iterator[None]:
-    """Draw noise by row within the parts of a run's steps, also with torch's own functions, while the block runs.
-
-    `compiles`: whether a draw may be traced.
-    """
-    global _current
-    before = _current, {(owner, name): getattr(owner, name) for owner, names in _FUNCTIONS.items() for name in names}
-    _current = RowNoise(context, compiles)
-    for owner, functions in _FUNCTIONS.items():
-        for name, function in functions.items():
-            setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        _current = before[0]
-        for (owner, name), function in before[1].items():
-            setattr(owner, name, function)

@@ -8,9 +8,12 @@ from instep.parallel.strategy import Reducer, StepSums, Strategy
 
 
 class LocalReducer(Reducer):
-    """Leaves gradients as they are: there is one rank."""
+    """Leaves gradients as they are: there is one rank. Sparse ones become dense, as those of several ranks do."""
 
     def reduce(self, sums: StepSums) -> StepSums:
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
         return StepSums(*map(float, sums))
 
 

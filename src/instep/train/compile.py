@@ -18,6 +18,7 @@ from torch._dynamo import OptimizedModule
 
 from instep.core.errors import CompileError, InstepError
 from instep.parallel.noise import NoiseWatch
+from instep.parallel.noise_patches import torchs_own_functions
 from instep.parallel.preserve import SavedBuffers
 from instep.parallel.strategy import LossOf
 from instep.train.engine import Engine
@@ -140,7 +141,7 @@ class CompiledLoss:
     def look_for_noise(self, model: nn.Module, batch: Any) -> None:
         """Run forward once, uncompiled, and report noise that instep does not own: compiled, it cannot be seen."""
         watch = NoiseWatch()
-        with watch, torch.no_grad():
+        with torchs_own_functions(torch.Tensor), watch, torch.no_grad():
             self(model, batch)
         torch.clear_autocast_cache()  # weights that were cast without a gradient have none
         for text in watch.notices():

@@ -1,9 +1,10 @@
-"""State that a forward pass changes: found in the first step, and kept the same on all ranks.
+"""State that a forward pass changes: found in the first steps, and kept the same on all ranks.
 
 [Note: State that forward changes]
 All ranks make the same updates, so parameters stay the same everywhere; buffers that a model writes to in its forward
-pass (moving averages, queues, counters) do not, where the values depend on the rows. The first step compares every
-parameter and buffer before and after its forward passes. What changed alike on all ranks (the average of the weights
+pass (moving averages, queues, counters) do not, where the values depend on the rows. The first two steps compare every
+parameter and buffer before and after their forward passes (in the first one a copy of weights is still equal to them,
+and an average of both changes nothing). What changed alike on all ranks (the average of the weights
 that a momentum encoder keeps) needs nothing. For a buffer that changed differently, somebody must say how to agree on
 it: `Task.sync_buffers()`, or `run.sync_buffers(…)`. Without that, and for parameters, the run is refused, with the
 line that wrote it. Buffers that are not saved are caches, and may differ. BatchNorm's statistics are those of the
@@ -30,6 +31,8 @@ from instep.guard.fingerprint import fingerprints
 from instep.parallel.noise import calling_line
 from instep.world.world import World
 
+_NUM_CHECKED = 2
+"""Steps in which changes are looked for."""
 RULES = ("mean", "sum", "rank0")
 """The mean over the ranks, each with its share of the rows; all ranks' changes added up; rank 0's value."""
 
@@ -77,14 +80,14 @@ class ForwardState:
         self._synced: list[_SyncedBuffer] = []
         self._before: dict[str, int] | None = None
         self._has_begun = False
-        self._is_checked = is_checked or (world.world_size == 1 and not exact)
+        self._num_to_check = 0 if is_checked or (world.world_size == 1 and not exact) else _NUM_CHECKED
         self.watch = WriteWatch()
-        """Active in the first step's forward passes, where nothing is compiled."""
+        """Active in the first steps' forward passes, where nothing is compiled."""
 
     @property
     def is_checked(self) -> bool:
-        """Whether the first step is over."""
-        return self._is_checked
+        """Whether the first steps are over."""
+        return not self._num_to_check
 
     def set_rules(self, rules: Mapping[str, str]) -> None:
         """Say how ranks agree on buffers: patterns of names, each with a rule."""
@@ -99,15 +102,15 @@ class ForwardState:
             self._has_begun = True
             if self._world.world_size > 1 and not self._exact:
                 self._find_synced(models)
-        if not self._is_checked:
+        if self._num_to_check:
             self._before = self._prints(models)
         for buffer in self._synced:
             buffer.start = buffer.value.detach().clone() if buffer.rule == "sum" else None
 
     def end_forward(self, models: Sequence[nn.Module], share: float) -> None:
-        """Agree on synced buffers; in the first step, refuse what else has changed. `share`: of the batch's rows."""
+        """Agree on synced buffers; in the first steps, refuse what else has changed. `share`: of the batch's rows."""
         if self._before is not None:
-            before, self._before, self._is_checked = self._before, None, True
+            before, self._before, self._num_to_check = self._before, None, self._num_to_check - 1
             self._check(before, self._prints(models), {name: (tensor, kind) for name, tensor, kind in _named(models)})
             self.watch.lines.clear()
         for buffer in self._synced:

@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from instep.data.loader import first_rows
 from instep.events.schema import StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
+from instep.parallel.noise_patches import torchs_own_functions
 from instep.train.compile import is_compiled
 from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
@@ -61,15 +62,16 @@ class Loop:
         if witness is not None and run.step == 0:
             self._evaluate()
         loss_of = run.compile_loss(task.loss)
-        # Under the watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
-        watch = None if run.compiled or is_compiled(model) or run.spec.exact else NoiseWatch()
+        # Under a watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
+        may_watch = not run.compiled and not is_compiled(model)
+        watch = NoiseWatch() if may_watch and not run.spec.exact else None
         state = run.engine.forward_state
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
             with contextlib.ExitStack() as watches:
                 if watch is not None:
                     watches.enter_context(watch)
-                    if state is not None and not state.is_checked:
-                        watches.enter_context(state.watch)
+                if may_watch and state is not None and not state.is_checked:
+                    watches.enter_context(state.watch)
                 step.compute(model, loss_of)
             record = step.finish()
             if watch is not None:
@@ -115,7 +117,8 @@ class Loop:
 
 
 def _model_of(task: Task) -> nn.Module:
-    model = task.model()
+    with torchs_own_functions():  # which torch.jit.script knows
+        model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"{type(task).__name__}.model() gave a {type(model).__name__}; a torch.nn.Module is needed.")
     return model
@@ -124,7 +127,10 @@ def _model_of(task: Task) -> nn.Module:
 def _metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, Any]:
     """Return a Task's metrics, with its loss as one of them."""
     once = _Once(model)
-    return {"eval_loss": with_weight(task.loss(once, batch)), **task.metrics(once, batch)}
+    loss, values = with_weight(task.loss(once, batch)), task.metrics(once, batch)
+    if not isinstance(values, Mapping):
+        raise TaskError(f"metrics returned a {type(values).__name__}; a dict of metrics by name is needed.")
+    return {"eval_loss": loss, **values}
 
 
 def _method(task: Task, name: str) -> Callable[..., Any] | None:
@@ -141,6 +147,9 @@ class _Once:
         self._model = model
         self._arguments: tuple[Any, ...] | None = None
         self._output: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         known, arguments = self._arguments, (*positional, *named, *named.values())

@@ -72,7 +72,8 @@ def gather_states(states: list[State], world: World) -> list[State]:
     """Return the states of all ranks' chunks, in the order of the chunks. Called on all ranks."""
     described = [{key: _describe(value) for key, value in state.items()} for state in states]
     tensors = nested_tensors([list(state.values()) for state in states])
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    # A clone: one element is contiguous whatever its stride, and then cannot be seen as bytes.
+    raw = [t.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in tensors if t.numel()]
     own = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8)
     by_rank = world.all_gather_object([described, own.numel()])
     padded = torch.zeros(max(size for _, size in by_rank), dtype=torch.uint8)

@@ -45,13 +45,17 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+"""What torch's optimizers keep for a parameter as one number."""
+
+
 def check_shapes(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-    """Raise ValueError if a saved state has tensors of another shape than their parameters."""
+    """Raise ValueError if a saved state has tensors of another shape than their parameters; only `step` is a number."""
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.Adafactor):
         return  # its tensors may have any shape
     for parameter, values in state.items():
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+            if isinstance(value, torch.Tensor) and name not in _NUMBERS and value.shape != parameter.shape:
                 shapes = f"shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}"
                 raise ValueError(f"{name} has {shapes}")
 

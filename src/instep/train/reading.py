@@ -20,6 +20,7 @@ from instep.events.schema import InputRecord
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
 
+_LEAST_CHUNK_ROWS = 8
 Collate = Callable[[list[Any]], Any]
 
 
@@ -77,8 +78,10 @@ def read_chunks(engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate 
 
 def chunk_rows(spec: TrainSpec) -> int:
     """Return the number of rows of a chunk; from the spec alone, so that it is the same at any world size."""
-    # Not more than an eighth of a batch: without gradients that fits where a training step's share does.
-    return -(-spec.batch_size // (8 * spec.accumulate))
+    # An eighth of a batch: without gradients that fits where a training step's share does. But not single rows, of
+    # which some metrics cannot compute anything.
+    micro_batch = -(-spec.batch_size // spec.accumulate)
+    return max(-(-micro_batch // 8), min(micro_batch, _LEAST_CHUNK_ROWS))
 
 
 def _load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> LoadOptions:

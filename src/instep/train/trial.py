@@ -12,6 +12,7 @@ Ranks: all, alike, on the same rows, for layers may communicate. All follow what
 
 import contextlib
 import copy
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from instep.core.errors import TaskError
 from instep.data.loader import first_rows, num_samples
 from instep.data.nested import map_tensors
 from instep.parallel.preserve import evaluating
+from instep.parallel.strategy import HALF_DTYPES
 from instep.train.evaluate import check_metrics
 from instep.train.metric_objects import is_metric
 from instep.train.reading import Collate, chunk_rows, cut_batch
@@ -31,8 +33,14 @@ from instep.train.step import with_weight
 from instep.train.task import Task
 
 _ROWS = 8
-_CLOSE = 0.05
+_CLOSE = 2e-3
 """How far from the mean of its halves, in terms of the way from their mean to their sum, a loss still counts as one."""
+_CLOSE_IN_HALF = 0.05
+"""The same where numbers are rounded to 8 or 11 bits."""
+_NOISY_CALLS = 6
+"""How often a loss that draws noise is computed, to tell a sum from a mean."""
+_NOISY_SUM = 0.15
+"""How far from the sum of its halves such a loss still counts as their sum, if the noise is a small part of that."""
 
 Loss = tuple[float, float | None]
 """A loss, and its weight if there is one."""
@@ -54,11 +62,14 @@ def try_loss(run: Run, task: Task, model: nn.Module, dataset: Any) -> None:
         for piece in (batch, batch, *halves):
             seed()
             losses.append(_loss(copy_of(task).loss(model, piece)))
-    kind = run.world.broadcast_object(kind_of_loss(losses))
+        for piece in (batch, *halves) * (_NOISY_CALLS if losses[0] != losses[1] else 0):
+            seed()
+            losses.append(_loss(copy_of(task).loss(model, piece)))
+    kind = run.world.broadcast_object(kind_of_loss(losses, run.engine.precision.name in HALF_DTYPES))
     if kind == "sum" and rows < _ROWS:  # of so few rows, a loss that compares them may be twice that of half of them
         kind = "neither"
     if kind == "sum":
-        (whole, _), _, (first, _), (second, _) = losses
+        (whole, _), _, (first, _), (second, _) = losses[:4]
         raise TaskError(
             f"the loss of {rows} samples, {whole:.4g}, is the sum of the losses of their halves, {first:.4g} and "
             f"{second:.4g}: it would train another recipe at each number of processes. Return the mean over the "
@@ -88,11 +99,14 @@ def copy_of(task: Task) -> Task:
     return copied
 
 
-def kind_of_loss(losses: list[Loss]) -> str:
+def kind_of_loss(losses: list[Loss], is_half: bool = False) -> str:
     """Return whether a loss is a mean, a sum, neither or unknown, from that of some rows, again, and of their halves.
 
-    It is unknown where a loss draws noise, or where the numbers are too small to tell.
+    It is unknown where the numbers are too small to tell. One that draws noise was computed a few times more; of it
+    only a sum is recognized.
     """
+    if len(losses) > 4:
+        return _kind_of_noisy_loss(*([value for value, _ in losses[start::3]] for start in (4, 5, 6)))
     if len(losses) < 4 or losses[0] != losses[1]:
         return "unknown"
     (whole, _), _, (first, weight), (second, other) = losses
@@ -101,9 +115,18 @@ def kind_of_loss(losses: list[Loss]) -> str:
     if not abs(way) > 1e-6 * max(abs(first), abs(second)):  # also if they are not finite
         return "unknown"
     position = (whole - mean) / way
-    if abs(position) <= _CLOSE:
+    close = _CLOSE_IN_HALF if is_half else _CLOSE
+    if abs(position) <= close:
         return "mean"
-    return "sum" if abs(position - 1) <= _CLOSE else "neither"
+    return "sum" if abs(position - 1) <= _CLOSE_IN_HALF else "neither"
+
+
+def _kind_of_noisy_loss(wholes: list[float], firsts: list[float], seconds: list[float]) -> str:
+    whole, first, second = map(statistics.fmean, (wholes, firsts, seconds))
+    half = abs(first + second) / 2
+    noise = max(map(statistics.pstdev, (wholes, firsts, seconds)))
+    is_sum = abs(whole - (first + second)) < 2 * _NOISY_SUM * half and noise < _NOISY_SUM * half
+    return "sum" if is_sum else "unknown"
 
 
 def _loss(value: Any) -> Loss:

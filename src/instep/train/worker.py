@@ -25,7 +25,7 @@ from instep.core.topology import Place
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
-from instep.parallel.row_noise import noise_by_row
+from instep.parallel.noise_patches import noise_by_row
 from instep.train.directory import agree_on_directory, open_directory
 from instep.train.engine import Witness
 from instep.train.loop import Loop
