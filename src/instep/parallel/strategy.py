@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from instep.core.mesh import Axis, Mesh
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.blocks import Blocks
+from instep.parallel.blocks import Blocks, blocks_of, count_by_class
 from instep.parallel.capture import Call
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import clip_gradients, local_gradients
 from instep.parallel.norm import sync_batch_norm
+from instep.parallel.regional import compile_blocks
 from instep.parallel.zero_weight import zero_gradient_of_outputs
 from instep.world.grid import Grid
 
@@ -176,6 +177,8 @@ class Strategy(ABC):
     """Whether a rank can call the model and go backward from its output."""
     compiles_by_default: ClassVar[bool] = False
     """Whether a step is compiled on GPUs unless the user decides."""
+    compiles_blocks: ClassVar[bool] = False
+    """Whether `compile_blocks` compiles a model; if not, the loss is compiled as a whole, the model in it."""
 
     @classmethod
     def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
@@ -221,6 +224,13 @@ class Strategy(ABC):
         self.context.connected |= connected
         while self._without_hooks and self.context.connected:
             zero_gradient_of_outputs(self._without_hooks.pop(), self.context)
+
+    def compile_blocks(self, model: nn.Module, hints: ModelHints) -> str:
+        """Compile a model that was spread, in place; return what of it, in words. Called on all ranks."""
+        blocks = [block for _, block in blocks_of(model, hints.blocks)] or [model]
+        names = count_by_class(blocks)
+        compile_blocks(blocks, self.context)
+        return names
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are distributed."""

@@ -57,6 +57,9 @@ class TrainState:
         _check_modules(model, exact or strategy.grid.world.world_size > 1)
         self.recomputed = recompute_blocks(model, strategy.context, hints.blocks) if recompute else ""
         """The blocks that are computed twice, in words."""
+        self.compiled = ""
+        """What regional compilation compiles, in words."""
+        self._hints = hints
         self.model = strategy.spread(model, hints)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
@@ -83,6 +86,10 @@ class TrainState:
         self.has_schedule = make_scheduler is not None
         self._make_scheduler = make_scheduler
         self._suffix = suffix
+
+    def compile_blocks(self) -> None:
+        """Compile the model as its strategy does ([Note: Regional compilation])."""
+        self.compiled = self.strategy.compile_blocks(self.model, self._hints)
 
     def begin(self, num_steps: int) -> CheckpointPart | None:
         """Make the scheduler, now that its length is known; return its checkpoint part, if there is one."""

@@ -16,6 +16,7 @@ from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
+from instep.parallel.blocks import blocks_of, count_by_class
 from instep.parallel.capture import Call, call_of
 from instep.parallel.class_change import add_base
 from instep.parallel.ddp import DdpReducer
@@ -27,6 +28,7 @@ from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership
 from instep.parallel.pipeline.profile import LayerProfile, StagePlan, estimate_profile, plan_stages, profile_layers
 from instep.parallel.pipeline.schedule import Microbatch
 from instep.parallel.pipeline.stages import LocalStages, Staged
+from instep.parallel.regional import Region, compile_blocks, hold_keys
 from instep.parallel.single import LocalReducer
 from instep.parallel.strategy import LossOf, ModelHints, Reducer, StepPart, StepSums, Strategy
 from instep.world.grid import Grid
@@ -41,6 +43,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     is_partial = True
+    compiles_blocks = True
     has_all_names = False
     calls_model = False
     axes = ("pp",)
@@ -58,6 +61,8 @@ class Pipeline(Strategy):
         self._group = grid.devices["pp"].get_group()
         self._pp_world = grid.world.within(self._group)
         self._local_stages: dict[nn.Module, LocalStages] = {}
+        self._blocks: dict[nn.Module, list[nn.Module]] = {}
+        """Of the whole model, those that its stages call."""
         self._shared: list[SharedParameters] = []
         self._layouts: list[str] = []
         self._num_parameters: dict[nn.Module, int] = {}
@@ -71,6 +76,7 @@ class Pipeline(Strategy):
         return self.grid.mesh.pp * stages_a_rank(self._schedule)
 
     def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
+        blocks = blocks_of(model, hints.blocks)
         model = replace_dropout(model, self.context)
         self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.context) > 0
         call = hints.example() if hints.example is not None else None
@@ -85,7 +91,21 @@ class Pipeline(Strategy):
         )
         add_base(model, Staged, local_stages=self._local_stages[model])
         self._layouts.append(plan.describe(layers.names))
+        self._blocks[model] = [block for _, block in blocks if layers.calls(block)]
         return model
+
+    def compile_blocks(self, model: nn.Module, hints: ModelHints) -> str:
+        """Compile the blocks of this rank's stages; the stages as a whole if they call no blocks."""
+        del hints  # a single block of several may be left here
+        self.context.keeps_noise = True  # microbatches go forward before others go back
+        if blocks := self._blocks[model]:
+            names, local = count_by_class(blocks), set(model.modules())
+            compile_blocks([block for block in blocks if block in local], self.context)
+            return names
+        functions = self._local_stages[model].functions
+        functions |= {stage: Region(function, self.context) for stage, function in functions.items()}
+        hold_keys(model)
+        return f"{self.num_stages} stages"
 
     def run_part(self, part: StepPart, model: nn.Module, loss_of: LossOf) -> None:
         """Run a part through the stages, in microbatches; the loss is computed on the last stage."""

@@ -60,6 +60,7 @@ class Tensor(Strategy):
 
     name = "tensor"
     is_partial = True
+    compiles_blocks = True
     axes = ("tp",)
 
     def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
