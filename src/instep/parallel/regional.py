@@ -99,10 +99,12 @@ def raising_compile_errors() -> Iterator[None]:
     except InstepError:
         raise
     except Exception as error:
-        if not _is_compilers(error):
+        # A stage of a pipeline wraps what its backward pass raises.
+        cause = next((e for e in (error, error.__cause__) if e is not None and _is_compilers(e)), None)
+        if cause is None:
             raise
         raise CompileError(
-            f"--compile: compiled code failed. {reason_of(error)}\nThe model is distributed, so that this rank cannot "
+            f"--compile: compiled code failed. {reason_of(cause)}\nThe model is distributed, so that this rank cannot "
             "continue uncompiled by itself. Leave --compile out, or see what torch.compile says of it with "
             "TORCH_LOGS=+dynamo."
         ) from error

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo import trace_rules
 
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import LEVELS, levels_of
@@ -303,6 +304,8 @@ def noise_by_row(context: BatchContext, compiles: bool) -> Iterator[None]:
     `compiles`: whether a draw may be traced.
     """
     global _current
+    # Its table of torch's functions, which a reset of dynamo drops: made now, it has torch's own and not those below.
+    trace_rules.get_torch_obj_rule_map()
     before = _current, {(owner, name): getattr(owner, name) for owner, names in _FUNCTIONS.items() for name in names}
     _current = RowNoise(context, compiles)
     for owner, functions in _FUNCTIONS.items():

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from instep.core.mesh import Axis, Mesh
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.blocks import Blocks, blocks_of, count_by_class
+from instep.parallel.blocks import Blocks
 from instep.parallel.capture import Call
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import clip_gradients, local_gradients
@@ -225,12 +225,13 @@ class Strategy(ABC):
         while self._without_hooks and self.context.connected:
             zero_gradient_of_outputs(self._without_hooks.pop(), self.context)
 
-    def compile_blocks(self, model: nn.Module, hints: ModelHints) -> str:
-        """Compile a model that was spread, in place; return what of it, in words. Called on all ranks."""
-        blocks = [block for _, block in blocks_of(model, hints.blocks)] or [model]
-        names = count_by_class(blocks)
-        compile_blocks(blocks, self.context)
-        return names
+    def compile_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+        """Compile the blocks of a model that was spread, in place, or all of it as a whole; return whether by blocks.
+
+        `blocks` were found before the model was spread. Called on all ranks.
+        """
+        compile_blocks(blocks or [model], self.context)
+        return bool(blocks)
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are distributed."""

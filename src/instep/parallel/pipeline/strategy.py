@@ -16,7 +16,6 @@ from instep.core.errors import TaskError
 from instep.core.microbatches import Schedule, bubble, scheduled, stages_a_rank, useful
 from instep.core.spec import TrainSpec
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.blocks import blocks_of, count_by_class
 from instep.parallel.capture import Call, call_of
 from instep.parallel.class_change import add_base
 from instep.parallel.ddp import DdpReducer
@@ -61,8 +60,8 @@ class Pipeline(Strategy):
         self._group = grid.devices["pp"].get_group()
         self._pp_world = grid.world.within(self._group)
         self._local_stages: dict[nn.Module, LocalStages] = {}
-        self._blocks: dict[nn.Module, list[nn.Module]] = {}
-        """Of the whole model, those that its stages call."""
+        self._calls: dict[nn.Module, Callable[[nn.Module], bool]] = {}
+        """Whether the stages of a model call a module of it."""
         self._shared: list[SharedParameters] = []
         self._layouts: list[str] = []
         self._num_parameters: dict[nn.Module, int] = {}
@@ -76,7 +75,6 @@ class Pipeline(Strategy):
         return self.grid.mesh.pp * stages_a_rank(self._schedule)
 
     def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
-        blocks = blocks_of(model, hints.blocks)
         model = replace_dropout(model, self.context)
         self._has_batch_norm |= sync_batch_norm(model, self.grid.data, self.context) > 0
         call = hints.example() if hints.example is not None else None
@@ -91,21 +89,20 @@ class Pipeline(Strategy):
         )
         add_base(model, Staged, local_stages=self._local_stages[model])
         self._layouts.append(plan.describe(layers.names))
-        self._blocks[model] = [block for _, block in blocks if layers.calls(block)]
+        self._calls[model] = layers.calls
         return model
 
-    def compile_blocks(self, model: nn.Module, hints: ModelHints) -> str:
+    def compile_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
         """Compile the blocks of this rank's stages; the stages as a whole if they call no blocks."""
-        del hints  # a single block of several may be left here
         self.context.keeps_noise = True  # microbatches go forward before others go back
-        if blocks := self._blocks[model]:
-            names, local = count_by_class(blocks), set(model.modules())
-            compile_blocks([block for block in blocks if block in local], self.context)
-            return names
+        if called := [block for block in blocks if self._calls[model](block)]:
+            local = set(model.modules())
+            compile_blocks([block for block in called if block in local], self.context)
+            return True
         functions = self._local_stages[model].functions
         functions |= {stage: Region(function, self.context) for stage, function in functions.items()}
         hold_keys(model)
-        return f"{self.num_stages} stages"
+        return False
 
     def run_part(self, part: StepPart, model: nn.Module, loss_of: LossOf) -> None:
         """Run a part through the stages, in microbatches; the loss is computed on the last stage."""

@@ -60,7 +60,6 @@ class Tensor(Strategy):
 
     name = "tensor"
     is_partial = True
-    compiles_blocks = True
     axes = ("tp",)
 
     def spread(self, model: nn.Module, hints: ModelHints) -> nn.Module:
