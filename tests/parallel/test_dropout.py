@@ -52,7 +52,7 @@ def test_a_part_of_the_columns_gives_those_of_the_whole(
         context.begin_step(1)
         context.read_noise()
         context.begin_part(3, rows, replicated=False)
-        result.append(keep_mask(context, 77, torch.Size(shape), 40000, part, ""))
+        result.append(keep_mask(context, (77, 0), torch.Size(shape), 40000, part, ""))
     whole, own = result
     # Where two parts would share a hash, the whole is drawn.
     assert torch.equal(own, whole.narrow(dim, first, count) if own.shape != whole.shape else whole)

@@ -310,7 +310,9 @@ def test_a_model_is_built_block_by_block() -> None:
         ({"meta_init": True}, 2, "Use --strategy fsdp"),
         ({"reshard": False}, 2, "Use --strategy fsdp"),
         ({"strategy": "fsdp", "exact": True, "reshard": False}, 2, "would have no effect"),
-        ({"strategy": "pipeline", "compile": True}, 2, "is not compiled"),
+        ({"strategy": "tensor", "compile": True}, 2, "torch.compile cannot trace"),
+        ({"mesh": "fsdp=2,tp=2", "compile": True}, 4, "torch.compile cannot trace"),
+        ({"strategy": "fsdp", "compile": True, "exact": True}, 2, "which rounds differently"),
         ({"exact": True, "mesh": "dp=2,tp=2"}, 4, "also splits its layers"),
     ],
 )

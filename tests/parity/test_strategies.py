@@ -6,10 +6,11 @@ One launch trains all models of a way; each model is a test of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 
 from ranks import run_ranks
 from recipes import Case, assert_same_answer, train_cases
@@ -53,9 +54,18 @@ IN_PARALLEL_TOO = [
     way(4, IN_STAGES, mesh="dp=2,pp=2"),
 ]
 """Meshes and schedules of tests/parallel/test_tensor.py and test_pipeline_parity.py; here with other models."""
+COMPILED = [
+    *(way(n, strategy="fsdp", compile=True) for n in (2, 4)),
+    *(way(2, IN_STAGES, strategy="pipeline", schedule=s, compile=True) for s in ("gpipe", "1f1b", "interleaved")),
+    way(4, mesh="dp=2,fsdp=2", compile=True),
+    way(4, IN_STAGES, mesh="dp=2,pp=2", compile=True),
+]
+"""By a compiler that splits and traces, and runs the graphs as they are; as in tests/parallel/test_regional.py."""
+_torch_compile = torch.compile
 
 
 def train_way(world: Any, cases: tuple[Case, ...], options: dict[str, Any]) -> dict[Case, dict[str, Any]]:
+    torch.compile = partial(_torch_compile, backend="aot_eager_decomp_partition")
     return train_cases(world, list(cases), steps=STEPS, **options)
 
 
@@ -72,7 +82,7 @@ def trained(chosen: Way) -> dict[Case, dict[str, Any]]:
     ("chosen", "case"),
     [
         pytest.param(each, case, id=f"{each}-{case}", marks=marks)
-        for ways, marks in ((WAYS, ()), (IN_PARALLEL_TOO, pytest.mark.slow))
+        for ways, marks in ((WAYS, ()), (IN_PARALLEL_TOO, pytest.mark.slow), (COMPILED, pytest.mark.slow))
         for each in ways
         for case in each.cases
     ],

@@ -90,7 +90,10 @@ class TrainSpec(LaunchSpec):
         "auto", NUMBERS, "precision of the layers; auto: bf16 on GPUs that support it, or fp32 (docs/precision.md)"
     )
     compile: bool | None = recipe_option(
-        None, NUMBERS, "compile the loss together with the model (unless given: on GPUs, with strategy single or ddp)"
+        None,
+        NUMBERS,
+        "compile the loss together with the model; with fsdp or pipeline, the model's repeated blocks (unless given: "
+        "on GPUs, with strategy single or ddp)",
     )
     recompute: bool = operational_option(
         False, PROCESSES, "save memory: compute the model's repeated blocks again in the backward pass"
@@ -243,9 +246,15 @@ class TrainSpec(LaunchSpec):
                 f"exact mode works with copies and shards of a model (dp, fsdp). {mesh} also splits its layers, so "
                 "that sums depend on the split. Use --strategy ddp or fsdp, or train without --exact."
             )
-        if self.compile and not mesh.has_whole_models:
+        if self.compile and mesh.tp > 1:
             raise SpecError(
-                f"compile: a model that is distributed over {mesh} is not compiled. Leave --compile out, or use ddp."
+                f"compile: along tp({mesh.tp}), layers compute with shards that look like whole tensors, which "
+                "torch.compile cannot trace. Leave --compile out, or use ddp, fsdp or pipeline."
+            )
+        if self.compile and self.exact and not mesh.has_whole_models:
+            raise SpecError(
+                f"compile: exact mode compiles a loss and its model as a whole. A model distributed over {mesh} is "
+                "compiled block by block, which rounds differently. Leave --compile out, or use ddp."
             )
         self._check_sharded(mesh)
         return mesh

@@ -15,6 +15,8 @@ number leads to the same noise.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -46,6 +48,13 @@ class Noisy(Protocol):
     """How often noise was drawn since the part began: each draw gives noise of its own."""
 
 
+class Draws(Protocol):
+    """What draws the noise of the user's own functions."""
+
+    def begin_region(self) -> None: ...
+    def end_region(self) -> None: ...
+
+
 class BatchContext:
     """The part of the global batch that the next forward pass works on."""
 
@@ -73,8 +82,13 @@ class BatchContext:
         """Whether a block is being recomputed for its gradients: its first pass has counted already."""
         self.restores_uses = False
         """Whether a block is being computed that restores the counts of uses itself, before it is computed again."""
+        self.compiles = False
+        """Whether regions run compiled in this step ([Note: Regional compilation])."""
+        self.keeps_noise = False
+        """Whether a backward pass may need `noise` after the next part has begun: then its memory must not change."""
         self.noisy: list[Noisy] = []
         """What counts its uses in a part."""
+        self.draws: Draws | None = None
         self._is_read = False
         """Whether anything reads `noise`: writing it takes time, on a GPU above all."""
         self.doubts: dict[str, str] = {}
@@ -87,6 +101,26 @@ class BatchContext:
 
     def __deepcopy__(self, _memo: object) -> BatchContext:
         return self  # a copy of a model (an average of its weights) belongs to the same training
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether a region that is called now runs compiled.
+
+        What may be run again in backward does not: its noise could not be repeated ([Note: Recomputed noise]).
+        """
+        return self.compiles and self.num_rows > 0 and not _is_preserved()
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """Count draws from the region's first one on, while the region runs compiled."""
+        if self.draws is None:
+            yield
+            return
+        self.draws.begin_region()
+        try:
+            yield
+        finally:
+            self.draws.end_region()
 
     def begin_step(self, step: int) -> None:
         """Set the noise key of a global step."""
@@ -112,7 +146,11 @@ class BatchContext:
 
     def _write_noise(self) -> None:
         words = (signed32(self._key), signed32(self._key >> 32), self._first_row)
-        self.noise.copy_(torch.tensor(words, dtype=torch.int32))
+        noise = torch.tensor(words, dtype=torch.int32)
+        if self.keeps_noise:
+            self.noise = noise.to(self.noise.device)
+        else:
+            self.noise.copy_(noise)
 
     def next_use(self, layer: Noisy) -> int:
         """Count a use of a layer, and return which one it is; a recomputation repeats that of the first pass."""

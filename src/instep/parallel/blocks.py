@@ -32,6 +32,11 @@ def blocks_of(model: nn.Module, given: Blocks | None) -> list[tuple[str, nn.Modu
     return blocks
 
 
+def count_by_class(blocks: Iterable[nn.Module]) -> str:
+    """Return the classes of blocks with the number of each: `12 Block`."""
+    return ", ".join(f"{count} {kind.__name__}" for kind, count in Counter(map(type, blocks)).items())
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks with their names, in the model's order; empty if nothing repeats.
 

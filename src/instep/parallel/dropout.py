@@ -40,6 +40,21 @@ def _halves(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return words.view(torch.int16)
 
 
+Key = tuple[int, int] | torch.Tensor
+"""The two 32-bit halves of what tells a draw from others; a tensor of two for compiled code."""
+_KEPT_USES = 4
+
+
+def key_of(salt: int) -> tuple[int, int]:
+    """Return the halves of 64 bits as signed numbers."""
+    return signed32(salt), signed32(salt >> 32)
+
+
+def key_table(salts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return keys as rows of a tensor, for compiled code that serves several layers ([Note: Regional compilation])."""
+    return torch.tensor([key_of(salt) for salt in salts], dtype=torch.int32).to(device)
+
+
 ShardRange = tuple[int, int, int]
 """Consecutive columns of a larger tensor: their dimension, the first one, how many."""
 
@@ -63,15 +78,15 @@ def _elements(
 
 
 def keep_mask(
-    context: BatchContext, salt: int, shape: torch.Size, levels: int, shard: ShardRange | None, name: str
+    context: BatchContext, key: Key, shape: torch.Size, levels: int, shard: ShardRange | None, name: str
 ) -> torch.Tensor:
     """Return which elements stay, as bools, on the context's device; those of the shard only, where no pair is cut."""
     noise = context.noise
     row_dim, rows_each = find_rows(shape, context, name)
     rows, pairs, wanted = _elements(shape, row_dim, shard, noise.device)
     others = math.prod(wanted) // max(wanted[row_dim], 1)
-    rows = scramble((rows + noise[2] * rows_each) * ODD + (noise[0] ^ signed32(salt)))
-    pairs = scramble(pairs * ODD + (noise[1] ^ signed32(salt >> 32)))
+    rows = scramble((rows + noise[2] * rows_each) * ODD + (noise[0] ^ key[0]))
+    pairs = scramble(pairs * ODD + (noise[1] ^ key[1]))
     keep = _halves(rows, pairs)[:, :others] < levels - LEVELS // 2
     return rows_back(keep, wanted, row_dim)
 
@@ -122,13 +137,27 @@ class RowDropout(nn.Dropout):
         self.channels = channels
         self.uses = 0
         self._context = context
-        self._name = name
+        self._name = f"dropout {name!r}"  # made here: in compiled code it would be a guard
         self._salt = mix64(layer + 1)
+        self._keys: torch.Tensor | None = None
         context.noisy.append(self)
         context.read_noise()
 
     def extra_repr(self) -> str:
         return f"p={self.p}, by row"
+
+    def hold_keys(self) -> None:
+        """Read keys from a tensor in compiled code, which then serves other layers, too."""
+        salts = [self._salt_of(use) for use in range(1, _KEPT_USES + 1)]
+        self._keys = key_table(salts, self._context.noise.device)
+
+    def _salt_of(self, use: int) -> int:
+        return self._salt if use == 1 else mix64(self._salt + use)  # each use draws noise of its own
+
+    def _key(self, use: int) -> Key:
+        if self._keys is not None and use <= _KEPT_USES and torch.compiler.is_compiling():
+            return self._keys[use - 1]
+        return key_of(self._salt_of(use))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
@@ -139,9 +168,8 @@ class RowDropout(nn.Dropout):
         levels = levels_of(self.p)
         # A Slice has the shape of the whole tensor; the mask of this rank's columns is enough.
         shard: ShardRange | None = None if self.channels else getattr(x, "local_range", None)
-        use = self._context.next_use(self)
-        salt = self._salt if use == 1 else mix64(self._salt + use)  # each use draws noise of its own
-        keep = keep_mask(self._context, salt, torch.Size(shape), levels, shard, f"dropout {self._name!r}")
+        key = self._key(self._context.next_use(self))
+        keep = keep_mask(self._context, key, torch.Size(shape), levels, shard, self._name)
         is_local = keep.shape != shape
         if self.channels:
             keep = keep.reshape(*shape, *([1] * (x.dim() - 2)))

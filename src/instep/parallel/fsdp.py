@@ -87,6 +87,7 @@ class Fsdp(Strategy):
 
     name: ClassVar[str] = "fsdp"
     is_partial = True
+    compiles_blocks = True
     gathers_weights = True
     axes: ClassVar[tuple[Axis, ...]] = ("fsdp",)
 

@@ -10,8 +10,8 @@ import torch._dynamo.trace_rules
 import torch.nn.functional as F
 
 from instep.parallel.batch_context import BatchContext
+from instep.parallel.row_draws import RowNoise
 from instep.parallel.row_noise import (
-    RowNoise,
     attention,
     bernoulli,
     channel_dropout,
@@ -117,8 +117,8 @@ def noise_by_row(context: BatchContext, compiles: bool) -> Iterator[None]:
 
     `compiles`: whether a draw may be traced.
     """
-    if compiles:  # dynamo looks its table of torch's functions up by name, once: they must be torch's then
-        torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    # Dynamo's table of torch's functions, which a reset of dynamo drops: made now, it has torch's own.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     before = {key: getattr(*key) for key in _ORIGINALS}
     outer = set_current(RowNoise(context, compiles))
     for owner, functions in _FUNCTIONS.items():

@@ -98,6 +98,10 @@ class _Synced(_BatchNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not computes_statistics(self, x, self._context) or self._world.world_size == 1:
             return super().forward(x)
+        return self._synced(x)  # type: ignore[no-any-return]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # dynamo would trace the collectives, piece by piece
+    def _synced(self, x: torch.Tensor) -> torch.Tensor:
         world = None if self._context.replicated else self._world
         y, mean, variance, count = SyncedBatchNorm.apply(x, self.weight, self.bias, self.eps, world)
         if self.track_running_stats:

@@ -8,7 +8,6 @@ Ranks: all alike, because a synchronised BatchNorm communicates in the second pa
 """
 
 import contextlib
-from collections import Counter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from instep.parallel.batch_context import BatchContext
-from instep.parallel.blocks import Blocks, blocks_of
+from instep.parallel.blocks import Blocks, blocks_of, count_by_class
 from instep.parallel.class_change import add_base
 
 
@@ -97,7 +96,7 @@ class _StartState:
 def recompute_blocks(model: nn.Module, context: BatchContext, given: Blocks | None = None) -> str:
     """Make the repeated blocks of a model recompute, in place; return their names and number, empty if none repeats."""
     blocks = [block for _, block in blocks_of(model, given)]
-    names = Counter(type(block).__name__ for block in blocks)
+    names = count_by_class(blocks)
     for block in blocks:
         add_base(block, _Recomputed, _context=context, _changing=None)
-    return ", ".join(f"{count} {name}" for name, count in names.items())
+    return names

@@ -24,6 +24,7 @@ from instep.parallel.capture import Call
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import clip_gradients, local_gradients
 from instep.parallel.norm import sync_batch_norm
+from instep.parallel.regional import compile_blocks
 from instep.parallel.zero_weight import zero_gradient_of_outputs
 from instep.world.grid import Grid
 
@@ -176,6 +177,8 @@ class Strategy(ABC):
     """Whether a rank can call the model and go backward from its output."""
     compiles_by_default: ClassVar[bool] = False
     """Whether a step is compiled on GPUs unless the user decides."""
+    compiles_blocks: ClassVar[bool] = False
+    """Whether `compile_blocks` compiles a model; if not, the loss is compiled as a whole, the model in it."""
 
     @classmethod
     def serves(cls, spec: TrainSpec, mesh: Mesh) -> bool:
@@ -221,6 +224,14 @@ class Strategy(ABC):
         self.context.connected |= connected
         while self._without_hooks and self.context.connected:
             zero_gradient_of_outputs(self._without_hooks.pop(), self.context)
+
+    def compile_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+        """Compile the blocks of a model that was spread, in place, or all of it as a whole; return whether by blocks.
+
+        `blocks` were found before the model was spread. Called on all ranks.
+        """
+        compile_blocks(blocks or [model], self.context)
+        return bool(blocks)
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are distributed."""

@@ -6,6 +6,8 @@ layer; for a loop of one's own, its models are. Only full batches are compiled: 
 for one step, and the code that fits both is slower for all others. Evaluation is not compiled. The first batch of each
 new shape is a trial: if it fails, everything is restored, the same rows are computed again with the same noise,
 uncompiled, and so is all that follows. A user who asks for --compile gets an error instead.
+
+Where a model is distributed, its blocks are compiled instead, by the strategy ([Note: Regional compilation]).
 """
 
 import functools
@@ -20,6 +22,7 @@ from instep.core.errors import CompileError, InstepError
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.noise_patches import torchs_own_functions
 from instep.parallel.preserve import SavedBuffers
+from instep.parallel.regional import reason_of
 from instep.parallel.strategy import LossOf
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
@@ -77,7 +80,7 @@ class Trials:
         except Exception as error:
             if engine.context.connected and engine.world.world_size > 1:
                 raise CompileError(
-                    f"--compile: compiled code failed. {_reason(error)}\nIts layers exchange something, so that it "
+                    f"--compile: compiled code failed. {reason_of(error)}\nIts layers exchange something, so that it "
                     "cannot be tried again without. Leave --compile out, to see whether the model itself can be "
                     "computed."
                 ) from error
@@ -90,7 +93,7 @@ class Trials:
     def _give_up(self, error: Exception) -> None:
         """Train uncompiled from now on, with a notice; or end the run, if compiling was asked for."""
         self._failed = True
-        reason = _reason(error)
+        reason = reason_of(error)
         if self._engine.spec.compile:
             raise CompileError(
                 f"--compile: this model cannot be compiled, though it can be computed. {reason}\n"
@@ -99,11 +102,6 @@ class Trials:
         self._engine.notice(
             f"not compiled, since that failed: {reason}. The training continues without, which may be slower."
         )
-
-
-def _reason(error: Exception) -> str:
-    cause = getattr(error, "inner_exception", error)  # dynamo wraps the compiler's own error
-    return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
 
 
 def note_state(engine: Engine) -> Callable[[], None]:
@@ -146,6 +144,15 @@ class CompiledLoss:
         torch.clear_autocast_cache()  # weights that were cast without a gradient have none
         for text in watch.notices():
             self._engine.notice(text)
+
+
+def compile_models(engine: Engine) -> None:
+    """Compile all models in training: by blocks where the strategy asks for that, else each as a whole."""
+    for trained in engine.trained:
+        if engine.strategy.compiles_blocks:
+            trained.compile_blocks()
+        else:
+            compile_model(trained.model, engine)
 
 
 def compile_model(model: nn.Module, engine: Engine) -> None:

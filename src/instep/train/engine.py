@@ -83,6 +83,7 @@ class Engine:
         holds_all = mesh.data_size == world.world_size
         self.forward_state = ForwardState(world, spec.exact, is_checked=witness is not None) if holds_all else None
         """None where ranks hold different parts of the model."""
+        self._has_stepped = False
         self._buffers: SavedBuffers | None = None
         """With on_nan=skip, as the step found them."""
         self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -97,6 +98,9 @@ class Engine:
     def begin_step(self, step: int, num_shards: int, is_full: bool) -> None:
         """Set the step's noise, and remember what a step that is skipped must not change."""
         self.is_full = is_full
+        # Nothing is compiled under the watches of the first step.
+        self.context.compiles = is_full and self._has_stepped and any(trained.compiled for trained in self.trained)
+        self._has_stepped = True
         self.context.begin_step(step)
         self.context.num_shards = num_shards
         for trained in self.trained:
@@ -239,5 +243,8 @@ class Engine:
         recomputed = ", ".join(trained.recomputed for trained in self.trained if trained.recomputed)
         if self.on_cpu and self.precision.name == "fp32" and not compiled and not recomputed:
             return ""
-        choices = [self.precision.name, *(f"fused {name}" for name in fused), *["compiled"] * compiled]
+        choices = [self.precision.name, *(f"fused {name}" for name in fused)]
+        if compiled:
+            blocks = ", ".join(trained.compiled for trained in self.trained if trained.compiled)
+            choices.append(f"compiled {blocks}".strip())
         return ", ".join(choices + [f"recomputing {recomputed}"] * bool(recomputed))

@@ -82,7 +82,7 @@ class ForwardState:
         self._has_begun = False
         self._num_to_check = 0 if is_checked or (world.world_size == 1 and not exact) else _NUM_CHECKED
         self.watch = WriteWatch()
-        """Active in the first steps' forward passes, where nothing is compiled."""
+        """Active in the first step's forward passes, where nothing is compiled."""
 
     @property
     def is_checked(self) -> bool:
@@ -112,7 +112,8 @@ class ForwardState:
         if self._before is not None:
             before, self._before, self._num_to_check = self._before, None, self._num_to_check - 1
             self._check(before, self._prints(models), {name: (tensor, kind) for name, tensor, kind in _named(models)})
-            self.watch.lines.clear()
+            if self.is_checked:
+                self.watch.lines.clear()
         for buffer in self._synced:
             self._agree(buffer, share)
 

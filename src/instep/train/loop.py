@@ -63,16 +63,17 @@ class Loop:
             self._evaluate()
         loss_of = run.compile_loss(task.loss)
         # Under a watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
-        may_watch = not run.compiled and not is_compiled(model)
-        watch = NoiseWatch() if may_watch and not run.spec.exact else None
+        is_watched = not run.compiled and not is_compiled(model)
+        watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
             with contextlib.ExitStack() as watches:
                 if watch is not None:
                     watches.enter_context(watch)
-                if may_watch and state is not None and not state.is_checked:
+                if is_watched and state is not None and not state.is_checked:
                     watches.enter_context(state.watch)
                 step.compute(model, loss_of)
+                is_watched = False
             record = step.finish()
             if watch is not None:
                 for text in watch.notices():

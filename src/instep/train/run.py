@@ -26,7 +26,7 @@ from instep.parallel.blocks import Blocks
 from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
 from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, rng_part
-from instep.train.compile import CompiledLoss, compile_model, wants_compiling
+from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
 from instep.train.evaluate import evaluate
@@ -170,7 +170,7 @@ class Run:
 
     def compile_loss(self, loss_of: LossOf) -> LossOf:
         """Return a Task's loss; where compiling is wanted, `Step.compute` runs it compiled with its model."""
-        if not wants_compiling(self.engine):
+        if self.engine.strategy.compiles_blocks or not wants_compiling(self.engine):
             return loss_of
         self.compiled = True
         return CompiledLoss(self.engine, loss_of)
@@ -265,8 +265,7 @@ class Run:
         )
         if not self.compiled and wants_compiling(self.engine):
             self.compiled = True
-            for trained in self.engine.trained:
-                compile_model(trained.model, self.engine)
+            compile_models(self.engine)
         for sentence in self.engine.notices(self.spec, self.compiled):
             self.notice(sentence)
         if plan.batch_size > plan.num_samples:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from instep.data.loader import GlobalBatch, Part
 from instep.data.order import PartPlan
 from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
+from instep.parallel.regional import raising_compile_errors
 from instep.parallel.strategy import HALF_DTYPES, LossOf, StepSums
 from instep.train.compile import CompiledLoss, is_compiled, note_state
 from instep.train.engine import Engine
@@ -143,7 +145,8 @@ class Step:
         self.begin_gradient()
         if self._part is self._batch.parts[-1]:
             self._engine.begin_last_backward()
-        with self._engine.precision.as_stored():
+        errors = raising_compile_errors() if self._engine.context.compiles else nullcontext()
+        with self._engine.precision.as_stored(), errors:
             if scale:
                 loss, scale = _wide(loss), scale * self._loss_factor
                 loss.backward(None if scale == 1.0 else self._engine.scalar(scale, loss))

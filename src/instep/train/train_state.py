@@ -18,6 +18,7 @@ from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.checkpoint.state_tree import find_other_type
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, TaskError
+from instep.parallel.blocks import blocks_of, count_by_class
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
@@ -57,6 +58,10 @@ class TrainState:
         _check_modules(model, exact or strategy.grid.world.world_size > 1)
         self.recomputed = recompute_blocks(model, strategy.context, hints.blocks) if recompute else ""
         """The blocks that are computed twice, in words."""
+        self.compiled = ""
+        """What regional compilation compiles, in words."""
+        self._blocks = [block for _, block in blocks_of(model, hints.blocks)] if strategy.compiles_blocks else []
+        self._block_names = count_by_class(self._blocks)
         self.model = strategy.spread(model, hints)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
@@ -83,6 +88,11 @@ class TrainState:
         self.has_schedule = make_scheduler is not None
         self._make_scheduler = make_scheduler
         self._suffix = suffix
+
+    def compile_blocks(self) -> None:
+        """Compile the model as its strategy does ([Note: Regional compilation])."""
+        is_by_block = self.strategy.compile_blocks(self.model, self._blocks)
+        self.compiled = self._block_names if is_by_block else "as a whole"
 
     def begin(self, num_steps: int) -> CheckpointPart | None:
         """Make the scheduler, now that its length is known; return its checkpoint part, if there is one."""

@@ -12,6 +12,7 @@ Ranks: all, alike, on the same rows, for layers may communicate. All follow what
 
 import contextlib
 import copy
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,6 +123,8 @@ def kind_of_loss(losses: list[Loss], is_half: bool = False) -> str:
 
 
 def _kind_of_noisy_loss(wholes: list[float], firsts: list[float], seconds: list[float]) -> str:
+    if not all(map(math.isfinite, (*wholes, *firsts, *seconds))):
+        return "unknown"
     whole, first, second = map(statistics.fmean, (wholes, firsts, seconds))
     half = abs(first + second) / 2
     noise = max(map(statistics.pstdev, (wholes, firsts, seconds)))

@@ -45,6 +45,9 @@ class LayerSequence(Protocol):
     def stage(self, first: int, last: int) -> StageFunction:
         """Return a function that computes the layers first..last-1."""
 
+    def calls(self, module: nn.Module) -> bool:
+        """Return whether a stage calls a module of the model itself, not only what is inside of it."""
+
 
 def find_layers(model: nn.Module, layers: Layers | None, call: Call | None, min_layers: int) -> LayerSequence:
     """Return a model as a sequence of at least `min_layers` layers; raise with the reason if it cannot be one."""
@@ -126,6 +129,10 @@ class _NamedLayers:
 
         return compute
 
+    def calls(self, module: nn.Module) -> bool:
+        del module  # what the Task names is called, and calls the rest
+        return True
+
 
 class _UseRecorder(TorchFunctionMode):
     """Records the modules that are called, and the parameters and buffers that functions are called with."""
@@ -153,11 +160,15 @@ class _Tracer(fx.Tracer):
     def __init__(self, call: Call, deep: bool) -> None:
         super().__init__()
         self.leaves, self.spec = tree_flatten(call)
+        self.unrolled: set[nn.Module] = set()
         self._deep = deep
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         del module_qualified_name
-        return not (type(m).forward is nn.Sequential.forward or (self._deep and _holds_blocks(m)))
+        is_leaf = not (type(m).forward is nn.Sequential.forward or (self._deep and _holds_blocks(m)))
+        if not is_leaf:
+            self.unrolled.add(m)
+        return is_leaf
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Assume that the model's assertions about its inputs hold: a proxy has no values."""
@@ -193,7 +204,7 @@ class _TracedLayers:
         tracer = _Tracer(call, deep)
         self._graph = tracer.trace(model)
         self._model = model
-        self._leaves, self._spec = tracer.leaves, tracer.spec
+        self._leaves, self._spec, self._unrolled = tracer.leaves, tracer.spec, tracer.unrolled
         nodes = list(self._graph.nodes)
         self._output = nodes[-1]
         self._free = _free_nodes(nodes, model)
@@ -221,6 +232,9 @@ class _TracedLayers:
             return module(*inputs) if first == 0 else module(value, *inputs)
 
         return compute
+
+    def calls(self, module: nn.Module) -> bool:
+        return module not in self._unrolled
 
     def _graph_of(self, first: int, last: int) -> fx.Graph:
         """Return the nodes of some layers as a graph of their own."""

@@ -23,6 +23,7 @@ from instep.core.microbatches import Schedule
 from instep.parallel.capture import Call
 from instep.parallel.pipeline.activations import ActivationMeta, BufferSpec, check_sendable, pack, unpack
 from instep.parallel.pipeline.layers import StageFunction
+from instep.parallel.regional import raising_compile_errors
 from instep.world.tensors import nested_tensors
 from instep.world.world import World
 
@@ -151,7 +152,8 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # What is recomputed in backward belongs to the same rows. The backward pass has the precision of the forward
         # pass; autocast would cast once more.
-        with self.submod.microbatch(bwd_chunk_id), torch.autocast(self.submod.device.type, enabled=False):
+        outside = torch.autocast(self.submod.device.type, enabled=False)
+        with self.submod.microbatch(bwd_chunk_id), outside, raising_compile_errors():
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

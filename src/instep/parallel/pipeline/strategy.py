@@ -27,6 +27,7 @@ from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership
 from instep.parallel.pipeline.profile import LayerProfile, StagePlan, estimate_profile, plan_stages, profile_layers
 from instep.parallel.pipeline.schedule import Microbatch
 from instep.parallel.pipeline.stages import LocalStages, Staged
+from instep.parallel.regional import Region, compile_blocks, hold_keys
 from instep.parallel.single import LocalReducer
 from instep.parallel.strategy import LossOf, ModelHints, Reducer, StepPart, StepSums, Strategy
 from instep.world.grid import Grid
@@ -41,6 +42,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     is_partial = True
+    compiles_blocks = True
     has_all_names = False
     calls_model = False
     axes = ("pp",)
@@ -58,6 +60,8 @@ class Pipeline(Strategy):
         self._group = grid.devices["pp"].get_group()
         self._pp_world = grid.world.within(self._group)
         self._local_stages: dict[nn.Module, LocalStages] = {}
+        self._calls: dict[nn.Module, Callable[[nn.Module], bool]] = {}
+        """Whether the stages of a model call a module of it."""
         self._shared: list[SharedParameters] = []
         self._layouts: list[str] = []
         self._num_parameters: dict[nn.Module, int] = {}
@@ -85,7 +89,20 @@ class Pipeline(Strategy):
         )
         add_base(model, Staged, local_stages=self._local_stages[model])
         self._layouts.append(plan.describe(layers.names))
+        self._calls[model] = layers.calls
         return model
+
+    def compile_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+        """Compile the blocks of this rank's stages; the stages as a whole if they call no blocks."""
+        self.context.keeps_noise = True  # microbatches go forward before others go back
+        if called := [block for block in blocks if self._calls[model](block)]:
+            local = set(model.modules())
+            compile_blocks([block for block in called if block in local], self.context)
+            return True
+        functions = self._local_stages[model].functions
+        functions |= {stage: Region(function, self.context) for stage, function in functions.items()}
+        hold_keys(model)
+        return False
 
     def run_part(self, part: StepPart, model: nn.Module, loss_of: LossOf) -> None:
         """Run a part through the stages, in microbatches; the loss is computed on the last stage."""
