@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from instep.checkpoint.state_tree import find_other_type
 from instep.train.optimizer import Names, by_name, by_number, check_shapes
 
 
@@ -104,3 +105,13 @@ def test_a_number_in_the_place_of_a_tensor_is_refused() -> None:
     check_shapes(optimizer, {weight: good})
     with pytest.raises(ValueError, match=r"exp_avg_sq has shape \[\] for a parameter of shape \[3, 2\]"):
         check_shapes(optimizer, {weight: good | {"exp_avg_sq": torch.tensor(0.0)}})
+    with pytest.raises(ValueError, match=r"exp_avg is of torch.float16, for a parameter of torch.float32"):
+        check_shapes(optimizer, {weight: good | {"exp_avg": torch.zeros(3, 2, dtype=torch.float16)}})
+
+
+def test_lists_of_another_length_are_found() -> None:
+    fresh = {"betas": (0.9, 0.99), "_schedulers": [{"_milestones": [3]}]}
+    assert find_other_type(fresh, fresh) == ""
+    assert find_other_type(fresh | {"betas": (0.9,)}, fresh) == "betas has 1 value, and had 2"
+    longer = fresh | {"_schedulers": [{"_milestones": [3, 3]}]}
+    assert find_other_type(longer, fresh) == "_schedulers.0._milestones has 2 values, and had 1"

@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from instep.core.errors import CheckpointError
+from instep.core.plural import plural
 
 
 def flatten_state(tree: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -67,13 +68,15 @@ def unflatten_state(skeleton: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def find_other_type(saved: Any, fresh: Any, where: str = "") -> str:
-    """Return in words where a saved state has another type of value than a fresh one; empty if nowhere.
+    """Return in words where a saved state has values of another type, or lists of another length, than a fresh one.
 
-    A value that is None in the fresh one may become anything, and keys may come and go.
+    Empty if nowhere. A value that is None in the fresh one may become anything, and keys may come and go.
     """
     if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
         pairs = [(key, saved[key], fresh[key]) for key in fresh if key in saved]
     elif isinstance(fresh, list | tuple) and isinstance(saved, list | tuple):
+        if len(saved) != len(fresh):
+            return f"{where.strip('.')} has {plural(len(saved), 'value')}, and had {len(fresh)}"
         pairs = [(number, *both) for number, both in enumerate(zip(saved, fresh, strict=False))]
     else:
         kinds = ((int, float, torch.Tensor), (str,), (Mapping,), (list, tuple))

@@ -50,7 +50,7 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-    """Raise ValueError if a saved state has tensors of another shape than their parameters; only `step` is a number."""
+    """Raise ValueError if a saved state has tensors of another shape or dtype than their parameters."""
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.Adafactor):
         return  # its tensors may have any shape
     for parameter, values in state.items():
@@ -58,6 +58,9 @@ def check_shapes(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, 
             if isinstance(value, torch.Tensor) and name not in _NUMBERS and value.shape != parameter.shape:
                 shapes = f"shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}"
                 raise ValueError(f"{name} has {shapes}")
+            is_float = isinstance(value, torch.Tensor) and name not in _NUMBERS and value.is_floating_point()
+            if is_float and value.dtype != parameter.dtype:
+                raise ValueError(f"{name} is of {value.dtype}, for a parameter of {parameter.dtype}")
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool | None:

@@ -140,7 +140,12 @@ class TrainState:
 
     def _load_model(self, checkpoint: Checkpoint, part: str) -> None:
         has_all = self.strategy.has_all_names
-        self.model.load_state_dict(reshard(checkpoint.stored(part), self.model.state_dict(), not has_all))
+        own = self.model.state_dict()
+        saved = reshard(checkpoint.stored(part), own, not has_all)
+        for name, tensor in own.items():
+            if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
+                raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")
+        self.model.load_state_dict(saved)
 
     def _choose_form(self) -> None:
         """Set the form of the optimizer that was chosen; a checkpoint may hold another one."""
