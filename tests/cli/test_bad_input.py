@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -47,6 +48,12 @@ def refused(answer: tuple[int, str, str], *parts: str) -> None:
 
 
 class TestBeforeAnythingStarts:
+    def test_a_wrong_command_line_has_its_object_too(self, command: Command) -> None:
+        code, out, _ = command("train", DIGITS, "--json", "--batch-size", "many")
+        answer = json.loads(out.splitlines()[-1])
+        assert (code, answer["exit_code"], answer["status"], answer["rank"]) == (2, 2, "failed", None)
+        assert "--batch-size" in answer["error"]
+
     def test_unknown_field(self, command: Command, tmp_path: Path) -> None:
         answer = command("train", DIGITS, "nonsense=1", "--run-dir", str(tmp_path / "run"))
         refused(answer, "Digits has no field 'nonsense'", "Its fields: lr, hidden")

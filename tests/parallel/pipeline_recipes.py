@@ -39,7 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        h = F.dropout(F.scaled_dot_product_attention(q, k, v, is_causal=True), 0.1, self.training)
+        return x + self.drop(self.out(h))
 
 
 class Tied(nn.Module):

@@ -22,7 +22,16 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from instep.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, InstepError, Interrupted, RanksFailed, SpecError
+from instep.core.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_SPEC,
+    EXIT_USER,
+    InstepError,
+    Interrupted,
+    RanksFailed,
+    SpecError,
+)
 from instep.core.launch_spec import LaunchSpec
 from instep.core.options import GROUPS, OUTPUT, Option, options_of
 from instep.launch.failures import describe, users_traceback
@@ -34,8 +43,22 @@ if typing.TYPE_CHECKING:
 S = TypeVar("S", bound=LaunchSpec)
 
 
+_UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+"""Of the click that this typer uses: its own, or the package."""
+
+
 class Grouped(TyperCommand):
     """A command whose help shows options by group: its own first, then those of a spec."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **more: Any) -> Any:
+        """Parse the command line; for one that is wrong, print the object that --json promises, too."""
+        wants_json = "--json" in args
+        try:
+            return super().make_context(info_name, args, parent, **more)
+        except _UsageError as error:
+            if wants_json:
+                _print_failure(EXIT_SPEC, error.format_message())
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a heading for each group that has options here."""
@@ -145,10 +168,8 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
     @functools.wraps(function)
     def guard(*arguments: Any, **options: Any) -> None:
         def fail(exit_code: int, error: str, rank: int | None = None) -> int:
-            """Print the object that --json promises; of ranks that another launcher started, the others may succeed."""
-            if options.get("json") and launcher_here() == "none":
-                status = "interrupted" if exit_code == EXIT_INTERRUPTED else "failed"
-                print_json({"status": status, "error": error, "rank": rank, "exit_code": exit_code})
+            if options.get("json"):
+                _print_failure(exit_code, error, rank)
             return exit_code
 
         try:
@@ -170,6 +191,13 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
         leave(code or EXIT_DONE)
 
     return guard
+
+
+def _print_failure(exit_code: int, error: str, rank: int | None = None) -> None:
+    """Print the object that --json promises; of ranks that another launcher started, the others may succeed."""
+    if launcher_here() == "none":
+        status = "interrupted" if exit_code == EXIT_INTERRUPTED else "failed"
+        print_json({"status": status, "error": error, "rank": rank, "exit_code": exit_code})
 
 
 def leave(exit_code: int, text: str = "") -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from instep.core.errors import TaskError
@@ -47,6 +48,7 @@ def profile_layers(model: nn.Module, layers: LayerSequence, call: Call, context:
     The layers are moved to the device one at a time, because the whole model may not fit.
     """
     placed = [_PlacedLayer(model, layers, number, context.noise.device) for number in range(len(layers.names))]
+    trained = [module for module in model.modules() if module.training]
     context.end_part()
     with evaluating(model), torch.no_grad():
         expected = model(*call.positional, **call.named)
@@ -57,6 +59,8 @@ def profile_layers(model: nn.Module, layers: LayerSequence, call: Call, context:
             costs.append(seconds)
             values.append(output)
         _check_same(model, expected, values[-1])
+        for module in trained:
+            module.training = not isinstance(module, _NormBase)  # which needs more than these rows, and draws nothing
         noise_uses = list(_noise_uses(placed, device_call, context))
     sendable = [is_sendable(value) for value in values[1:]]
     return LayerProfile(_equalize(costs, _kinds(model, layers, call, values)), sendable, noise_uses)
@@ -127,10 +131,7 @@ def estimate_profile(model: nn.Module, layers: LayerSequence) -> LayerProfile:
 
 
 def _noise_uses(layers: Sequence[_PlacedLayer], call: Call, context: BatchContext) -> Iterator[list[int]]:
-    """Count the uses of each noisy layer: each use draws noise of its own ([Note: Row noise])."""
-    for layer in context.noisy:
-        if isinstance(layer, nn.Module):
-            layer.train()
+    """Count the uses of each noisy layer, and the draws of torch's functions: each has noise of its own."""
     doubts = dict(context.doubts)
     context.begin_part(0, 1, replicated=True)
     value: Any = None
