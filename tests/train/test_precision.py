@@ -76,7 +76,11 @@ def own_loop(run_dir: Path, around: Any = None, **options: Any) -> tuple[list[An
                     seen += [out.dtype, torch.is_autocast_enabled("cpu"), model.weight.grad.dtype]
                 seen.append(torch.is_autocast_enabled("cpu"))
                 step.finish()
-        scores = run.evaluate(lambda model, batch: {"half": [float(model(batch[0]).dtype == torch.bfloat16)]}, (x, y))
+
+        def is_half(model: Any, batch: Any) -> dict[str, Any]:
+            return {"half": [float(model(batch[0]).dtype == torch.bfloat16)] * len(batch[0])}
+
+        scores = run.evaluate(is_half, (x, y))
         return [*seen, scores["half"]], [p.detach().clone() for p in model.parameters()]
 
 

@@ -21,7 +21,10 @@ def main() -> None:
         from instep.cli.app import app
 
         app()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python wraps what is raised while it makes a class, in an import for instance.
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
 
