@@ -11,6 +11,7 @@ import instep
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import TaskError
+from instep.events.read import read_events
 from instep.train.worker import worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -69,11 +70,14 @@ class MomentumEncoder(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 3)
         self.target = copy.deepcopy(self.layer).requires_grad_(False)
+        self.num_calls, self.average = 0, torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
+            self.num_calls += 1
             with torch.no_grad():
                 self.target.weight.lerp_(self.layer.weight, 0.5)
+                self.average += 0.1
         return self.layer(x) + self.target(x)
 
 
@@ -167,3 +171,9 @@ class Unknown(Small):
 def test_a_rule_for_no_buffer_is_refused(tmp_path: Path) -> None:
     said = run_ranks(outcomes, 2, str(tmp_path), {"unknown": Unknown()}, False)[0]
     assert "no buffer has the name 'queue'. The model's buffers are" in said[0]
+
+
+def test_attributes_that_change_are_named(tmp_path: Path) -> None:
+    instep.train(Encoder(), run_dir=str(tmp_path), **OPTIONS)
+    texts = [event["text"] for event in read_events(tmp_path) if event["event"] == "notice"]
+    assert len([text for text in texts if "changes 'num_calls' (and 1 more), an attribute of the model" in text]) == 1

@@ -81,7 +81,7 @@ class Engine:
         """How long this rank's own work takes."""
         mesh = self.grid.mesh
         holds_all = mesh.data_size == world.world_size
-        self.forward_state = ForwardState(world, spec.exact, is_checked=witness is not None) if holds_all else None
+        self.forward_state = ForwardState(world, spec.exact, witness is not None, notice) if holds_all else None
         """None where ranks hold different parts of the model."""
         self._has_stepped = False
         self._buffers: SavedBuffers | None = None

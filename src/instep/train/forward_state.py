@@ -7,14 +7,16 @@ parameter and buffer before and after their forward passes (in the first one a c
 and an average of both changes nothing). What changed alike on all ranks (the average of the weights
 that a momentum encoder keeps) needs nothing. For a buffer that changed differently, somebody must say how to agree on
 it: `Task.sync_buffers()`, or `run.sync_buffers(…)`. Without that, and for parameters, the run is refused, with the
-line that wrote it. Buffers that are not saved are caches, and may differ. BatchNorm's statistics are those of the
+line that wrote it. Buffers that are not saved are caches, and may differ. Numbers and tensors that a module keeps as
+plain attributes (a counter, an average) are neither saved nor agreed on, and whether they matter cannot be known: those
+that the first step changes are named. BatchNorm's statistics are those of the
 global batch in any case, and InstanceNorm's are averaged. In exact mode buffers have rules of their own ([Note: Shard
 buffers]), so only parameters are compared.
 
 Ranks: all, alike.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -73,9 +75,16 @@ class _SyncedBuffer:
 class ForwardState:
     """The parameters and buffers of all models, seen from one rank."""
 
-    def __init__(self, world: World, exact: bool, is_checked: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        exact: bool,
+        is_checked: bool = False,
+        notice: Callable[[str], None] = lambda _text: None,
+    ) -> None:
         """`is_checked`: nothing is refused, because somebody else compares the ranks."""
-        self._world, self._exact = world, exact
+        self._world, self._exact, self._notice = world, exact, notice
+        self._attributes: dict[str, Any] | None = None
         self._rules: dict[str, str] = {}
         self._synced: list[_SyncedBuffer] = []
         self._before: dict[str, int] | None = None
@@ -102,6 +111,7 @@ class ForwardState:
             self._has_begun = True
             if self._world.world_size > 1 and not self._exact:
                 self._find_synced(models)
+            self._attributes = _attributes(models)
         if self._num_to_check:
             self._before = self._prints(models)
         for buffer in self._synced:
@@ -109,6 +119,11 @@ class ForwardState:
 
     def end_forward(self, models: Sequence[nn.Module], share: float) -> None:
         """Agree on synced buffers; in the first steps, refuse what else has changed. `share`: of the batch's rows."""
+        if self._attributes is not None:
+            before_step, self._attributes = self._attributes, None
+            after_step = _attributes(models)
+            if changed := [name for name, value in before_step.items() if after_step.get(name, value) != value]:
+                self._notice(_attribute_notice(changed))
         if self._before is not None:
             before, self._before, self._num_to_check = self._before, None, self._num_to_check - 1
             self._check(before, self._prints(models), {name: (tensor, kind) for name, tensor, kind in _named(models)})
@@ -189,6 +204,33 @@ def _refusal(name: str, kind: str, where: str, exact: bool) -> str:
     return (
         f"{text} Say how to agree on it: a Task's sync_buffers() returns {{{name!r}: 'mean'}}, for instance; 'sum' "
         "adds the ranks' changes up, 'rank0' takes rank 0's. Or train with --exact."
+    )
+
+
+def _attributes(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the numbers that modules of the user's keep as attributes, and which tensors in which version."""
+    kept: dict[str, Any] = {}
+    for model in models:
+        for prefix, module in model.named_modules():
+            if type(module).__module__.partition(".")[0] in ("torch", "instep"):
+                continue
+            for name, value in vars(module).items():
+                path = f"{prefix}.{name}".lstrip(".")
+                if name.startswith("_") or name == "training":
+                    continue
+                if isinstance(value, int | float):
+                    kept[path] = value
+                elif isinstance(value, torch.Tensor) and not value.is_inference():
+                    kept[path] = (id(value), value._version)
+    return kept
+
+
+def _attribute_notice(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return (
+        f"the forward pass changes {names[0]!r}{more}, an attribute of the model that is neither a parameter nor a "
+        "buffer: it is not saved, and it differs with the number of processes. If the model computes with it, "
+        "register it as a buffer."
     )
 
 
