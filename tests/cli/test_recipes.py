@@ -20,7 +20,7 @@ def last_number(text: str) -> float:
 @pytest.mark.parametrize("name", ["gan", "contrastive", "policy_gradient"])
 def test_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
     words = (str(RECIPES / f"{name}.py"), "--epochs", "1")
-    alone, together = run("python", *words, cwd=tmp_path), run("instep", "run", "-n", "3", *words, cwd=tmp_path)
+    alone, together = run("python", *words, cwd=tmp_path), run("instep", "run", "-n", "2", *words, cwd=tmp_path)
     assert (alone.returncode, together.returncode) == (0, 0), alone.stderr + together.stderr
     assert last_number(together.stdout) == pytest.approx(last_number(alone.stdout), rel=1e-5)
 
@@ -29,7 +29,7 @@ def test_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
 def test_a_task(name: str, tmp_path: Path) -> None:
     words = (str(RECIPES / f"{name}.py"), "--epochs", "1", "--json")
     alone = result_of(run("python", *words, cwd=tmp_path))
-    together = result_of(run("instep", "train", *words, "-n", "3", cwd=tmp_path))
+    together = result_of(run("instep", "train", *words, "-n", "2", cwd=tmp_path))
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert together["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)
 

@@ -51,7 +51,7 @@ def exact_apart(world_size: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", recipes.CASES, ids=str)
 def test_the_same_answer(case: recipes.Case, world_size: int) -> None:
     expected, actual = reference()[case], apart(world_size)[case]
