@@ -144,11 +144,11 @@ class Writing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
-        self.passes = 0
+        self._passes = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
-        if self.passes > 2:
+        self._passes += self.training
+        if self._passes > 2:
             self.seen.copy_(x.detach().mean(0))
         return x
 
