@@ -135,7 +135,7 @@ class TrainSpec(LaunchSpec):
     data_workers: int | None = operational_option(
         None,
         TRAINING,
-        "processes (for tensors, threads) that read batches ahead; by default as many as measurements ask for",
+        "processes (for tensors: threads) per rank that read batches ahead; 0: none (default: chosen by measurement)",
         at_least=0,
         per_node=True,
         in_verify=True,

@@ -119,7 +119,7 @@ class ProcessPool(Pool):
                 batch_sampler=self._queue,  # type: ignore[arg-type]
                 num_workers=size,
                 prefetch_factor=READ_AHEAD,
-                timeout=timeout_s,
+                timeout=self._timeout_s,
                 collate_fn=lambda batch: batch,
                 persistent_workers=True,
                 worker_init_fn=_end_with_parent,
@@ -140,6 +140,8 @@ class ProcessPool(Pool):
         self._queue.requests = requests
         with _quiet():
             self._batches = iter(self._loader)
+        if self._timeout_s:
+            self._leave_deaths_to_the_timeout()
         for batch in self._batches:
             if isinstance(batch, _Failure):
                 self.close()
@@ -151,13 +153,17 @@ class ProcessPool(Pool):
         # Otherwise they would end with the last reference, which a traceback may hold for a long time.
         if (batches := self._batches) is not None:
             if at_once:
-                # torch's handler of SIGCHLD would raise for each that is killed.
-                signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
-                batches._worker_pids_set = False
+                self._leave_deaths_to_the_timeout()
                 for worker in batches._workers:
                     worker.kill()
             batches._shutdown_workers()
         self._batches = self._loader = None
+
+    def _leave_deaths_to_the_timeout(self) -> None:
+        """Keep torch's handler of SIGCHLD from raising for a worker's death, in whatever the main thread does then."""
+        if self._batches._worker_pids_set:
+            signal_handling._remove_worker_pids(id(self._batches))  # type: ignore[attr-defined]
+            self._batches._worker_pids_set = False
 
 
 def _described(size: int, singular: str, plural: str) -> str:

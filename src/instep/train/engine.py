@@ -116,7 +116,7 @@ class Engine:
             self.forward_state.begin_step([trained.model for trained in self.trained])
 
     def begin_last_backward(self) -> None:
-        """Let gradients travel while the backward pass that follows, the last of this step, computes them.
+        """Reduce gradients while the backward pass that follows, the last of this step, computes them.
 
         Not those of several models: which of them a pass reaches may differ between ranks.
         """
