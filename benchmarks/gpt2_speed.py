@@ -8,6 +8,7 @@ TFLOP/s counts 6 operations a parameter and token, and 12 * layers * width * con
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -72,12 +73,14 @@ def measure_instep(options):
         run_dir = Path(folder) / "run"
         command = [BIN / "instep", "train", VARIANTS / "task.py", "--batch-size", BATCH, "--steps", WARM_UP + STEPS]
         command += ["--run-dir", run_dir, "--save-every", "never", "--json", *options]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        env = {**os.environ, "PEAK_MEMORY": folder}
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
         if done.returncode:
             sys.exit(f"instep: {done.stderr[-3000:]}")
         ends = ends_of(run_dir)
         ms = 1000 * (ends[-1] - ends[WARM_UP - 1]) / STEPS
-        return {"ms": ms, "loss": json.loads(done.stdout.splitlines()[-1])["loss"]}
+        peak = max(json.loads(path.read_text()) for path in Path(folder).glob("peak-*"))
+        return {"ms": ms, "loss": json.loads(done.stdout.splitlines()[-1])["loss"], "gib": peak}
 
 
 def summary(results_by_way):

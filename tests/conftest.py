@@ -23,11 +23,20 @@ _TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files for workers that take them in turn: long ones first, those that wait among those that compute."""
+    """Order the files for workers that take them in turn: long ones first, those that wait among those that compute.
+
+    Tests that run alone come first of all: later, the other workers would wait for the one with the longest test.
+    """
+    items.sort(key=lambda item: (item.path, not _runs_alone(item)))
     files = [list(group) for _, group in itertools.groupby(items, key=lambda item: item.path)]
-    waiting = [file for file in files if "clusters" in file[0].path.parts]
-    computing = sorted((file for file in files if file not in waiting), key=_place)
-    items[:] = [item for file in _spread(waiting, computing) for item in file]
+    alone = [file for file in files if _runs_alone(file[0])]
+    waiting = [file for file in files if file not in alone and "clusters" in file[0].path.parts]
+    computing = sorted((file for file in files if file not in alone + waiting), key=_place)
+    items[:] = [item for file in [*alone, *_spread(waiting, computing)] for item in file]
+
+
+def _runs_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 _LONG = ("faults", "verify", "launch", "cli", "parity", "parallel", "train", "world", "data")
@@ -60,7 +69,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run a test that is marked `alone` while no other worker runs one; outside of the test's timeout."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    with _turn(alone=item.get_closest_marker("alone") is not None):
+    with _turn(_runs_alone(item)):
         return (yield)
 
 

@@ -1,5 +1,6 @@
 """A Task whose rank 0 is killed, or raises, after so many steps of every attempt."""
 
+import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ class Fragile(instep.Task):
     raises: bool = False
 
     def model(self):
+        self.kept = multiprocessing.get_context("spawn").Semaphore()  # has a name, which somebody must remove
+        print("semaphore", self.kept._semlock.name, flush=True)
         return torch.nn.Linear(4, 1)
 
     def optimizer(self, params):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from commands import TESTS, result_of, run
+from commands import TESTS, result_of, run, wait_for
 from instep.events.read import read_events
 
 pytestmark = pytest.mark.timeout(120)
@@ -24,6 +25,11 @@ def test_restarts_that_bring_progress_are_not_counted(tmp_path: Path) -> None:
     assert result_of(done)["steps"] == 30
     assert attempts(tmp_path) >= 5
     assert "restart 2 of" not in done.stderr
+    assert "leaked" not in done.stderr
+    logged = (tmp_path / "logs" / "rank-0.log").read_text()
+    left = [Path("/dev/shm") / f"sem.{name}" for name in re.findall(r"semaphore /(\S+)", logged)]
+    assert len(left) >= 5
+    wait_for(lambda: not any(path.exists() for path in left))
 
 
 def test_killed_again_and_again_without_progress(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from exact_recipes import Case as ExactCase
 from exact_recipes import train_cases as train_exact_cases
 from instep.cli.findings import judge_probe
 from instep.launch.probe import ProbeResult, add_up
-from instep.parallel import buckets, overlap
+from instep.parallel import buckets
 from instep.world.world import World
 from ranks import free_port, nccl_between_hosts, run_ranks
 from recipes import Case, assert_same_answer
@@ -57,7 +57,7 @@ EXACT = [
 
 def train_over_nccl(world: World, cases: tuple[Case, ...], options: dict[str, Any]) -> dict[Case, dict[str, Any]]:
     assert world.backend == "nccl"
-    buckets._BUCKET_S, buckets._LEAST_BYTES, overlap.DEFAULT_BYTES = 0.0, 512, 2048
+    buckets._BUCKET_S, buckets._LEAST_BYTES, buckets.DEFAULT_BYTES = 0.0, 512, 2048
     return train_way(world, cases, options)
 
 

@@ -96,7 +96,7 @@ def clear(model: Net) -> None:
 
 
 def overlapped(world: World, kind: str, codes: bool = True) -> dict[str, Any]:
-    buckets._BUCKET_S, buckets._LEAST_BYTES = 0.0, 128
+    buckets._BUCKET_S, buckets._LEAST_BYTES, buckets.DEFAULT_BYTES = 0.0, 128, 128
     overlap._STEPS_BEFORE_CODING, overlap._WORTH_CODING = 2, math.inf if codes else 0.0
     torch.manual_seed(0)
     model = Net().to(world.device)

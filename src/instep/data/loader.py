@@ -56,7 +56,8 @@ class LoadOptions:
             compute_threads=torch.get_num_threads() if self.device.type == "cpu" else 1,
             local_world_size=ranks,
         )
-        return Source(find_reader(dataset, self.collate, self.seed), limits, self.waited_s)
+        reader = find_reader(dataset, self.collate, self.seed)
+        return Source(reader, limits, self.waited_s, pins=has_streams(self.device))
 
 
 # Named tuples rather than dataclasses: as immutable, and several times as fast to create. One of each is created in

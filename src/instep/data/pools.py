@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
+from instep.data.nested import map_tensors
 from instep.data.readers import Reader
 
 Request = tuple[int, torch.Tensor]
@@ -43,19 +44,24 @@ class TimedBatch(NamedTuple):
     """Of these, how long a core was busy: the rest was waiting, for a disk or a network."""
 
 
-def read_timed(reader: Reader, request: Request) -> TimedBatch:
-    """Read a batch."""
+def read_timed(reader: Reader, request: Request, pins: bool = False) -> TimedBatch:
+    """Read a batch; `pins`: into pinned memory, from which a GPU copies by itself."""
     begun, cpu_begun = time.perf_counter(), time.thread_time()
     batch = reader.read(*request)
+    if pins:
+        batch = map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
     return TimedBatch(batch, time.perf_counter() - begun, time.thread_time() - cpu_begun)
 
 
 class Pool(ABC):
     """Reads batches ahead, several at a time."""
 
-    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0) -> None:
-        """`timeout_s`: how long a batch may take before it is an error; 0 for any time."""
-        self._reader, self._size, self._timeout_s = reader, size, timeout_s
+    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0, pins: bool = False) -> None:
+        """`timeout_s`: how long a batch may take before it is an error; 0 for any time.
+
+        `pins`: batches are handed over in pinned memory; a thread of the pool copies them there.
+        """
+        self._reader, self._size, self._timeout_s, self._pins = reader, size, timeout_s, pins
 
     @classmethod
     @abstractmethod
@@ -74,8 +80,8 @@ class Pool(ABC):
 class ThreadPool(Pool):
     """Threads, for readers that several threads may call."""
 
-    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0) -> None:
-        super().__init__(reader, size, timeout_s)
+    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0, pins: bool = False) -> None:
+        super().__init__(reader, size, timeout_s, pins)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="read-ahead")
         self._pending: deque[Future[TimedBatch]] = deque()
 
@@ -89,7 +95,7 @@ class ThreadPool(Pool):
         pending = self._pending
         self._drop_pending()  # of an earlier reading that was left in the middle
         for request in requests:
-            pending.append(self._threads.submit(read_timed, self._reader, request))
+            pending.append(self._threads.submit(read_timed, self._reader, request, self._pins))
             if len(pending) > READ_AHEAD * self._size:
                 yield pending.popleft().result()
         while pending:
@@ -109,8 +115,8 @@ class ThreadPool(Pool):
 class ProcessPool(Pool):
     """The worker processes of torch's DataLoader."""
 
-    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0) -> None:
-        super().__init__(reader, size, timeout_s)
+    def __init__(self, reader: Reader, size: int, timeout_s: float = 0.0, pins: bool = False) -> None:
+        super().__init__(reader, size, timeout_s, pins)
         self._queue = _RequestQueue()
         self._batches: Any = None
         with _quiet():
@@ -121,6 +127,7 @@ class ProcessPool(Pool):
                 prefetch_factor=READ_AHEAD,
                 timeout=self._timeout_s,
                 collate_fn=lambda batch: batch,
+                pin_memory=self._pins,
                 persistent_workers=True,
                 worker_init_fn=_end_with_parent,
                 # A generator of its own: otherwise each iterator would draw from the global one.

@@ -69,11 +69,18 @@ class InputChange(NamedTuple):
 
 
 class Source:
-    """Reads the batches of one dataset. `waited_s` returns how long the training has waited for other ranks."""
+    """Reads the batches of one dataset.
 
-    def __init__(self, reader: Reader, limits: ReaderLimits, waited_s: Callable[[], float] = lambda: 0.0) -> None:
+    `waited_s` returns how long the training has waited for other ranks. `pins`: who reads ahead hands batches over in
+    pinned memory, from which a GPU copies by itself.
+    """
+
+    def __init__(
+        self, reader: Reader, limits: ReaderLimits, waited_s: Callable[[], float] = lambda: 0.0, pins: bool = False
+    ) -> None:
         self._reader = reader
         self._limits = limits
+        self._pins = pins
         self._waited_s = waited_s
         fixed = limits.fixed or 0
         self._pace = InputPace(fixed if limits.most is None else min(fixed, limits.most))
@@ -153,7 +160,8 @@ class Source:
             self.close()
             self._pool_size = self._pace.readers
             timeout_s = max(_TIMEOUT_S, _TIMEOUT_READS * self._window.read_s) if is_chosen else 0.0
-            self._pool = self._pool_kind()(self._reader, self._pool_size, timeout_s) if self._pool_size else None
+            if self._pool_size:
+                self._pool = self._pool_kind()(self._reader, self._pool_size, timeout_s, self._pins)
         if self._pool is None:
             yield from self._read_here(feed)
             return

@@ -28,6 +28,8 @@ MODULES = (
     "instep.launch.script",
     "instep.train.worker",
 )
+COMPILER = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
+"""What the first compiled step imports: seconds of every worker's start, and of its restart."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that reach the forkserver with a Ctrl-C, or with a scheduler's signal to the whole job. It must neither print
 a traceback nor end before the workers: it ends when the last process that may ask it for a fork is gone."""
@@ -38,20 +40,35 @@ _spawn = util.spawnv_passfds
 
 def start_forkserver() -> None:
     """Start the forkserver as a new interpreter, which imports in the background, unless one is running."""
+    _start_resource_tracker()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["instep.launch.warm"])
     forkserver.ensure_running()
 
 
-def fork_forkserver() -> None:
-    """Import what workers need, and fork the forkserver from this process; see the Note.
+def _start_resource_tracker() -> None:
+    """Start Python's resource tracker, unless it runs, with a warning less.
+
+    It removes what a killed rank left behind (semaphores of the compiler's processes, say), and warns of that when the
+    command ends. The kill itself is reported.
+    """
+    option = "ignore:resource_tracker:UserWarning"
+    sys.warnoptions.append(option)  # the tracker is started with this process's options
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(option)
+
+
+def fork_forkserver(more: Sequence[str] = ()) -> None:
+    """Import what workers need, `more` modules too, and fork the forkserver from this process; see the Note.
 
     A process that has imported torch already is not a command that has just begun, but a program that calls one.
     """
     if "torch" in sys.modules:
         return
-    for name in MODULES:
+    for name in (*MODULES, *more):
         importlib.import_module(name)
-    resource_tracker.ensure_running()  # before `spawnv_passfds` is replaced: it starts this process too
+    _start_resource_tracker()  # before `spawnv_passfds` is replaced: it starts this process too
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
         with contextlib.suppress(OSError):  # the launcher tries again, and can report it

@@ -183,6 +183,11 @@ def current_accelerator() -> Accelerator | None:
     return next((accelerator for accelerator in ACCELERATORS.values() if accelerator.is_available()), None)
 
 
+def is_accelerator_installed() -> bool:
+    """Return whether the kernel knows an accelerator, whether or not torch can use it; does not import torch."""
+    return any(accelerator.is_installed() for accelerator in ACCELERATORS.values())
+
+
 def device_count() -> int:
     """Return how many accelerators this process sees."""
     return next(filter(None, (accelerator.device_count() for accelerator in ACCELERATORS.values())), 0)
