@@ -29,10 +29,13 @@ def main():
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
-    keys = [(how, size, by) for size in args.worlds for how in GOALS for by in ("torch", "instep")]
-    with ThreadPoolExecutor(len(keys)) as threads:  # memory does not depend on who else computes
-        runs = {key: threads.submit(measure, *key, args.steps) for key in keys}
-        gib = {key: run.result() for key, run in runs.items()}
+    gib = {}
+    for how in GOALS:
+        keys = [(how, size, by) for size in args.worlds for by in ("torch", "instep")]
+        with ThreadPoolExecutor(len(keys)) as threads:  # memory does not depend on who else computes
+            runs = {key: threads.submit(measure, *key, args.steps) for key in keys}
+            gib |= {key: run.result() for key, run in runs.items()}
+        print(gib, flush=True)
     rows = []
     for size in args.worlds:
         for how, goal in GOALS.items():

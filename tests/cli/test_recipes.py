@@ -17,7 +17,12 @@ def last_number(text: str) -> float:
     return float(re.findall(r"-?\d+\.\d+", text)[-1])
 
 
-@pytest.mark.parametrize("name", ["gan", "contrastive", "policy_gradient"])
+SLOW = pytest.mark.slow  # one recipe of each form runs in make test; test_commands.py has a notebook
+
+
+@pytest.mark.parametrize(
+    "name", ["gan", pytest.param("contrastive", marks=SLOW), pytest.param("policy_gradient", marks=SLOW)]
+)
 def test_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
     words = (str(RECIPES / f"{name}.py"), "--epochs", "1")
     alone, together = run("python", *words, cwd=tmp_path), run("instep", "run", "-n", "2", *words, cwd=tmp_path)
@@ -25,7 +30,7 @@ def test_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
     assert last_number(together.stdout) == pytest.approx(last_number(alone.stdout), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vae", "distillation"])
+@pytest.mark.parametrize("name", ["vae", pytest.param("distillation", marks=SLOW)])
 def test_a_task(name: str, tmp_path: Path) -> None:
     words = (str(RECIPES / f"{name}.py"), "--epochs", "1", "--json")
     alone = result_of(run("python", *words, cwd=tmp_path))
@@ -34,6 +39,7 @@ def test_a_task(name: str, tmp_path: Path) -> None:
     assert together["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)
 
 
+@SLOW
 def test_resume_in_a_notebook(tmp_path: Path) -> None:
     notebook = nbformat.read(RECIPES / "resume.ipynb", as_version=4)
     NotebookClient(

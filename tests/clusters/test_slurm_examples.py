@@ -51,7 +51,8 @@ def test_a_script_of_ones_own(slurm: SlurmCluster, tmp_path: Path, alone: str, n
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("nodes", "processes"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 1)])
+@pytest.mark.parametrize(("nodes", "processes"), [(2, 2), (4, 1)])
+@pytest.mark.slow  # test_slurm_submit.py submits, and compares the end
 def test_submitted_by_instep(slurm: SlurmCluster, tmp_path: Path, alone: str, nodes: int, processes: int) -> None:
     run_dir = tmp_path / "a run"  # with a space
     words = ["--nodes", str(nodes), "-n", str(processes), *WORDS, "--run-dir", str(run_dir), "--follow", "--json"]

@@ -87,8 +87,9 @@ def test_what_did_not_help_is_tried_again_when_reading_has_changed() -> None:
 
 def test_idle_readers_are_given_up() -> None:
     pace, room = InputPace(), limits(15)
-    assert settle(Machine(0.160, 0.040), room, pace) == 5
-    assert settle(Machine(0.040, 0.040), room, pace) == 2
+    assert settle(Machine(0.300, 0.040), room, pace) == 10
+    assert settle(Machine(0.080, 0.040), room, pace) == 10  # 3 would do: not enough to change
+    assert settle(Machine(0.040, 0.040), room, pace) == 4  # twice as many as just keep up
     assert settle(Machine(0.0005, 0.040), room, pace) == 0
 
 

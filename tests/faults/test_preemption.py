@@ -153,7 +153,8 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
 
 
-@pytest.mark.parametrize("how", ["instep", "python"])
+# The launcher passes a stop on as test_preempted_and_continued has it.
+@pytest.mark.parametrize("how", [pytest.param("instep", marks=pytest.mark.slow), "python"])
 def test_ctrl_c_saves_and_says_how_to_continue(how: str, tmp_path: Path, undisturbed: str) -> None:
     """Without --run-dir: the command that it prints has one, and continues the run."""
     words = ["instep", "train", TASK, "-n", "2"] if how == "instep" else ["python", TASK]
@@ -173,7 +174,7 @@ def test_ctrl_c_saves_and_says_how_to_continue(how: str, tmp_path: Path, undistu
     assert (done["status"], done["steps"], done["weights_sha256"]) == ("complete", 30, undisturbed)
 
 
-@pytest.mark.parametrize("how", ["instep", "python"])
+@pytest.mark.parametrize("how", ["instep", pytest.param("python", marks=pytest.mark.slow)])
 def test_a_second_ctrl_c_ends_at_once(how: str, tmp_path: Path) -> None:
     words = ["instep", "train", TASK, "-n", "2"] if how == "instep" else ["python", TASK]
     job = start(*words, *OPTIONS[:-1], "2", "pause_s=0.3", "--run-dir", str(tmp_path))

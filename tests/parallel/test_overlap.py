@@ -164,6 +164,14 @@ def answers_of_all_kinds(world_size: int) -> list[dict[str, Any]]:
     return run_ranks(all_kinds, world_size, apart=True)
 
 
+def test_a_parameter_without_gradient_holds_up_its_own_bucket_only() -> None:
+    """Where the cut follows from the parameters alone, as on GPUs."""
+    parameters = [nn.Parameter(torch.zeros(8)) for _ in range(6)]
+    fixed = buckets.plan_buckets(parameters, range(6)[::-1], 64)
+    assert fixed == [[5], [4, 3], [2, 1], [0]]
+    assert buckets.in_order_of_readiness(fixed, [4, 3, 0, 1, 2]) == [[4, 3], [2, 1], [5], [0]]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", [*KINDS, *NEVER])
 def test_the_sums_are_the_same(kind: str, world_size: int) -> None:

@@ -14,6 +14,7 @@ from pipeline_recipes import Case, train_cases
 from ranks import run_ranks
 
 MESHES = {"pp=2": 2, "pp=4": 4, "dp=2,pp=2": 4}
+MARKS = {"pp=4": pytest.mark.slow}  # interleaved stages on pp=2 have neighbours on both sides, too
 EVERYWHERE = [
     *(Case(model, schedule) for model in ("mlp", "tied") for schedule in ("gpipe", "1f1b", "interleaved")),
     # 47 samples in batches of 13: the last one has 8, in parts of 2 and 3 rows, fewer than there are stages.
@@ -51,7 +52,9 @@ def test_one_process_trains(case: Case) -> None:
     assert len(set(reference()[case]["losses"])) == case.steps
 
 
-@pytest.mark.parametrize(("mesh", "case"), ALL, ids=[f"{mesh}-{case}" for mesh, case in ALL])
+@pytest.mark.parametrize(
+    ("mesh", "case"), [pytest.param(mesh, case, id=f"{mesh}-{case}", marks=MARKS.get(mesh, ())) for mesh, case in ALL]
+)
 def test_the_same_answer(mesh: str, case: Case) -> None:
     expected, ranks = reference()[case], [by_case[case] for by_case in piped(mesh)]
     result = ranks[0]
@@ -71,7 +74,7 @@ def test_the_same_answer(mesh: str, case: Case) -> None:
     assert set(held) == set(expected["state"])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=MARKS.get(mesh, ())) for mesh in MESHES])
 def test_no_rank_holds_the_whole_model(mesh: str) -> None:
     for case in cases_on(mesh):
         whole = reference()[case]["state"]

@@ -12,7 +12,7 @@ from instep.world.world import World
 from ranks import run_ranks
 from recipes import CASES, STEPS, Case, train_cases
 
-WORLDS = (2, 3, 4)
+WORLDS = (pytest.param(2, marks=pytest.mark.slow), 3, 4)  # test_network_parity.py has 2
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
 

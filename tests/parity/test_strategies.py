@@ -43,10 +43,12 @@ def way(world_size: int, cases: tuple[Case, ...] = CASES, **options: Any) -> Way
 
 WAYS = [
     way(1, strategy="dp"),
-    *(way(n, strategy=strategy) for strategy in ("ddp", "fsdp") for n in (2, 4)),
+    way(2, strategy="ddp"),
+    way(4, strategy="fsdp"),
     way(4, mesh="dp=2,fsdp=2"),
     way(2, strategy="fsdp", reshard=False),
 ]
+OF_ANOTHER_SIZE = [way(4, strategy="ddp"), way(2, strategy="fsdp")]
 IN_PARALLEL_TOO = [
     *(way(n, strategy="tensor") for n in (2, 4)),
     *(way(n, IN_STAGES, strategy="pipeline", schedule=s) for s in ("gpipe", "1f1b", "interleaved") for n in (2, 4)),
@@ -82,7 +84,7 @@ def trained(chosen: Way) -> dict[Case, dict[str, Any]]:
     ("chosen", "case"),
     [
         pytest.param(each, case, id=f"{each}-{case}", marks=marks)
-        for ways, marks in ((WAYS, ()), (IN_PARALLEL_TOO, pytest.mark.slow), (COMPILED, pytest.mark.slow))
+        for ways, marks in ((WAYS, ()), ([*OF_ANOTHER_SIZE, *IN_PARALLEL_TOO, *COMPILED], pytest.mark.slow))
         for each in ways
         for case in each.cases
     ],

@@ -104,8 +104,18 @@ def train_cases(world: World, folder: str, options: dict[str, Any], slow_disk: b
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"exact": True, "shards": 4}], ids=["ddp", "exact"])
+EXACT = {"exact": True, "shards": 4}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        pytest.param(2, {}, id="ddp-2"),
+        pytest.param(3, EXACT, id="exact-3"),
+        pytest.param(3, {}, id="ddp-3", marks=pytest.mark.slow),
+        pytest.param(2, EXACT, id="exact-2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_flipped_bit_is_found_and_undone(world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
     slow_disk = world_size == 3 and bool(options)
     answers = run_ranks(train_cases, world_size, str(tmp_path), options, slow_disk)

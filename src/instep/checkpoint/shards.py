@@ -86,13 +86,20 @@ def read_like(stored: StoredTensor, like: Any) -> torch.Tensor:
 def read_for_parameter(stored: StoredTensor, parameter: torch.Tensor | None) -> torch.Tensor:
     """Read a tensor of an optimizer's state, sharded as its parameter if both have the same shape."""
     if not isinstance(parameter, DTensor) or not stored.shape:
-        return stored.read()
+        return _in_format(stored.read(), parameter)
     if stored.shape == parameter.shape:
         return read_like(stored, parameter)
     # It is neither a counter nor shaped as the parameter, but is computed with it, so it must be on the same mesh.
     mesh = parameter.device_mesh
     whole = stored.read().to(local_tensor(parameter).device)
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _in_format(value: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor in the memory format of its parameter, if both have the same shape: fused optimizers need it."""
+    if parameter is None or parameter.is_contiguous() or value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def reshard(tree: Any, like: Any, is_partial: bool) -> Any:

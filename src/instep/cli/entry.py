@@ -9,6 +9,17 @@ from instep.world.environment import launcher_here
 
 def main() -> None:
     """Run the command line."""
+    try:
+        _run()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python wraps what is raised while it makes a class, in an import for instance.
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _run() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "train":
         keep_early_stops()
@@ -17,16 +28,9 @@ def main() -> None:
             print("starting: loading PyTorch and the Task", file=sys.stderr, flush=True)  # it takes seconds
     elif command == "run":
         end_by_sigterm()
-    try:
-        from instep.cli.app import app
+    from instep.cli.app import app
 
-        app()
-    except (KeyboardInterrupt, RuntimeError) as error:
-        # Python wraps what is raised while it makes a class, in an import for instance.
-        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
-        print("interrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+    app()
 
 
 if __name__ == "__main__":

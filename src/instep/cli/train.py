@@ -13,8 +13,7 @@ from instep.cli.command import TASK, VALUES, command, find_task, make_spec
 from instep.cli.early import keep_early_stops
 from instep.core.errors import EXIT_DONE
 from instep.core.spec import TrainSpec
-from instep.launch.preload import COMPILER, fork_forkserver
-from instep.world.device import is_accelerator_installed
+from instep.launch.preload import fork_forkserver
 
 if TYPE_CHECKING:
     from instep.train.task import Task
@@ -29,13 +28,8 @@ def train(task: str, values: list[str] | None, **options: Any) -> int:
 
         return train_on_hosts(task, values or [], spec)
     if spec.on == "here":
-        fork_forkserver(COMPILER if _may_compile(spec) else ())
+        fork_forkserver()
     return _conduct(*find_task(task, values), spec, ["instep", *sys.argv[1:]], supervised=True)
-
-
-def _may_compile(spec: TrainSpec) -> bool:
-    """Return whether the ranks will probably compile; they decide when they know the model."""
-    return spec.compile if spec.compile is not None else spec.compiles_by_default and is_accelerator_installed()
 
 
 def main(task: type[Task], argv: list[str] | None = None) -> None:

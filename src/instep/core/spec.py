@@ -234,11 +234,6 @@ class TrainSpec(LaunchSpec):
         return -(-self.batch_size // self.accumulate)
 
     @property
-    def compiles_by_default(self) -> bool:
-        """Whether steps may be compiled on an accelerator without being asked for."""
-        return not self.exact and not self.recompute
-
-    @property
     def num_threads(self) -> int | None:
         """CPU threads per process; None: its share of the cores."""
         return 1 if self.exact and self.threads is None else self.threads

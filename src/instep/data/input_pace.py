@@ -18,12 +18,14 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NOTICEABLE_SHARE = 0.05
+NOTICEABLE_SHARE = 0.03
 """Waiting for less than this share of the time is not worth a change."""
 _WORTH_S = 0.0003
 """Nor is waiting for less than this: to hand a batch over from another thread takes as long."""
 _GAIN = 0.97
-"""A change must bring the period below this share of what it was."""
+"""More readers must bring the period below this share of what it was."""
+_LOSS = 1.01
+"""Fewer readers must not bring it above this share."""
 _MARGIN = 1.25
 """More readers than would be just enough, since batches do not take equally long."""
 _MOST_READERS = 32
@@ -92,7 +94,7 @@ class InputPace:
         if self._before is not None:
             readers, period_s = self._before
             self._before = None
-            if window.period_s > period_s * (_GAIN if self.readers > readers else 1 / _GAIN):
+            if window.period_s > period_s * (_GAIN if self.readers > readers else _LOSS):
                 self._refuted = self.readers, window.read_s
                 reason = f"with {self.readers} it was not faster: {_ms(window.period_s)} after {_ms(period_s)} a batch"
                 return self._change(readers, reason)
@@ -109,8 +111,9 @@ class InputPace:
             return max(self.readers, min(most, max(enough, 2 * self.readers)))
         if window.read_s < max(_WORTH_S, NOTICEABLE_SHARE / 2 * window.step_s):
             return 0
-        # The training does not wait: if half of them would do, there are too many.
-        return enough if 2 * enough <= self.readers else self.readers
+        # The training does not wait. Readers that wait cost little, and too few cost every step: half of them must do
+        # with room to spare.
+        return 2 * enough if 4 * enough <= self.readers else self.readers
 
     def _is_refuted(self, wanted: int, window: Window) -> bool:
         if self._refuted is None:

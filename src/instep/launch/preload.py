@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
+# Not torch._inductor.compile_fx, which the first compiled step imports (3 s on a GPU's host): it initializes CUDA, and
+# then no fork of this process could use it.
 MODULES = (
     "numpy",
     "psutil",
@@ -28,8 +30,6 @@ MODULES = (
     "instep.launch.script",
     "instep.train.worker",
 )
-COMPILER = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
-"""What the first compiled step imports: seconds of every worker's start, and of its restart."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that reach the forkserver with a Ctrl-C, or with a scheduler's signal to the whole job. It must neither print
 a traceback nor end before the workers: it ends when the last process that may ask it for a fork is gone."""
@@ -59,14 +59,14 @@ def _start_resource_tracker() -> None:
         sys.warnoptions.remove(option)
 
 
-def fork_forkserver(more: Sequence[str] = ()) -> None:
-    """Import what workers need, `more` modules too, and fork the forkserver from this process; see the Note.
+def fork_forkserver() -> None:
+    """Import what workers need, and fork the forkserver from this process; see the Note.
 
     A process that has imported torch already is not a command that has just begun, but a program that calls one.
     """
     if "torch" in sys.modules:
         return
-    for name in (*MODULES, *more):
+    for name in MODULES:
         importlib.import_module(name)
     _start_resource_tracker()  # before `spawnv_passfds` is replaced: it starts this process too
     util.spawnv_passfds = _fork  # type: ignore[assignment]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from instep.parallel.gradients import copy_gradients, from_local, to_local
+from instep.parallel.memory_format import view_like
 from instep.world.exchange import Channel, Reduction
 from instep.world.world import World
 
@@ -59,6 +60,13 @@ def fixed_buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
     return plan_buckets(parameters, range(len(parameters))[::-1], DEFAULT_BYTES)
 
 
+def in_order_of_readiness(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[list[int]]:
+    """Sort buckets by when their gradients, ready in this order, are complete; the last one keeps its place."""
+    position = {number: i for i, number in enumerate(order)}
+    *others, last = map(list, buckets)
+    return [*sorted(others, key=lambda bucket: max(position.get(number, len(order)) for number in bucket)), last]
+
+
 class Bucket:
     """Gradients of parameters of one dtype, followed by `extras`."""
 
@@ -99,7 +107,7 @@ class Bucket:
         sizes = [p.numel() for p in own]
         self.flat = self.extras.new_zeros(sum(sizes) + self.extras.numel())
         *pieces, self._tail = self.flat.split([*sizes, self.extras.numel()])
-        self._views = [piece.view_as(p) for piece, p in zip(pieces, own, strict=True)]
+        self._views = [view_like(piece, p) for piece, p in zip(pieces, own, strict=True)]
 
     @property
     def is_begun(self) -> bool:

@@ -156,6 +156,7 @@ class Ddp(Strategy):
     """The whole model on every rank."""
 
     name = "ddp"
+    allows_channels_last = True
     compiles_by_default = True
     axes = ("dp",)
 

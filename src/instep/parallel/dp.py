@@ -30,6 +30,7 @@ class Dp(Single):
     """The whole model on every GPU that this process sees."""
 
     name = "dp"
+    allows_channels_last = False
     compiles_by_default = False
 
     @classmethod

@@ -23,6 +23,7 @@ from instep.core.tree import Node, TreeSum, cover, run_of
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import by_dtype, copy_gradients
+from instep.parallel.memory_format import view_like
 from instep.parallel.norm import gather_by_shard, use_shard_statistics
 from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, ModelHints, Reducer, StepSums, Strategy
@@ -45,7 +46,7 @@ class _FlatGradients:
             sizes = [p.numel() for p in group]
             self.flats.append(torch.empty(sum(sizes), dtype=dtype, device=group[0].device))
             pieces |= zip(group, self.flats[-1].split(sizes), strict=True)
-        self.views = [pieces[p].view_as(p) for p in parameters]
+        self.views = [view_like(pieces[p], p) for p in parameters]
         ends = [0] * len(self.flats)
         index_of = {flat.dtype: index for index, flat in enumerate(self.flats)}
         for bucket in buckets:

@@ -8,7 +8,8 @@ ready in backward (a parameter without gradient, a part of weight 0) begins afte
 The first step reduces after backward: it shows the order (one rank's counts for all), and how fast the link is. Buckets
 are then large enough that beginning one costs little, and small enough that the last one, which nothing hides, is
 short. Where sums would depend on the cut, it follows from the parameters alone, in every step: a run that is restarted
-must not add in another order.
+must not add in another order. Which bucket begins first changes no sum: a parameter that gets no gradient holds up its
+own bucket only.
 
 Where the link is slower than backward, gradients are coded ([Note: Fewer bytes]), if that is faster: after a few steps
 the codec is tried on a step's gradients, and its time and what it saves are compared with those of link and backward.
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.parallel.buckets import bucket_bytes, fixed_buckets, plan_buckets
+from instep.parallel.buckets import bucket_bytes, fixed_buckets, in_order_of_readiness, plan_buckets
 from instep.parallel.gradients import to_local
 from instep.world.exchange import Channel
 from instep.world.world import World
@@ -95,7 +96,7 @@ class Overlap:
             return []
         self._link_s, num_bytes = seconds, sum(p.nbytes for p in self._parameters)
         if channel is None:
-            self.buckets = fixed_buckets(self._parameters)
+            self.buckets = in_order_of_readiness(fixed_buckets(self._parameters), order)
         else:
             channel.forget_buffers()
             self.buckets = plan_buckets(self._parameters, order, bucket_bytes(num_bytes / seconds))

@@ -21,6 +21,7 @@ class Single(Strategy):
     """The whole model on the only rank."""
 
     name = "single"
+    allows_channels_last = True
     compiles_by_default = True
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:

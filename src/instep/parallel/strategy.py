@@ -175,6 +175,8 @@ class Strategy(ABC):
     that was cast is not kept for its next use."""
     calls_model: ClassVar[bool] = True
     """Whether a rank can call the model and go backward from its output."""
+    allows_channels_last: ClassVar[bool] = False
+    """Whether the weights of convolutions may have that memory format ([Note: channels_last])."""
     compiles_by_default: ClassVar[bool] = False
     """Whether a step is compiled on GPUs unless the user decides."""
     compiles_blocks: ClassVar[bool] = False

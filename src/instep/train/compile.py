@@ -38,7 +38,7 @@ def wants_compiling(engine: Engine) -> bool:
     spec = engine.spec
     if spec.compile is not None:
         return spec.compile
-    if engine.on_cpu or not spec.compiles_by_default or engine.witness is not None:
+    if engine.on_cpu or spec.exact or spec.recompute or engine.witness is not None:
         return False
     if engine.context.connected and engine.world.world_size > 1:
         return False  # a trial that fails on one rank would communicate once more than the others

@@ -77,6 +77,12 @@ class Precision:
         self._keeps_casts = keeps_casts
         """Whether a weight is cast once for all its uses in a part; one that is gathered for each use is not kept."""
 
+    @property
+    def prefers_channels_last(self) -> bool:
+        """Whether convolutions in this precision are fastest with weights in channels_last ([Note: channels_last])."""
+        accelerator = accelerator_of(self._device)
+        return self.dtype is not None and accelerator is not None and accelerator.prefers_channels_last
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that computes in this precision, with weights that are cast anew."""
         if self.dtype is None:

@@ -153,6 +153,7 @@ class Run:
             hints=ModelHints(example, layers, tensor_plan, blocks),
             recompute=self.spec.recompute,
             exact=self.spec.exact,
+            channels_last=self.engine.precision.prefers_channels_last,
         )
         self._saver.restore(*trained.parts())
         self.engine.trained.append(trained)

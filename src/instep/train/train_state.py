@@ -19,6 +19,7 @@ from instep.checkpoint.state_tree import find_other_type
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.blocks import blocks_of, count_by_class
+from instep.parallel.memory_format import use_channels_last
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
@@ -50,6 +51,7 @@ class TrainState:
         hints: ModelHints = NO_HINTS,
         recompute: bool = False,
         exact: bool = False,
+        channels_last: bool = False,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
@@ -63,6 +65,8 @@ class TrainState:
         self._blocks = [block for _, block in blocks_of(model, hints.blocks)] if strategy.compiles_blocks else []
         self._block_names = count_by_class(self._blocks)
         self.model = strategy.spread(model, hints)
+        if channels_last and strategy.allows_channels_last:
+            use_channels_last(self.model)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
             raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")

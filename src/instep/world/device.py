@@ -43,6 +43,8 @@ class Accelerator(ABC):
     kubernetes_resource: str
     has_streams = True
     """Whether copies between the device and pinned host memory run on streams, beside the host."""
+    prefers_channels_last = False
+    """Whether convolutions in half precision are fastest in that memory format."""
     deterministic_variables: Mapping[str, str] = {}
     """Environment variables that deterministic kernels need."""
     unseen_advice: str
@@ -113,6 +115,7 @@ class Cuda(Accelerator):
     settings = ("NCCL", "TORCH_NCCL")
     torchrun_variables = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
     kubernetes_resource = "nvidia.com/gpu"
+    prefers_channels_last = True
     deterministic_variables: Mapping[str, str] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     unseen_advice = (
         "Unset CUDA_VISIBLE_DEVICES if it hides them. Otherwise update the driver, or install a torch built for it."
@@ -181,11 +184,6 @@ def has_streams(device: torch.device) -> bool:
 def current_accelerator() -> Accelerator | None:
     """Return the accelerator type that torch can use here; None: only the CPU."""
     return next((accelerator for accelerator in ACCELERATORS.values() if accelerator.is_available()), None)
-
-
-def is_accelerator_installed() -> bool:
-    """Return whether the kernel knows an accelerator, whether or not torch can use it; does not import torch."""
-    return any(accelerator.is_installed() for accelerator in ACCELERATORS.values())
 
 
 def device_count() -> int:
