@@ -59,7 +59,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, capsys: Any) -> 
     assert shown.out == ""
     assert "2 processes on cpu over gloo" in shown.err
     assert "Digits: 1,234 parameters, 40 samples (indexed by the batch), 10 steps of 8" in shown.err
-    assert "step 4  accuracy 0.975" in shown.err
+    assert "epoch 1  step 4  accuracy 0.975" in shown.err
     assert "note: something [odd]" in shown.err
 
 

@@ -94,8 +94,22 @@ class StepRecord(Record, event="step", once_per_step=True):
     grad_norm: float | None = None
     """Before clipping; None unless clipping is on."""
     skipped: bool = False
+    scalars: dict[str, float] = field(default_factory=dict)
+    """What `loss` returned beside the loss, or the loop logged: means over the global batch."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The evaluation after this step, when there was one."""
+
+
+class EpochRecord(Record, event="epoch", once_per_step=True):
+    """An epoch has ended; means over its samples."""
+
+    epoch: int
+    """Counted from 0."""
+    step: int
+    """Its last one."""
+    loss: float
+    num_samples: int
+    scalars: dict[str, float] = field(default_factory=dict)
 
 
 class EvalRecord(Record, event="eval", once_per_step=True):

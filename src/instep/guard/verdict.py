@@ -202,4 +202,4 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return ", ".join(map(str, sorted(ranks)))

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
-# Not torch._inductor.compile_fx, which the first compiled step imports (3 s on a GPU's host): it initializes CUDA, and
-# then no fork of this process could use it.
+# Not torch._inductor.compile_fx, which the first compiled step imports (3 s on a GPU's host): it initializes the GPU,
+# and then no fork of this process could use it.
 MODULES = (
     "numpy",
     "psutil",

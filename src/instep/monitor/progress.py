@@ -8,6 +8,8 @@ from typing import Any
 from instep.core.plural import plural
 
 _WINDOW = 200
+_EPOCH_LINES_S = 2.0
+"""Epochs that end sooner after the last line have none, but for the last one."""
 
 
 @dataclass
@@ -21,7 +23,9 @@ class ProgressState:
     num_epochs: int = 0
     epoch: int = 0
     loss: float | None = None
+    scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    _epoch_said_s: float = 0.0
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def take(self, event: dict[str, Any]) -> str | None:
@@ -29,6 +33,7 @@ class ProgressState:
         kind = event.get("event")
         if kind == "step":
             self.step, self.epoch, self.loss = event["step"], event["epoch"], event["loss"]
+            self.scalars = event.get("scalars", {})
             self._recent.append((event["time"], event["step"], event["num_samples"]))
             return None
         if kind == "start":
@@ -39,9 +44,11 @@ class ProgressState:
             return f"{where} on {event['device'].split(':')[0]}{on}, torch {event['versions']['torch']}{again}"
         if kind == "plan":
             return self._take_plan(event)
+        if kind == "epoch":
+            return self._take_epoch(event)
         if kind == "eval":
             self.metrics = event["metrics"]
-            return f"step {event['step']}  " + metrics_text(self.metrics)
+            return f"epoch {self.epoch + 1}  step {event['step']}  " + metrics_text(self.metrics)
         if kind == "notice":
             return f"note: {event['text']}"
         if kind == "input":
@@ -49,6 +56,15 @@ class ProgressState:
         if kind == "save_failed":
             return f"error: {event['error']} The next attempt is in {event['retry_s']:.0f} s; training continues."
         return None
+
+    def _take_epoch(self, event: dict[str, Any]) -> str | None:
+        is_last = event["epoch"] + 1 == self.num_epochs
+        if not is_last and event["time"] - self._epoch_said_s < _EPOCH_LINES_S:
+            return None
+        self._epoch_said_s = event["time"]
+        return f"epoch {event['epoch'] + 1}/{self.num_epochs}  " + metrics_text(
+            {"mean loss": event["loss"], **event["scalars"]}
+        )
 
     def _take_plan(self, event: dict[str, Any]) -> str:
         self.task, self.first_step = event["task"], event["first_step"]
@@ -73,7 +89,7 @@ class ProgressState:
         """Return one line that says where the run is."""
         parts = [f"step {self.step}/{self.num_steps}", f"epoch {self.epoch + 1}/{self.num_epochs}"]
         if self.loss is not None:
-            parts.append(f"loss {self.loss:.4g}")
+            parts.append(metrics_text({"loss": self.loss, **self.scalars}))
         samples_per_s, left_s = self.speed()
         if samples_per_s is not None:
             parts.append(f"{samples_per_s:,.0f} samples/s")

@@ -23,6 +23,7 @@ from torch import nn
 from instep.parallel.buckets import COUNTING, Bucket, fixed_buckets, plan_buckets
 from instep.parallel.overlap import Overlap
 from instep.parallel.strategy import NUM_SUMS, Reducer, StepSums, Strategy
+from instep.world.tensors import row_on
 from instep.world.world import World
 
 
@@ -106,9 +107,8 @@ class DdpReducer(Reducer):
             if not in_place and not bucket.is_begun:
                 bucket.fill(self._counted)
         array = _as_array(self._extras)
-        for i, value in enumerate(sums):  # a value on the GPU stays there
-            array[i] = value
-        array[NUM_SUMS] = float(is_stale)
+        row, on_cpu = (*sums.row(), float(is_stale)), self._extras.device.type == "cpu"
+        array[: NUM_SUMS + 1] = row if on_cpu else row_on(row, self._extras.dtype, self._extras.device)
         array[NUM_SUMS + 1 :] = 1.0 if all(used) else torch.tensor(used, dtype=self._extras.dtype)
         seconds = self._sum()
         totals = array[: NUM_SUMS + 1].tolist()
@@ -128,7 +128,7 @@ class DdpReducer(Reducer):
             self._overlap = None if overlap.is_closed else overlap
             if self._channel is not None:
                 overlap.choose_coding(self._world, self._channel, lambda: (bucket.flat for bucket in self._buckets))
-        return StepSums(*totals[:NUM_SUMS])
+        return StepSums.of(totals[:NUM_SUMS])
 
     def _sum(self) -> float:
         """All-reduce what has not begun, with the extras; return how long that took if it is to be known."""

@@ -160,7 +160,7 @@ class ExactReducer(Reducer):
             gradients = self._allocate()
             copy_gradients(gradients.views, grads)
             self._passes[-1].put(node, gradients)
-        self._counted[-1].append([*sums, *(float(grad is not None) for grad in grads), float(is_stale)])
+        self._counted[-1].append([*sums.row(), *(float(grad is not None) for grad in grads), float(is_stale)])
         for p in self.parameters:
             p.grad = None
 
@@ -213,7 +213,7 @@ class ExactReducer(Reducer):
         totals = torch.zeros(NUM_SUMS + len(self.parameters) + 1, dtype=torch.float64)
         num_passes = len(self._passes)
         if self._context.num_shards < self._world.world_size:  # a rank without a shard may have sums, too
-            local_sums = [] if self._passes else [float(value) for value in sums]
+            local_sums = [] if self._passes else [float(value) for value in sums.row()]
             by_rank = self._world.all_gather_object([num_passes, local_sums])
             num_passes = max(passes for passes, _ in by_rank)
             for rank_sums in filter(None, (rank_sums for _, rank_sums in by_rank)):
@@ -236,7 +236,7 @@ class ExactReducer(Reducer):
                 p.grad = view if count > 0 else None
         self._total = total
         self._buckets, self._next_buckets = self._next_buckets or self._buckets, []
-        return StepSums(*totals[:NUM_SUMS].tolist())
+        return StepSums.of(totals[:NUM_SUMS].tolist())
 
     def _counts(self) -> list[int]:
         """Return how many subtrees each rank has."""

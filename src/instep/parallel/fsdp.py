@@ -31,6 +31,7 @@ from instep.parallel.blocks import Blocks, blocks_of
 from instep.parallel.deferred import Deferred, build_deferred
 from instep.parallel.strategy import HALF_DTYPES, ModelHints, Reducer, StepSums, Strategy
 from instep.world.grid import Grid
+from instep.world.tensors import row_on
 
 
 class UnitOrder:
@@ -56,8 +57,7 @@ class ShardedReducer(Reducer):
             if p.grad is None:
                 self._order.add(number)
         local_hash, device = float(self._order.hash), self._world.device
-        values = (*sums, local_hash, local_hash * local_hash)
-        row = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
+        row = row_on((*sums.row(), local_hash, local_hash * local_hash), torch.float64, device)
         *totals, hashes, squares = self._world.all_reduce(row).tolist()
         if hashes * hashes != squares * self._world.world_size:  # equal only if all ranks' hashes are
             raise TaskError(
@@ -65,7 +65,7 @@ class ShardedReducer(Reducer):
                 "parameters were added. With fsdp, the modules that a forward pass runs must not depend on its rows: "
                 "use strategy=ddp."
             )
-        return StepSums(*totals)
+        return StepSums.of(totals)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class LocalReducer(Reducer):
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-        return StepSums(*map(float, sums))
+        return StepSums.of([*map(float, sums.row())])
 
 
 class Single(Strategy):

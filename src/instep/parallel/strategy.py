@@ -56,6 +56,10 @@ class ModelHints:
 NO_HINTS = ModelHints()
 
 
+NUM_SCALARS = 8
+"""How many scalars of one's own travel with the step's sums."""
+
+
 class StepSums(NamedTuple):
     """The numbers that are added up over the ranks together with the gradients of a step."""
 
@@ -71,9 +75,22 @@ class StepSums(NamedTuple):
     num_save_requests: float = 0.0
     num_changed_buffers: float = 0.0
     """In exact mode: buffers that the shards changed."""
+    num_new_scalars: float = 0.0
+    """Scalars that have no slot below ([Note: Scalars])."""
+    scalars: tuple[float | torch.Tensor, ...] = (0.0,) * (2 * NUM_SCALARS)
+    """Of each scalar, its mean times its weight, and the weight."""
+
+    def row(self) -> tuple[float | torch.Tensor, ...]:
+        """Return all numbers, to be added up one by one: NUM_SUMS."""
+        return *self[:-1], *self.scalars
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> StepSums:
+        """Return the sums of such rows."""
+        return cls(*row[: -2 * NUM_SCALARS])._replace(scalars=tuple(row[-2 * NUM_SCALARS :]))  # type: ignore[arg-type]
 
 
-NUM_SUMS = len(StepSums._fields)
+NUM_SUMS = len(StepSums().row())
 
 
 class Reducer(ABC):

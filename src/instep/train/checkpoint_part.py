@@ -3,18 +3,23 @@
 To checkpoint something new, make a CheckpointPart and call `Saver.restore` with it.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.shards import reshard
-from instep.core.errors import TaskError
+from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.strategy import Strategy
 from instep.world.determinism import platform_of
+
+if TYPE_CHECKING:
+    from instep.train.run import Run
 
 RUN_PARTS = ("rng", "progress", "platform", "spec")
 """The parts of the run itself; they follow the models' parts in a checkpoint."""
@@ -65,6 +70,36 @@ def platform_part(device: torch.device, on_change: Callable[[str], None]) -> Che
             on_change(", ".join(f"{name} {platform.get(name)} instead of {before[name]}" for name in changed))
 
     return CheckpointPart("platform", lambda: platform, compare, is_optional=True)
+
+
+def progress_part(run: Run) -> CheckpointPart:
+    """Return the part for how far a run is, and what it knows of the way."""
+
+    def save() -> dict[str, Any]:
+        scale = run.engine.loss_scale
+        return {
+            "step": run.step,
+            "epoch": run.epochs,
+            "loss": run.loss,
+            "metrics": run.metrics,
+            "stopped": run.stopped,
+            "epoch_means": run.epoch_means.state(),
+            **({} if scale is None else {"loss_scale": scale.state()}),
+        }
+
+    def restore(checkpoint: Checkpoint) -> None:
+        progress = dict(checkpoint.part("progress"))
+        if progress.get("step", run.step) != run.step:
+            raise CheckpointError(f"it is the progress of step {progress['step']!r:.40}")
+        run.loss, run.stopped = float(progress.get("loss", 0.0)), progress.get("stopped", False)
+        if type(run.stopped) is not bool:
+            raise CheckpointError(f"stopped is {run.stopped!r:.40}")
+        if "epoch_means" in progress:
+            run.epoch_means.restore(progress["epoch_means"])
+        if run.engine.loss_scale is not None and "loss_scale" in progress:
+            run.engine.loss_scale.restore(progress["loss_scale"])
+
+    return CheckpointPart("progress", save, restore)
 
 
 def kept_part(name: str, thing: Any, strategy: Strategy) -> CheckpointPart:

@@ -83,6 +83,8 @@ class Engine:
         holds_all = mesh.data_size == world.world_size
         self.forward_state = ForwardState(world, spec.exact, witness is not None, notice) if holds_all else None
         """None where ranks hold different parts of the model."""
+        self.scalar_names: list[str] = []
+        """Of the scalars that all ranks know, in the order of their slots ([Note: Scalars])."""
         self._has_stepped = False
         self._buffers: SavedBuffers | None = None
         """With on_nan=skip, as the step found them."""

@@ -19,7 +19,8 @@ from instep.parallel.noise_patches import torchs_own_functions
 from instep.train.compile import is_compiled
 from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
-from instep.train.step import Step, with_weight
+from instep.train.scalars import loss_parts
+from instep.train.step import Step
 from instep.train.task import Task, overrides
 from instep.train.trial import copy_of, try_loss, try_metrics
 
@@ -128,10 +129,11 @@ def _model_of(task: Task) -> nn.Module:
 def _metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, Any]:
     """Return a Task's metrics, with its loss as one of them."""
     once = _Once(model)
-    loss, values = with_weight(task.loss(once, batch)), task.metrics(once, batch)
+    (mean, weight, scalars), values = loss_parts(task.loss(once, batch)), task.metrics(once, batch)
     if not isinstance(values, Mapping):
         raise TaskError(f"metrics returned a {type(values).__name__}; a dict of metrics by name is needed.")
-    return {"eval_loss": loss, **values}
+    of_loss = {"loss": mean, **(scalars or {})}
+    return {**{f"eval_{name}": (value, weight) for name, value in of_loss.items()}, **values}
 
 
 def _method(task: Task, name: str) -> Callable[..., Any] | None:

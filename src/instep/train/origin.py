@@ -13,7 +13,8 @@ from torch import nn
 from instep.guard.numerics import Trace, lost_parameter, what_is_wrong
 from instep.parallel.gradients import to_local
 from instep.parallel.strategy import LossOf, Strategy
-from instep.train.step import Step, with_weight
+from instep.train.scalars import loss_parts
+from instep.train.step import Step
 from instep.train.train_state import TrainState
 from instep.world.world import World
 
@@ -68,7 +69,7 @@ def _trace_parts(step: Step, model: nn.Module, loss_of: LossOf, trace: Trace, ba
     first: _Finding | None = None
     for number, (batch, counted) in enumerate(step.again()):
         trace.begin_part()
-        loss, weight = with_weight(loss_of(model, batch))
+        loss, weight, _ = loss_parts(loss_of(model, batch))
         if backward:
             step.backward(loss, weight)
         counted = counted and (weight is None or float(weight) != 0.0)

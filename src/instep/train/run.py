@@ -12,9 +12,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
-from instep.core.errors import CheckpointError, NumericsError, Preempted, TaskError, UnfitCheckpoint
+from instep.core.errors import NumericsError, Preempted, TaskError, UnfitCheckpoint
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.loader import num_samples
@@ -25,7 +24,7 @@ from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
-from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, rng_part
+from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, progress_part, rng_part
 from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
@@ -34,6 +33,7 @@ from instep.train.origin import describe_refusal, find_origin, lost_weights
 from instep.train.reading import BatchReader, Collate, read_chunks
 from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
+from instep.train.scalars import EpochMeans
 from instep.train.step import Step, StepHooks
 from instep.train.train_state import MakeOptimizer, MakeScheduler, TrainState, load_first_weights
 from instep.world.seeds import derive, seed_everything
@@ -81,6 +81,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         """The newest evaluation's."""
         self._evaluated_at: int | None = None
+        self.epoch_means = EpochMeans()
         self.steps_per_epoch = 0
         self.compiled = False
         """Whether what a step computes is compiled."""
@@ -97,32 +98,12 @@ class Run:
         self._rng = rng_part()
         self._saver.add(self._rng)
         self._saver.restore(
-            CheckpointPart("progress", self._progress, self._restore_progress),
+            progress_part(self),
             platform_part(world.device, self._moves.append),
             CheckpointPart("spec", lambda: asdict(self.spec)),
         )
         # Last: whatever builds a model next, a Task or a loop of one's own, starts from the same generator state.
         seed_everything(derive(spec.seed, "model"))
-
-    def _restore_progress(self, checkpoint: Checkpoint) -> None:
-        progress = dict(checkpoint.part("progress"))
-        if progress.get("step", self.step) != self.step:
-            raise CheckpointError(f"it is the progress of step {progress['step']!r:.40}")
-        self.loss, self.stopped = float(progress.get("loss", 0.0)), progress.get("stopped", False)
-        if type(self.stopped) is not bool:
-            raise CheckpointError(f"stopped is {self.stopped!r:.40}")
-        if self.engine.loss_scale is not None and "loss_scale" in progress:
-            self.engine.loss_scale.restore(progress["loss_scale"])
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "epoch": self.epochs,
-            "loss": self.loss,
-            "metrics": self.metrics,
-            "stopped": self.stopped,
-            **({} if self.engine.loss_scale is None else {"loss_scale": self.engine.loss_scale.state()}),
-        }
 
     def prepare(
         self,
@@ -374,12 +355,15 @@ class Run:
         """Return this step's evaluation, if there was one."""
         return self.metrics if self._evaluated_at == self.step else {}
 
-    def _finish_step(self, record: StepRecord) -> None:
+    def _finish_step(self, record: StepRecord, ends_epoch: bool) -> None:
         self.step, self.loss = record.step, record.loss
         self._hooks.stop_request.begin()
         self._pulse.end_step(self.step)
+        epoch = self.epoch_means.take(record, ends_epoch)
         if self.is_main:
             self.log.step(record)
+            if epoch is not None:
+                self.log.write(epoch)
 
     def _refuse_step(self, step: Step, loss: float) -> None:
         """Report a step whose loss or gradient is not finite, or raise. Called on all ranks."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from instep.parallel.strategy import HALF_DTYPES, LossOf, StepSums
 from instep.train.compile import CompiledLoss, is_compiled, note_state
 from instep.train.engine import Engine
 from instep.train.reading import cut_batch
+from instep.train.scalars import LossParts, ScalarSums, loss_parts
 from instep.train.train_state import TrainState
 
 _HALVES = tuple(HALF_DTYPES.values())
@@ -43,7 +44,8 @@ _HALVES = tuple(HALF_DTYPES.values())
 class StepHooks(NamedTuple):
     """How a step asks its run, and reports to it."""
 
-    finished: Callable[[StepRecord], None]
+    finished: Callable[[StepRecord, bool], None]
+    """Called with the record of a step, and whether it ends an epoch."""
     refused: Callable[[Step, float], None]
     """Called on all ranks with a loss, when it or the gradient is not finite, before anything is updated; may raise."""
     wants_save: Callable[[], bool]
@@ -51,18 +53,20 @@ class StepHooks(NamedTuple):
     stop_request: StopRequest
 
 
-class _ArrivingNumber:
-    """A number on its way to the host ([Note: Reading the loss])."""
+class _ArrivingNumbers:
+    """Numbers on their way to the host ([Note: Reading the loss])."""
 
-    def __init__(self, number: torch.Tensor) -> None:
-        self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
-        self._host.copy_(number.reshape(()), non_blocking=True)
-        self._event = torch.get_device_module(number.device).Event()
+    def __init__(self, numbers: list[torch.Tensor]) -> None:
+        row = torch.stack([number.reshape(()).double() for number in numbers])
+        self._host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        self._host.copy_(row, non_blocking=True)
+        self._event = torch.get_device_module(row.device).Event()
         self._event.record()
 
-    def __float__(self) -> float:
+    def tolist(self) -> list[float]:
+        """Wait for them."""
         self._event.synchronize()
-        return float(self._host)
+        return list(self._host.tolist())
 
 
 class Step:
@@ -93,8 +97,9 @@ class Step:
         self._has_gradient = False
         """Whether there was a backward pass since the last update."""
         self._loss_sum: Any = 0.0
-        self._arriving: _ArrivingNumber | None = None
-        """The same, on its way to the host."""
+        self._scalars = ScalarSums(engine.scalar_names)
+        self._arriving: _ArrivingNumbers | None = None
+        """The sum of losses, and those of scalars, on their way to the host."""
         self._weight_sum = 0.0
         self._total_weight: float | None = None
         """Known once the ranks have agreed on the parts so far."""
@@ -139,9 +144,14 @@ class Step:
             with self._engine.precision.autocast():
                 yield part.batch, part.plan.counted
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
-        """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows."""
-        scale = self._count(loss, weight, self.rows.num_rows)
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, scalars: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add a part's gradient; `loss` is its mean, `weight` what it counts if that is not its rows.
+
+        `scalars` are means to be logged beside it, which count as much.
+        """
+        scale = self._count(LossParts(loss, weight, scalars), self.rows.num_rows)
         self.begin_gradient()
         if self._part is self._batch.parts[-1]:
             self._engine.begin_last_backward()
@@ -153,6 +163,11 @@ class Step:
             else:
                 self._engine.backward_without_weight(loss)
 
+    def log(self, *, weight: float | None = None, **scalars: Any) -> None:
+        """Log means over the part under way by name; `weight` is what they count if that is not its rows."""
+        if self.rows.counted:
+            self._scalars.add(scalars, self.rows.num_rows / self._batch.size if weight is None else float(weight))
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on one optimizer's gradients and apply it now; the parts that follow start from zero."""
         trained = self._engine.trained_by(optimizer)
@@ -163,6 +178,7 @@ class Step:
         self._has_agreed = False
         self._loss_sum = self._weight_sum = 0.0
         self._arriving = None
+        self._scalars.begin_pass()
 
     def finish(self) -> StepRecord:
         """Agree on gradients, update what this step has not updated yet, step the schedules; return the record."""
@@ -183,8 +199,9 @@ class Step:
             num_samples=self._batch.size,
             grad_norm=self._grad_norm,
             skipped=not self._apply or self._overflowed,
+            scalars=self._scalars.means(),
         )
-        self._hooks.finished(self.record)
+        self._hooks.finished(self.record, self.ends_epoch)
         return self.record
 
     # For strategies.
@@ -203,12 +220,12 @@ class Step:
         if isinstance(loss_of, CompiledLoss):
             loss_of.trials.run(
                 batch,
-                lambda: self.backward(*with_weight(loss_of.compiled(model, batch))),
-                lambda: self.backward(*with_weight(loss_of(model, batch))),
+                lambda: self.backward(*loss_parts(loss_of.compiled(model, batch))),
+                lambda: self.backward(*loss_parts(loss_of(model, batch))),
                 lambda: self._begin_trial(model, loss_of, batch),
             )
         else:
-            self.backward(*with_weight(loss_of(model, batch)))
+            self.backward(*loss_parts(loss_of(model, batch)))
 
     def cut(self, num_pieces: int) -> list[tuple[int, int, Any]]:
         """Cut the part under way by rows; return each piece's first row, its number of rows, and the piece."""
@@ -228,15 +245,16 @@ class Step:
 
     def scaled_loss(self, loss: Any, num_rows: int) -> torch.Tensor | None:
         """Count what `loss_of` returned for some rows of the part; return what to call backward on, or None."""
-        mean, weight = with_weight(loss)
-        scale = self._count(mean, weight, num_rows)
-        return _wide(mean) * (scale * self._loss_factor) if scale else None
+        parts = loss_parts(loss)
+        scale = self._count(parts, num_rows)
+        return _wide(parts.mean) * (scale * self._loss_factor) if scale else None
 
     def _begin_trial(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> Callable[[], None]:
         """Note what compiled code may change before it fails ([Note: Compiling]); return what restores it."""
         engine, plan = self._engine, self.rows
         restore_state = note_state(engine)
         counted = (self._loss_sum, self._weight_sum, self._weighted, self._has_gradient)
+        scalars = self._scalars.copy()
         parameters = [p for trained in engine.trained for p in trained.model.parameters()] if self._has_gradient else []
         grads = [None if p.grad is None else p.grad.clone() for p in parameters]  # backward adds to them in place
         if not loss_of.trials.known and not engine.spec.exact and not is_compiled(model):
@@ -249,13 +267,15 @@ class Step:
             for p, grad in zip(parameters, grads, strict=True):
                 p.grad = grad
             self._loss_sum, self._weight_sum, self._weighted, self._has_gradient = counted
+            self._scalars.restore(scalars)
             engine.begin_part(plan, self._passes)
 
         return restore
 
-    def _count(self, loss: torch.Tensor, weight: float | torch.Tensor | None, num_rows: int) -> float:
+    def _count(self, parts: LossParts, num_rows: int) -> float:
         """Add the loss of some rows of the current part to the step's; return what its gradient counts."""
         assert self._part is not None
+        loss, weight, scalars = parts
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             kind = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TaskError(
@@ -274,12 +294,14 @@ class Step:
         else:
             scale = float(weight)
             self._weight_sum += scale
+        if scalars:
+            self._scalars.add(scalars, scale)
         if scale:
             wide = _wide(loss)
             # Not in place: a trial of compiled code may have to restore the sum before.
             self._loss_sum = self._loss_sum + (wide.item() if self._engine.on_cpu else wide.detach()) * scale
             if self._engine.reads_early:
-                self._arriving = _ArrivingNumber(self._loss_sum)
+                self._arriving = _ArrivingNumbers([self._loss_sum, *self._scalars.on_device()])
         return scale
 
     @property
@@ -292,14 +314,23 @@ class Step:
             return
         self._engine.end_shard(self._sums())
         self._part, self._loss_sum, self._weight_sum = None, 0.0, 0.0
+        self._scalars.end_shard()
 
     def _sums(self) -> StepSums:
         stop, save = float(self._hooks.stop_request.asked), float(self._hooks.wants_save())
         if not self._engine.grid.is_counted:  # another rank has the same rows, and counts them
             return StepSums(num_stop_requests=stop, num_save_requests=save)
-        loss = self._loss_sum if self._arriving is None else float(self._arriving)
+        loss = self._loss_sum
+        if self._arriving is not None:
+            loss, *arrived = self._arriving.tolist()
+            if len(arrived) == len(self._scalars.on_device()):  # else some were logged later
+                self._scalars.arrive(arrived)
         is_weighted, is_counted = float(self._weighted is True), float(self._weighted is not None)
-        return StepSums(loss, self._weight_sum, is_weighted, is_counted, stop, save)
+        parts = self._batch.parts if self._part is None else [self._part]
+        num_new, scalars = self._scalars.sums(min((part.plan.first_row for part in parts), default=0))
+        return StepSums(
+            *(loss, self._weight_sum, is_weighted, is_counted, stop, save), num_new_scalars=num_new, scalars=scalars
+        )
 
     def _update(self, trained: TrainState) -> None:
         if not self._has_gradient:  # no backward pass since the last update: there is no gradient
@@ -336,6 +367,7 @@ class Step:
             self._total_weight = weight
             self._loss = (loss / weight if weight else 0.0) if weighted else loss
             self._apply = math.isfinite(self._loss)
+            self._scalars.agree(sums, engine.world, engine.grid.is_counted)
         self._scaled_weight = weight if weighted else None
         factor = (1.0 / weight if weighted and weight else 1.0) / self._loss_factor
         if factor != 1.0:
@@ -361,11 +393,6 @@ class Step:
         overflowed = not is_finite and scale is not None and scale.may_shrink
         self._apply = is_finite or overflowed
         return overflowed
-
-
-def with_weight(loss: Any) -> tuple[Any, Any]:
-    """Return what a Task's loss returned as a mean and a weight, which is None where there is none."""
-    return loss if isinstance(loss, tuple) else (loss, None)
 
 
 def _wide(loss: torch.Tensor) -> torch.Tensor:

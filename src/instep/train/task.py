@@ -33,7 +33,10 @@ class Task:
         raise NotImplementedError
 
     def loss(self, model: Callable[..., Any], batch: Any) -> Any:
-        """Return the mean over the batch's samples, or (mean, weight) where the weight is not their number."""
+        """Return the mean over the batch's samples, or (mean, weight) where the weight is not their number.
+
+        A dict, {"loss": mean, "weight": …, "kl": …}, has means to log beside it.
+        """
         raise NotImplementedError
 
     def eval_data(self) -> Any:

@@ -30,7 +30,7 @@ from instep.train.evaluate import check_metrics
 from instep.train.metric_objects import is_metric
 from instep.train.reading import Collate, chunk_rows, cut_batch
 from instep.train.run import Run
-from instep.train.step import with_weight
+from instep.train.scalars import loss_parts
 from instep.train.task import Task
 
 _ROWS = 8
@@ -133,7 +133,7 @@ def _kind_of_noisy_loss(wholes: list[float], firsts: list[float], seconds: list[
 
 
 def _loss(value: Any) -> Loss:
-    mean, weight = with_weight(value)
+    mean, weight, _ = loss_parts(value)
     return float(mean.detach()), None if weight is None else float(weight)
 
 

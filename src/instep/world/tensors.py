@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -59,6 +59,15 @@ def flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def row_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as one contiguous row, to be read only."""
     return tensor.detach().contiguous().view(-1)
+
+
+def row_on(numbers: Sequence[float | torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers as one row on a device, of which some may be there already: nothing waits for those."""
+    row = torch.tensor([0.0 if isinstance(value, torch.Tensor) else value for value in numbers], dtype=dtype).to(device)
+    for i, value in enumerate(numbers):
+        if isinstance(value, torch.Tensor):
+            row[i] = value
+    return row
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -225,8 +225,8 @@ class PipelineReducer(Reducer):
         totals = self._replicas.reduce(sums)
         for reducer in self._of_shared:
             reducer.reduce(StepSums())
-        row = torch.tensor(totals, dtype=torch.float64, device=self._pp_world.device)
-        return StepSums(*self._pp_world.all_reduce(row).tolist())
+        row = torch.tensor(totals.row(), dtype=torch.float64, device=self._pp_world.device)
+        return StepSums.of(self._pp_world.all_reduce(row).tolist())
 
     def clip(self, max_norm: float) -> torch.Tensor:
         return clip_gradients(self.parameters, max_norm, self._grid, self._num_stages_with)
