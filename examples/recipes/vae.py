@@ -48,7 +48,8 @@ class Vae(instep.Task):
         logits, mean, log_variance = model(x)
         reconstruction = F.binary_cross_entropy_with_logits(logits, x, reduction="none").sum(1)
         divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1)
-        return (reconstruction + divergence).mean()  # the mean over the samples
+        means = {"reconstruction": reconstruction.mean(), "divergence": divergence.mean()}  # logged beside the loss
+        return {"loss": (reconstruction + divergence).mean(), **means}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StartRecord, StepRecord
+from instep.events.schema import EndRecord, EpochRecord, EvalRecord, NoticeRecord, PlanRecord, StartRecord, StepRecord
 from instep.events.write import EventLog
 from instep.monitor import follow
 from instep.monitor.follow import Follower
@@ -46,8 +46,11 @@ def write_run(run_dir: Path) -> None:
     )
     for step in range(1, 5):
         log.step(StepRecord(step=step, epoch=0, loss=1 / step, lr=0.1, num_samples=8))
+    log.write(EpochRecord(epoch=0, step=4, loss=0.5208333, num_samples=32, scalars={"kl": 0.25}))
     log.write(EvalRecord(step=4, metrics={"accuracy": 0.975}, seconds=0.1))
     log.write(NoticeRecord(text="something [odd]"))
+    log.write(EpochRecord(epoch=1, step=8, loss=0.125, num_samples=32))
+    log.write(EndRecord(status="complete", step=8))
     log.close()
 
 
@@ -59,7 +62,8 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, capsys: Any) -> 
     assert shown.out == ""
     assert "2 processes on cpu over gloo" in shown.err
     assert "Digits: 1,234 parameters, 40 samples (indexed by the batch), 10 steps of 8" in shown.err
-    assert "epoch 1  step 4  accuracy 0.975" in shown.err
+    assert "epoch 1/2  step 4  mean loss 0.5208  kl 0.25  accuracy 0.975\n" in shown.err
+    assert "epoch 2/2  mean loss 0.125\n" in shown.err
     assert "note: something [odd]" in shown.err
 
 
@@ -119,7 +123,10 @@ def test_a_reader_that_fails_is_dropped(tmp_path: Path, monkeypatch: Any, capsys
         write_run(tmp_path)
     collecting, failing = readers.pop(), readers.pop()
     assert failing.received == [("start", None)]
-    assert [kind for kind, _ in collecting.received] == ["start", "plan", *["step"] * 4, "eval", "notice"]
+    assert [kind for kind, _ in collecting.received] == [
+        *("start", "plan", *["step"] * 4),
+        *("epoch", "eval", "notice", "epoch", "end"),
+    ]
     shown = capsys.readouterr().err.splitlines()
     assert [line.partition(" has failed")[0] for line in shown] == [
         "instep: the reader 'unmade'",

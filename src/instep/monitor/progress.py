@@ -25,17 +25,25 @@ class ProgressState:
     loss: float | None = None
     scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    _ended_epoch: dict[str, Any] | None = None
+    """An epoch whose means were not shown yet: an evaluation may follow, and has them in its line."""
     _epoch_said_s: float = 0.0
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def take(self, event: dict[str, Any]) -> str | None:
         """Update the state with an event; return a line for a person, or None."""
         kind = event.get("event")
+        if kind == "epoch":
+            self._ended_epoch = event
+            return None
+        if kind in ("step", "end"):
+            line = self._epoch_line()
         if kind == "step":
             self.step, self.epoch, self.loss = event["step"], event["epoch"], event["loss"]
             self.scalars = event.get("scalars", {})
             self._recent.append((event["time"], event["step"], event["num_samples"]))
-            return None
+        if kind in ("step", "end"):
+            return line
         if kind == "start":
             self._recent.clear()
             where = f"{event['world_size']} process" + ("es" if event["world_size"] > 1 else "")
@@ -44,11 +52,8 @@ class ProgressState:
             return f"{where} on {event['device'].split(':')[0]}{on}, torch {event['versions']['torch']}{again}"
         if kind == "plan":
             return self._take_plan(event)
-        if kind == "epoch":
-            return self._take_epoch(event)
         if kind == "eval":
-            self.metrics = event["metrics"]
-            return f"epoch {self.epoch + 1}  step {event['step']}  " + metrics_text(self.metrics)
+            return self._take_eval(event)
         if kind == "notice":
             return f"note: {event['text']}"
         if kind == "input":
@@ -57,14 +62,22 @@ class ProgressState:
             return f"error: {event['error']} The next attempt is in {event['retry_s']:.0f} s; training continues."
         return None
 
-    def _take_epoch(self, event: dict[str, Any]) -> str | None:
+    def _take_eval(self, event: dict[str, Any]) -> str:
+        self.metrics, ended = event["metrics"], self._ended_epoch
+        self._ended_epoch = None
+        means = "" if ended is None else _means_text(ended) + "  "
+        return f"epoch {self.epoch + 1}/{self.num_epochs}  step {event['step']}  {means}" + metrics_text(self.metrics)
+
+    def _epoch_line(self) -> str | None:
+        """Return a line for an epoch that has ended, and was not shown; None: there is none, or it came too soon."""
+        event, self._ended_epoch = self._ended_epoch, None
+        if event is None:
+            return None
         is_last = event["epoch"] + 1 == self.num_epochs
         if not is_last and event["time"] - self._epoch_said_s < _EPOCH_LINES_S:
             return None
         self._epoch_said_s = event["time"]
-        return f"epoch {event['epoch'] + 1}/{self.num_epochs}  " + metrics_text(
-            {"mean loss": event["loss"], **event["scalars"]}
-        )
+        return f"epoch {event['epoch'] + 1}/{self.num_epochs}  " + _means_text(event)
 
     def _take_plan(self, event: dict[str, Any]) -> str:
         self.task, self.first_step = event["task"], event["first_step"]
@@ -96,6 +109,10 @@ class ProgressState:
         if left_s is not None:
             parts.append(f"{duration(left_s)} left")
         return "  ".join(parts)
+
+
+def _means_text(event: dict[str, Any]) -> str:
+    return metrics_text({"mean loss": event["loss"], **event["scalars"]})
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
