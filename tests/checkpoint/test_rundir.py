@@ -73,7 +73,7 @@ def test_a_scheduled_run_continues_its_schedule(tmp_path: Path) -> None:
 def test_a_run_from_before_there_was_a_choice_of_precision_goes_on(tmp_path: Path) -> None:
     train(tmp_path, epochs=1)
     spec = json.loads((tmp_path / "spec.json").read_text())
-    del spec["recipe"]["precision"], spec["spec"]["precision"]
+    del spec["recipe"]["precision"], spec["spec"]["precision"], spec["recipe"]["lr_schedule"]
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     assert train(tmp_path, epochs=2).epochs == 2
     with pytest.raises(CheckpointError, match="precision: 'fp32' there, 'bf16' now"):

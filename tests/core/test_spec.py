@@ -70,11 +70,13 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
         "exact",
         "flush_denormals",
         "init_from",
+        "lr_schedule",
         "on_nan",
         "precision",
         "seed",
         "shards",
         "threads",
+        "warmup",
     }
 
 

@@ -382,6 +382,8 @@ def _schedulers() -> dict[str, Any]:
         "LambdaLR": lambda o, n: s.LambdaLR(o, lambda step: 1 / (1 + step)),
         "PolynomialLR": lambda o, n: s.PolynomialLR(o, n),
         "warm-up, then cosine": lambda o, n: s.SequentialLR(o, [s.LinearLR(o), s.CosineAnnealingLR(o, n)], [2]),
+        "ReduceLROnPlateau": lambda o, n: s.ReduceLROnPlateau(o, patience=0, threshold=0.9),
+        "StepLR by epochs": lambda o, n: {"scheduler": s.StepLR(o, 1), "interval": "epoch"},
         "chained": lambda o, n: s.ChainedScheduler([s.ConstantLR(o), s.ExponentialLR(o, 0.9)]),
     }
 
@@ -470,9 +472,9 @@ def _refused() -> list[Kind]:
         ("optimizer", "something else", {"opt": lambda p: 3}, "a torch.optim.Optimizer is needed", ""),
         (
             "scheduler",
-            "ReduceLROnPlateau",
-            {"plan": lambda s, n: schedulers.ReduceLROnPlateau(s)},
-            "wants a metric",
+            "ReduceLROnPlateau, the more the better",
+            {"plan": lambda s, n: schedulers.ReduceLROnPlateau(s, "max")},
+            "needs a metric of which more is better",
             "",
         ),
         (

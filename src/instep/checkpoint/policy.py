@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from instep.checkpoint.manifest import newest_first, step_of
+from instep.core.metric_goal import MetricGoal
 
 FIRST_SAVE_S = 30.0
 """When to make the first save, from which the cost is measured."""
@@ -32,23 +33,19 @@ class RetentionPolicy(NamedTuple):
     newest: int = 3
     every: int | None = None
     """Also keep those whose step is a multiple of this."""
-    best_by: str | None = None
+    best_by: MetricGoal | None = None
     """Also keep the best by this metric."""
-    smallest: bool = False
-    """Whether the smallest value is the best."""
     trusted: int | None = None
     """Also keep the newest whose step is at most this: where to resume if later ones turn out to be wrong."""
 
     @classmethod
     def from_options(cls, newest: int, every: int | None, best: str | None) -> RetentionPolicy:
         """Parse the options of the spec; `best` is a metric, followed by `:min` if less is better."""
-        name, _, which = (best or "").partition(":")
-        return cls(newest, every, name or None, which == "min")
+        return cls(newest, every, MetricGoal.parse("keep_best", best))
 
     def worth(self, metrics: Mapping[str, float]) -> float:
         """Return the metric that decides which checkpoint is the best, so that more is better; NaN: there is none."""
-        value = metrics.get(self.best_by or "", math.nan)
-        return -value if self.smallest else value
+        return math.nan if self.best_by is None else self.best_by.worth(metrics)
 
     def best_of(self, scores: Scores) -> str | None:
         """Return the name of the best checkpoint; of equal ones the newest."""

@@ -22,6 +22,8 @@ from instep.checkpoint.manifest import newest_first, replaced_name, step_of
 from instep.checkpoint.policy import RetentionPolicy
 from instep.checkpoint.snapshot import Snapshot
 from instep.core.errors import CheckpointError
+from instep.core.options import options_of
+from instep.core.spec import TrainSpec
 from instep.events.read import last_step
 
 if TYPE_CHECKING:  # it imports more of torch than a launcher needs
@@ -29,7 +31,7 @@ if TYPE_CHECKING:  # it imports more of torch than a launcher needs
 
 _JOB_MEETS_S = 5.0
 SPEC, RESULT = "spec.json", "result.json"
-_BEFORE = {"precision": "fp32"}
+_BEFORE = {**{option.name: option.default for option in options_of(TrainSpec)}, "precision": "fp32"}
 """The values of recipe options before the options existed."""
 _UNDECIDED = ("precision", "auto")
 """Only a node that trains can decide this value; elsewhere it contradicts nothing."""
@@ -307,7 +309,7 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], may_extend:
     if earlier["task"]["name"] != now["task"]["name"]:
         return [f"Task: {earlier['task']['name']} there, {now['task']['name']} now"]
     fields = ("Task field ", earlier["task"]["fields"], now["task"]["fields"])
-    recipes = ("", {**_BEFORE, **earlier["recipe"]}, now["recipe"])
+    recipes = ("", {name: _BEFORE[name] for name in now["recipe"]} | earlier["recipe"], now["recipe"])
     lines = [
         f"{title}{name}: {before.get(name)!r} there, {after.get(name)!r} now"
         for title, before, after in (fields, recipes)

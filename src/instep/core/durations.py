@@ -33,11 +33,12 @@ class Cadence(NamedTuple):
             return cls()
         if re.fullmatch(r"[1-9]\d*", text):
             return cls(steps=int(text))
-        if name == "eval_every" and (match := re.fullmatch(r"([1-9]\d*)? ?epochs?", text)):
+        if match := re.fullmatch(r"([1-9]\d*)? ?epochs?", text):
             return cls(epochs=int(match[1] or 1))
         if name == "save_every" and (seconds := seconds_of(text)):
             return cls(seconds=seconds)
         if name == "save_every" and text.startswith("auto") and (seconds := seconds_of(text[4:].lstrip(":") or "24h")):
             return cls(between_failures_s=seconds)
-        forms = "100 (steps), 1epoch or never" if name == "eval_every" else "100 (steps), 30s, 10m, 2h, auto or never"
+        times = "" if name == "eval_every" else ", 30s, 10m, 2h, auto"
+        forms = f"100 (steps), 1epoch{times} or never"
         raise SpecError(f"{name}={text!r} is not an interval. Write for instance {forms}.")

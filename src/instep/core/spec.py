@@ -3,7 +3,6 @@
 Each field declares its option (core/options.py).
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from instep.core.durations import Cadence
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
 from instep.core.mesh import STRATEGIES, Mesh
+from instep.core.metric_goal import MetricGoal
 from instep.core.microbatches import check_microbatches
 from instep.core.options import (
     FAILURES,
@@ -29,6 +29,7 @@ from instep.core.options import (
 )
 
 DEFAULT_SHARDS = 16
+DEFAULT_PATIENCE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +100,29 @@ class TrainSpec(LaunchSpec):
         False, PROCESSES, "save memory: compute the model's repeated blocks again in the backward pass"
     )
     clip_norm: float | None = recipe_option(None, TRAINING, "clip the gradient's global norm to this value")
+    lr_schedule: Literal["task", "constant", "cosine", "linear"] = recipe_option(
+        "task", TRAINING, "learning rate over the steps: the Task's own scheduler, or one by name, down to 0 at the end"
+    )
+    warmup: int = recipe_option(
+        0, TRAINING, "with --lr-schedule: steps in which the learning rate rises to its value", at_least=0
+    )
+    stop_when: str | None = operational_option(
+        None,
+        TRAINING,
+        "end early when this metric has stopped getting higher; METRIC:min: lower",
+        metavar="METRIC",
+    )
+    patience: int = operational_option(
+        DEFAULT_PATIENCE, TRAINING, "with --stop-when: evaluations without a better value", at_least=1
+    )
     eval_every: str = operational_option(
         "1epoch", TRAINING, "evaluate every N steps (100) or every N epochs (1epoch), or never: only at the end"
     )
     save_every: str = operational_option(
         "10m",
         SAVING,
-        "save a checkpoint every N steps (100) or in intervals of time (30s, 10m, 2h), and at the end; auto: the "
-        "interval that costs least for one failure a day, auto:6h for one failure in six hours",
+        "save a checkpoint every N steps (100) or epochs (1epoch), or in intervals of time (30s, 10m, 2h), and at the "
+        "end; auto: the interval that costs least for one failure a day, auto:6h for one failure in six hours",
     )
     save_busy: Literal["wait", "skip"] = operational_option(
         "wait", SAVING, "when a checkpoint is due while the last is still being written: wait, or skip it"
@@ -173,8 +189,7 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient to zero. Use a number above 0.")
         if self.compile and self.recompute:
             raise SpecError("compile and recompute cannot be combined: recomputed blocks are not compiled. Give one.")
-        if self.keep_best is not None and not re.fullmatch(r"[^:]+(:(min|max))?", self.keep_best):
-            raise SpecError(f"keep_best={self.keep_best!r} is not a metric. Write accuracy, or eval_loss:min.")
+        self._check_schedule()
         if self.narrow_gather and (self.exact or self.precision not in ("auto", "bf16", "fp16")):
             what = "exact mode" if self.exact else f"precision={self.precision}"
             raise SpecError(f"narrow_gather rounds parameters to bf16 or fp16, and {what} does not. Leave it out.")
@@ -188,6 +203,16 @@ class TrainSpec(LaunchSpec):
             )
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
+
+    def _check_schedule(self) -> None:
+        """Raise SpecError for metrics that are none, and for options without the one that they belong to."""
+        MetricGoal.parse("keep_best", self.keep_best)
+        if MetricGoal.parse("stop_when", self.stop_when) is None and self.patience != DEFAULT_PATIENCE:
+            raise SpecError(f"patience={self.patience} is for --stop-when, and no metric is named. Add --stop-when.")
+        if self.warmup and self.lr_schedule == "task":
+            raise SpecError(
+                f"warmup={self.warmup} belongs to a schedule by name. Add --lr-schedule constant, cosine or linear."
+            )
 
     def _check_launcher(self) -> None:
         """Raise SpecError for options that would be ignored by what starts the processes."""

@@ -84,6 +84,7 @@ def progress_part(run: Run) -> CheckpointPart:
             "metrics": run.metrics,
             "stopped": run.stopped,
             "epoch_means": run.epoch_means.state(),
+            **({} if run.patience is None else {"patience": run.patience.state()}),
             **({} if scale is None else {"loss_scale": scale.state()}),
         }
 
@@ -96,6 +97,8 @@ def progress_part(run: Run) -> CheckpointPart:
             raise CheckpointError(f"stopped is {run.stopped!r:.40}")
         if "epoch_means" in progress:
             run.epoch_means.restore(progress["epoch_means"])
+        if run.patience is not None and "patience" in progress:
+            run.patience.restore(progress["patience"])
         if run.engine.loss_scale is not None and "loss_scale" in progress:
             run.engine.loss_scale.restore(progress["loss_scale"])
 

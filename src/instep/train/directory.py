@@ -62,7 +62,7 @@ def prepare_directory(task: Task, spec: TrainSpec) -> RunDirectory:
     directory = open_directory(type(task).__name__.lower(), spec)
     directory.lock(job_of(spec))
     try:
-        directory.write_spec(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+        directory.write_spec(describe_run(describe_task(task), spec), may_extend=_may_extend(task, spec))
     except CheckpointError:
         directory.unlock()
         raise
@@ -71,7 +71,12 @@ def prepare_directory(task: Task, spec: TrainSpec) -> RunDirectory:
 
 def check_directory(path: Path, task: Task, spec: TrainSpec) -> None:
     """Raise if a directory holds a run that this one cannot continue; write nothing."""
-    RunDirectory(path).check_recipe(describe_run(describe_task(task), spec), may_extend=not depends_on_num_steps(task))
+    RunDirectory(path).check_recipe(describe_run(describe_task(task), spec), may_extend=_may_extend(task, spec))
+
+
+def _may_extend(task: Task, spec: TrainSpec) -> bool:
+    """Return whether a run may be continued with more steps: not if its learning rates depend on their number."""
+    return spec.lr_schedule in ("task", "constant") and not depends_on_num_steps(task)
 
 
 def agree_on_directory(world: World, decide: Callable[[], RunDirectory]) -> RunDirectory:

@@ -17,6 +17,7 @@ from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.noise_patches import torchs_own_functions
 from instep.train.compile import is_compiled
+from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
 from instep.train.scalars import loss_parts
@@ -67,7 +68,9 @@ class Loop:
         is_watched = not run.compiled and not is_compiled(model)
         watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
+        evaluates = self._eval_data is not None and self._cadence != Cadence()
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
+            check_schedule(run.engine.trained[0].schedule, run.goal, evaluates)
             with contextlib.ExitStack() as watches:
                 if watch is not None:
                     watches.enter_context(watch)
@@ -80,22 +83,26 @@ class Loop:
                 for text in watch.notices():
                     run.notice(text)
                 watch = None
-            if self._follow(step, record):
-                run.stop_early()
+            if reason := self._follow(step, record):
+                run.stop_early(reason)
                 break
         run.close_data()
         self._evaluate()
         run.save_last()
 
-    def _follow(self, step: Step, record: StepRecord) -> bool:
-        """Evaluate if due, and call the Task's hooks; return whether to stop."""
+    def _follow(self, step: Step, record: StepRecord) -> str:
+        """Evaluate if due, and call the Task's hooks; return why to stop, or nothing."""
         if self._is_eval_due(step):
             record = replace(record, metrics=self._evaluate())
         if self._run.is_main:
             self._task.on_step(record)
+        patience = self._run.patience
+        if patience is not None and patience.is_over:
+            return patience.describe()
         if not self._asks_to_stop:
-            return False
-        return bool(self._run.world.broadcast_object(bool(self._task.stop(record)) if self._run.is_main else None))
+            return ""
+        stops = self._run.world.broadcast_object(bool(self._task.stop(record)) if self._run.is_main else None)
+        return "the Task's stop() asked for it" if stops else ""
 
     def _is_eval_due(self, step: Step) -> bool:
         if self._eval_data is None:

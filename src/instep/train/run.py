@@ -14,6 +14,7 @@ from torch import nn
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import NumericsError, Preempted, TaskError, UnfitCheckpoint
+from instep.core.metric_goal import MetricGoal
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.loader import num_samples
@@ -29,13 +30,15 @@ from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
 from instep.train.evaluate import evaluate
+from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.origin import describe_refusal, find_origin, lost_weights
+from instep.train.patience import Patience
 from instep.train.reading import BatchReader, Collate, read_chunks
 from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
 from instep.train.scalars import EpochMeans
 from instep.train.step import Step, StepHooks
-from instep.train.train_state import MakeOptimizer, MakeScheduler, TrainState, load_first_weights
+from instep.train.train_state import MakeOptimizer, TrainState, load_first_weights
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
@@ -82,6 +85,7 @@ class Run:
         """The newest evaluation's."""
         self._evaluated_at: int | None = None
         self.epoch_means = EpochMeans()
+        self.patience = Patience.of(spec)
         self.steps_per_epoch = 0
         self.compiled = False
         """Whether what a step computes is compiled."""
@@ -129,7 +133,7 @@ class Run:
         if self.spec.init_from is not None and self._saver.checkpoint is None and is_first:
             load_first_weights(model, Path(self.spec.init_from))
         trained = TrainState(
-            *(model, make_optimizer, make_scheduler, strategy),
+            *(model, make_optimizer, schedule_of(self.spec, make_scheduler), strategy),
             suffix="" if is_first else f"-{len(self.engine.trained)}",
             hints=ModelHints(example, layers, tensor_plan, blocks),
             recompute=self.spec.recompute,
@@ -202,7 +206,8 @@ class Run:
                 self.compare()
             if step.stop_asked:
                 self._leave()
-            if self._saver.is_due(self.step, self._scores(), step.save_asked):
+            num_epochs = batch.epoch + 1 if ends_epoch else 0
+            if self._saver.is_due(self.step, self._scores(), step.save_asked, num_epochs):
                 self.save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
@@ -284,12 +289,24 @@ class Run:
             chunks = read_chunks(self.engine, self.spec, dataset, collate)
             scores = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact)
         self.metrics, self._evaluated_at = scores, self.step
+        for trained in self.engine.trained:
+            if trained.schedule is not None:
+                trained.schedule.end_evaluation(scores, self.goal)
+        if self.patience is not None:
+            self.patience.take(scores)
         self.log.write(EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6)))
         return scores
 
-    def check_best(self, metrics: Collection[str]) -> None:
-        """Raise TaskError if `keep_best` names none of these metrics."""
+    def check_goals(self, metrics: Collection[str]) -> None:
+        """Raise TaskError if an option names none of these metrics."""
         self._saver.check_best(metrics)
+        if self.patience is not None:
+            self.patience.goal.check(metrics)
+
+    @property
+    def goal(self) -> MetricGoal | None:
+        """The metric that the spec names first."""
+        return self.patience.goal if self.patience is not None else MetricGoal.parse("keep_best", self.spec.keep_best)
 
     def compare(self) -> None:
         """Compare the ranks' state ([Note: Drift]); raise if it differs. Called on all ranks."""
@@ -312,10 +329,10 @@ class Run:
         """Wait until the last checkpoint is complete."""
         self._saver.finish()
 
-    def stop_early(self) -> None:
-        """Note that the Task asked to stop; the run is then complete. Called on all ranks."""
+    def stop_early(self, reason: str) -> None:
+        """Note that the run stops early, and is then complete. Called on all ranks."""
         self.stopped = True
-        self.notice(f"stopped early at step {self.step}, as the Task's stop() asked")
+        self.notice(f"stopped early at step {self.step}: {reason}")
         self.compare()
 
     def notice(self, text: str) -> None:

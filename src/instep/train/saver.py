@@ -36,7 +36,6 @@ from instep.core.errors import (
     CollectiveMismatch,
     EnvironmentFailed,
     NumericsError,
-    TaskError,
     UnfitCheckpoint,
 )
 from instep.core.spec import TrainSpec
@@ -171,12 +170,15 @@ class Saver:
         """Return whether this rank would have all ranks save together: rank 0, by its clock."""
         return self._sharing is not None and self._is_main and self._is_time()
 
-    def is_due(self, step: int, scores: Mapping[str, float], is_asked: bool) -> bool:
+    def is_due(self, step: int, scores: Mapping[str, float], is_asked: bool, num_epochs: int) -> bool:
         """Return whether to save now; `scores`: this step's evaluation, if there was one.
 
-        `is_asked`: whether the ranks agreed in this step that one of them `wants` it. Called on all ranks.
+        `is_asked`: whether the ranks agreed in this step that one of them `wants` it. `num_epochs`: how many epochs are
+        over if one ends with this step, else 0. Called on all ranks.
         """
         if self._cadence.steps is not None and step % self._cadence.steps == 0:
+            return True
+        if self._cadence.epochs is not None and num_epochs and num_epochs % self._cadence.epochs == 0:
             return True
         if self._sharing is None:
             return self._is_time() or self._is_best(scores)
@@ -216,7 +218,7 @@ class Saver:
         self._saved_at = time.monotonic()
         stall_s = self._saved_at - begun
         self.saved_step, self._retry_at, self._reserved = step, None, True
-        if self._keeping.best_by in scores:
+        if self._keeping.best_by is not None and self._keeping.best_by.name in scores:
             self._best = max(-math.inf if self._best is None else self._best, self._keeping.worth(scores))
         self._background.start(partial(self._write, step, snapshot, shared, dict(scores), begun, stall_s))
 
@@ -282,9 +284,8 @@ class Saver:
 
     def check_best(self, metrics: Collection[str]) -> None:
         """Raise TaskError if `keep_best` names none of these metrics."""
-        best_by = self._keeping.best_by
-        if best_by is not None and best_by not in metrics and best_by.partition("/")[0] not in metrics:
-            raise TaskError(f"keep_best={best_by}: there is no such metric. This Task has {', '.join(metrics)}.")
+        if self._keeping.best_by is not None:
+            self._keeping.best_by.check(metrics)
 
     def _is_best(self, scores: Mapping[str, float]) -> bool:
         """Return whether an evaluation is the best so far by the metric that the spec names."""

@@ -344,7 +344,7 @@ class Step:
         if apply:
             self._engine.begin_update()
             trained.optimizer.step()
-        trained.end_update(apply)
+        trained.end_update(apply, self.ends_epoch)
 
     def _agree(self, trained: TrainState) -> bool:
         """Add gradients and loss up over all ranks; return whether to apply them."""

@@ -1,8 +1,6 @@
 """One model with its optimizer and scheduler: live and checkpointed."""
 
-import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -24,10 +22,10 @@ from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
 from instep.train.checkpoint_part import CheckpointPart
+from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer, int], Any]
 
 
 class Parameters(list[nn.Parameter]):
@@ -85,7 +83,7 @@ class TrainState:
         self.reducer = strategy.reducer(self._in_groups())
         self.shard_buffers: ShardBuffers | None = None
         """In exact mode, once the first step begins."""
-        self.scheduler: Any = None
+        self.schedule: LrSchedule | None = None
         self.updated = False
         """Whether this step has updated it already."""
         self._all = list(self.model.parameters())
@@ -100,14 +98,11 @@ class TrainState:
 
     def begin(self, num_steps: int) -> CheckpointPart | None:
         """Make the scheduler, now that its length is known; return its checkpoint part, if there is one."""
-        self.scheduler = self._make_scheduler(self.optimizer, num_steps) if self._make_scheduler else None
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TaskError(
-                "ReduceLROnPlateau wants a metric; schedules here count global steps. Use another scheduler."
-            )
-        if self.scheduler is None:
+        self.schedule = LrSchedule.of(self._make_scheduler(self.optimizer, num_steps)) if self._make_scheduler else None
+        if self.schedule is None:
             return None
-        return self._part("scheduler", self.scheduler.state_dict, self._load_scheduler, on_all_ranks=False)
+        scheduler = self.schedule.scheduler
+        return self._part("scheduler", scheduler.state_dict, self._load_scheduler, on_all_ranks=False)
 
     def parts(self) -> list[CheckpointPart]:
         """Return the checkpoint parts of the model and the optimizer, in the order in which they are saved."""
@@ -131,12 +126,13 @@ class TrainState:
         return CheckpointPart(name, save, restore, on_all_ranks)
 
     def _load_scheduler(self, checkpoint: Checkpoint, part: str) -> None:
-        state = checkpoint.part(part)
-        fresh = self.scheduler.state_dict()
-        _check_types(self.scheduler, state, fresh)
+        assert self.schedule is not None
+        scheduler, state = self.schedule.scheduler, checkpoint.part(part)
+        fresh = scheduler.state_dict()
+        _check_types(scheduler, state, fresh)
         if lost := [key for key in ("last_epoch", "base_lrs", "_step_count") if key in fresh and key not in state]:
             raise ValueError(f"it has no {lost[0]!r}")
-        self.scheduler.load_state_dict(state)
+        scheduler.load_state_dict(state)
         # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to continue with.
         for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
             group.update(restored)
@@ -217,15 +213,11 @@ class TrainState:
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def end_update(self, applied: bool) -> None:
-        """Note that this step has updated the model, or chose not to, and step the scheduler."""
+    def end_update(self, applied: bool, ends_epoch: bool) -> None:
+        """Note that this step has updated the model, or chose not to, and step the schedule."""
         self.updated = True
-        if self.scheduler is None:
-            return
-        with warnings.catch_warnings() if not applied else contextlib.nullcontext():
-            if not applied:  # torch misses the update; the schedule counts steps, made or skipped
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self.scheduler.step()
+        if self.schedule is not None:
+            self.schedule.end_update(applied, ends_epoch)
 
     def clear_gradients(self) -> None:
         """Drop all gradients, also those of parameters that no optimizer has."""
