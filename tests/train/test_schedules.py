@@ -182,3 +182,31 @@ def test_what_cannot_be(task: instep.Task, options: dict[str, Any], words: str, 
     spec = TrainSpec(batch_size=8, epochs=1, **options)
     with pytest.raises(TaskError, match=words):
         worker_main(World.join(Place()), task, spec, RunDirectory(tmp_path))
+
+
+class TwoSets(Overfits):
+    def eval_data(self) -> Any:
+        x, y = super().eval_data()
+        return {"first": (x[:5], y[:5]), "rest": (x[5:], y[5:])}
+
+
+def evaluated_on_two(world: World, run_dir: str) -> list[dict[str, float]]:
+    options = {"stop_when": "rest/closeness", "patience": 1, "keep_best": "first/eval_loss:min"}
+    spec = TrainSpec(batch_size=8, epochs=12, seed=5, exact=True, shards=4, save_every="never", **options)
+    worker_main(world, TwoSets(schedule="plateau"), spec, RunDirectory(Path(run_dir)))
+    world.barrier()
+    return [event["metrics"] for event in read_events(Path(run_dir)) if event["event"] == "eval"]
+
+
+def test_several_evaluation_sets(tmp_path: Path) -> None:
+    alone = run_ranks(evaluated_on_two, 1, str(tmp_path / "1"))[0]
+    assert list(alone[0]) == [f"{name}/{metric}" for name in ("first", "rest") for metric in ("eval_loss", "closeness")]
+    assert 1 < len(alone) < 12
+    for world_size in (2, 3):
+        assert run_ranks(evaluated_on_two, world_size, str(tmp_path / str(world_size)))[0] == alone
+
+
+def test_names_of_evaluation_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Overfits, "eval_data", lambda self: {"a/b": self.train_data()})
+    with pytest.raises(TaskError, match="Give several sets names without a slash"):
+        worker_main(World.join(Place()), Overfits(), TrainSpec(batch_size=8, epochs=1), RunDirectory(tmp_path))

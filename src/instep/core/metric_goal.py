@@ -34,5 +34,5 @@ class MetricGoal(NamedTuple):
 
     def check(self, metrics: Collection[str]) -> None:
         """Raise TaskError if there is no such metric; one that computes a vector is known by its name."""
-        if self.name not in metrics and self.name.partition("/")[0] not in metrics:
+        if not any(self.name == metric or self.name.startswith(f"{metric}/") for metric in metrics):
             raise TaskError(f"{self.option}={self.name}: there is no such metric. This Task has {', '.join(metrics)}.")

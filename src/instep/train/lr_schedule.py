@@ -65,7 +65,9 @@ class LrSchedule:
     def end_evaluation(self, metrics: Mapping[str, float], goal: MetricGoal | None) -> None:
         """Take the metrics of an evaluation; `goal`: the one that the spec names."""
         if self.wants_metric:
-            self.scheduler.step(metrics[self.metric(goal)])
+            name = self.metric(goal)
+            # Of several evaluation sets, the first one's.
+            self.scheduler.step(next(metrics[full] for full in metrics if full == name or full.endswith(f"/{name}")))
 
     def metric(self, goal: MetricGoal | None) -> str:
         """Return the metric by which it steps."""

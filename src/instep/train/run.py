@@ -23,17 +23,16 @@ from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecor
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
-from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
 from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, progress_part, rng_part
 from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
-from instep.train.evaluate import evaluate
+from instep.train.evaluation import evaluate_sets, evaluation_sets
 from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.origin import describe_refusal, find_origin, lost_weights
 from instep.train.patience import Patience
-from instep.train.reading import BatchReader, Collate, read_chunks
+from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
 from instep.train.scalars import EpochMeans
@@ -269,25 +268,11 @@ class Run:
     def evaluate(
         self, metrics: Callable[[nn.Module, Any], dict[str, Any]], dataset: Any, collate: Collate | None = None
     ) -> dict[str, float]:
-        """Compute metrics exactly over a whole set; `metrics(model, batch)` as in a Task."""
+        """Compute metrics exactly over a whole set, or a dict of sets; `metrics(model, batch)` as in a Task."""
         if not self.engine.trained:
             raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
-        begun = time.monotonic()
-        model = self.engine.trained[0].model
-        self._pulse.beat(Phase.EVALUATE)
-        self.engine.context.end_part()
-        with evaluating(model) as buffers, torch.no_grad(), self.engine.evaluation_noise(self.step) as seed_chunk:
-
-            def metrics_of(batch: Any) -> dict[str, Any]:
-                self._pulse.beat(Phase.EVALUATE)
-                seed_chunk()
-                with self.engine.precision.autocast():
-                    values = metrics(model, batch)
-                buffers.restore()  # which chunks a rank has computed before must not matter, now or later
-                return values
-
-            chunks = read_chunks(self.engine, self.spec, dataset, collate)
-            scores = evaluate(metrics_of, chunks, self.engine.grid.data, self.spec.exact)
+        begun, sets = time.monotonic(), evaluation_sets(dataset, collate)
+        scores = evaluate_sets(self.engine, self.spec, self.step, metrics, sets, collate)
         self.metrics, self._evaluated_at = scores, self.step
         for trained in self.engine.trained:
             if trained.schedule is not None:

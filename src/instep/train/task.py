@@ -40,7 +40,7 @@ class Task:
         raise NotImplementedError
 
     def eval_data(self) -> Any:
-        """Return the evaluation set, or None."""
+        """Return the evaluation set, a dict of several by name, or None."""
         return None
 
     def metrics(self, model: Callable[..., Any], batch: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from instep.data.nested import map_tensors
 from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import HALF_DTYPES
 from instep.train.evaluate import check_metrics
+from instep.train.evaluation import evaluation_sets, named_metrics
 from instep.train.metric_objects import is_metric
 from instep.train.reading import Collate, chunk_rows, cut_batch
 from instep.train.run import Run
@@ -86,11 +87,15 @@ def try_loss(run: Run, task: Task, model: nn.Module, dataset: Any) -> None:
 
 def try_metrics(run: Run, metrics: Callable[[nn.Module, Any], Any], dataset: Any, collate: Collate | None) -> None:
     """Compute the metrics of a few rows; raise TaskError for what they cannot return. Called on all ranks."""
-    rows = min(_ROWS, chunk_rows(run.spec), num_samples(dataset, collate))
-    batch, model = _rows_of(run, dataset, rows, collate), run.engine.trained[0].model
-    with _on_the_side(run, model) as seed:
-        seed()
-        run.check_goals(check_metrics(metrics(model, batch), rows, run.spec.exact))
+    sets, model = evaluation_sets(dataset, collate), run.engine.trained[0].model
+    names: list[str] = []
+    for name, data in sets.items():
+        rows = min(_ROWS, chunk_rows(run.spec), num_samples(data, collate))
+        batch = _rows_of(run, data, rows, collate)
+        with _on_the_side(run, model) as seed:
+            seed()
+            names += named_metrics([name], check_metrics(metrics(model, batch), rows, run.spec.exact))
+    run.check_goals(names)
 
 
 def copy_of(task: Task) -> Task:

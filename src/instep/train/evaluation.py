@@ -1,0 +1,75 @@
+"""Evaluate a run's model: on one set, or on several, each by its name.
+
+Ranks: all, alike.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.core.errors import TaskError
+from instep.core.spec import TrainSpec
+from instep.data.columns import as_columns
+from instep.guard.pulse import Phase, here
+from instep.parallel.preserve import evaluating
+from instep.train.engine import Engine
+from instep.train.evaluate import evaluate
+from instep.train.reading import Collate, read_chunks
+
+MetricsOfModel = Callable[[nn.Module, Any], dict[str, Any]]
+"""Returns the metrics of a batch, as a Task does."""
+
+
+def evaluation_sets(data: Any, collate: Collate | None) -> dict[str, Any]:
+    """Return the evaluation sets by name; the only one has none. A dict of columns is one set."""
+    if not isinstance(data, Mapping) or as_columns(data, samples_wanted=collate is not None) is not None:
+        return {"": data}
+    if not data or not all(isinstance(name, str) and name and "/" not in name for name in data):
+        raise TaskError(
+            f"eval_data returned a dict with the keys {list(data)!r:.80}. Give several sets names without a slash: "
+            '{"clean": dataset, "noisy": dataset}.'
+        )
+    return dict(data)
+
+
+def named_metrics(sets: Iterable[str], metrics: list[str]) -> list[str]:
+    """Return the names under which the metrics of these sets come out."""
+    return [f"{name}/{metric}" if name else metric for name in sets for metric in metrics]
+
+
+def evaluate_sets(
+    engine: Engine,
+    spec: TrainSpec,
+    step: int,
+    metrics: MetricsOfModel,
+    sets: Mapping[str, Any],
+    collate: Collate | None,
+) -> dict[str, float]:
+    """Compute metrics exactly over whole sets. Called on all ranks."""
+    scores: dict[str, float] = {}
+    for name, dataset in sets.items():
+        values = _evaluate_set(engine, spec, step, metrics, dataset, collate)
+        scores |= zip(named_metrics([name], list(values)), values.values(), strict=True)
+    return scores
+
+
+def _evaluate_set(
+    engine: Engine, spec: TrainSpec, step: int, metrics: MetricsOfModel, dataset: Any, collate: Collate | None
+) -> dict[str, float]:
+    model, pulse = engine.trained[0].model, here()
+    pulse.beat(Phase.EVALUATE)
+    engine.context.end_part()
+    with evaluating(model) as buffers, torch.no_grad(), engine.evaluation_noise(step) as seed_chunk:
+
+        def metrics_of(batch: Any) -> dict[str, Any]:
+            pulse.beat(Phase.EVALUATE)
+            seed_chunk()
+            with engine.precision.autocast():
+                values = metrics(model, batch)
+            buffers.restore()  # which chunks a rank has computed before must not matter, now or later
+            return values
+
+        chunks = read_chunks(engine, spec, dataset, collate)
+        return evaluate(metrics_of, chunks, engine.grid.data, spec.exact)
