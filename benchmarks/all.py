@@ -27,7 +27,7 @@ ON_CPU = {
     "exact_cost": ("--rounds", "4"),
     "network": ("--links", "1gbit", "10gbit"),
 }
-ON_GPU = {"gpt2_speed": (), "resnet_speed": (), "input": ("--device", "cuda")}
+ON_GPU = {"gpt2_speed": (), "resnet_speed": (), "peak_memory": (), "input": ("--device", "cuda")}
 QUICK = {
     "mnist_speed": ("--repeats", "1", "--epochs", "2", "--processes", "2"),
     "input": ("--rounds", "1", "--seconds", "3"),

@@ -49,7 +49,10 @@ def main():
         shown = [f"{middle[way]:.0f}" for way in ("plain:0", best, "instep")]
         rows.append([KINDS[kind], *shown, best.partition(":")[2], chosen, f"{ratio:.2f}", verdict])
         print(*rows[-1], sep="  ", flush=True)
-        values = {"DataLoader": middle["plain:0"], f"DataLoader, {best[6:]} workers (its best)": middle[best]}
+        values = {
+            "DataLoader": middle["plain:0"],
+            f"DataLoader, its best ({best[6:]} worker{'s' * (best[6:] != '1')})": middle[best],
+        }
         bars.append(Bars(f"Input, {KINDS[kind]}", "rows/s", {**values, "instep": middle["instep"]}, better="more"))
     header = [
         "rows a second",

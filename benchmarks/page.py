@@ -28,13 +28,17 @@ ORDER = [
         "exact_cost",
         "allreduce",
         "gpt2_speed",
+        "peak_memory",
+        "gpu_start",
         "resnet_speed",
         "input_gpu",
         "checkpoint_stall_gpu",
         "exact_cost_gpu",
     ),
 ]
-WIDTH, ROW, LEFT, RIGHT = 760, 26, 250, 90
+WIDTH, ROW, RIGHT = 760, 26, 90
+LETTER = 7.7
+"""The width of a letter, about: names of any length fit."""
 OURS, OTHERS, INK = "#d9480f", "#8aa0b4", "#1f2933"
 INTRODUCTION = """# Benchmarks
 
@@ -74,6 +78,7 @@ def draw(bars):
     """Return a picture of bars, the best first; instep's stand out."""
     rows = sorted(bars["values"].items(), key=lambda item: item[1], reverse=bars["better"] == "more")
     longest, height = max(bars["values"].values()), ROW * len(rows) + 46
+    left = max(120, round(LETTER * max(map(len, bars["values"])) + 20))
     better = f"{bars['unit']}, {'more' if bars['better'] == 'more' else 'less'} is better"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif">',
@@ -83,16 +88,21 @@ def draw(bars):
     ]
     for number, (name, value) in enumerate(rows):
         top = 38 + ROW * number
-        length = (WIDTH - LEFT - RIGHT) * value / longest
+        length = (WIDTH - left - RIGHT) * value / longest
         colour = OURS if name.startswith("instep") else OTHERS
         weight = ' font-weight="bold"' if name.startswith("instep") else ""
         label, middle = f'fill="{INK}" font-size="13"{weight}', top + 15
         parts += [
-            f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end" {label}>{html.escape(name)}</text>',
-            f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{ROW - 7}" fill="{colour}"/>',
-            f'<text x="{LEFT + length + 6:.1f}" y="{middle}" {label}>{value:.3g}</text>',
+            f'<text x="{left - 10}" y="{middle}" text-anchor="end" {label}>{html.escape(name)}</text>',
+            f'<rect x="{left}" y="{top}" width="{length:.1f}" height="{ROW - 7}" fill="{colour}"/>',
+            f'<text x="{left + length + 6:.1f}" y="{middle}" {label}>{number_text(value)}</text>',
         ]
     return "\n".join([*parts, "</svg>", ""])
+
+
+def number_text(value):
+    """Return a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":
