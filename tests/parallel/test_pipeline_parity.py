@@ -83,8 +83,9 @@ def test_no_rank_holds_the_whole_model(mesh: str) -> None:
         assert all(r[case]["num_parameters"] == reference()[case]["num_parameters"] for r in piped(mesh))
 
 
-def test_the_tied_weight_is_held_at_both_ends_under_its_first_name() -> None:
-    first, *middle, last = (rank[Case("tied")]["state"] for rank in piped("pp=4"))
+@pytest.mark.parametrize("mesh", ["pp=2", pytest.param("pp=4", marks=MARKS["pp=4"])])
+def test_the_tied_weight_is_held_at_both_ends_under_its_first_name(mesh: str) -> None:
+    first, *middle, last = (rank[Case("tied")]["state"] for rank in piped(mesh))
     assert {"embed.weight", "head.weight"} <= set(first)
     assert {"embed.weight", "head.weight"} <= set(last)
     assert all("embed.weight" not in state for state in middle)

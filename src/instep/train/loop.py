@@ -12,7 +12,7 @@ from torch import nn
 from instep.core.durations import Cadence
 from instep.core.errors import TaskError
 from instep.data.loader import first_rows
-from instep.events.schema import StepRecord
+from instep.events.schema import Record, StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.noise_patches import torchs_own_functions
@@ -22,7 +22,7 @@ from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
 from instep.train.scalars import loss_parts
 from instep.train.step import Step
-from instep.train.task import Task, overrides
+from instep.train.task import Task, field_names, overrides
 from instep.train.trial import copy_of, try_loss, try_metrics
 
 _EXAMPLE_ROWS = 2
@@ -34,6 +34,8 @@ class Loop:
     def __init__(self, run: Run, task: Task) -> None:
         self._run = run
         self._task = task
+        if "run_dir" not in field_names(type(task)):
+            object.__setattr__(task, "run_dir", run.directory.path)  # a Task may be frozen
         self._model, _ = run.prepare(
             lambda: _model_of(task),
             task.optimizer,
@@ -54,6 +56,13 @@ class Loop:
 
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
+        try:
+            self._train()
+        finally:
+            if self._run.status == "preempted":
+                self._report_saves()
+
+    def _train(self) -> None:
         run, task, model = self._run, self._task, self._model
         witness = run.engine.witness  # it reports itself what this would refuse
         if run.step == 0 and run.engine.strategy.calls_model and not run.stopped and witness is None:
@@ -89,13 +98,15 @@ class Loop:
         run.close_data()
         self._evaluate()
         run.save_last()
+        run.finish_saving()
+        self._report_saves()
 
     def _follow(self, step: Step, record: StepRecord) -> str:
         """Evaluate if due, and call the Task's hooks; return why to stop, or nothing."""
         if self._is_eval_due(step):
             record = replace(record, metrics=self._evaluate())
-        if self._run.is_main:
-            self._task.on_step(record)
+        self._call_hook(self._task.on_step, record)
+        self._report_saves()
         patience = self._run.patience
         if patience is not None and patience.is_over:
             return patience.describe()
@@ -103,6 +114,20 @@ class Loop:
             return ""
         stops = self._run.world.broadcast_object(bool(self._task.stop(record)) if self._run.is_main else None)
         return "the Task's stop() asked for it" if stops else ""
+
+    def _report_saves(self) -> None:
+        for record in self._run.take_saves():
+            self._call_hook(self._task.on_save, record)
+
+    def _call_hook(self, hook: Callable[[Any], object], record: Record) -> None:
+        """Call a hook of the Task on rank 0; what it raises says whose it is."""
+        if not self._run.is_main:
+            return
+        try:
+            hook(record)
+        except Exception as error:
+            error.add_note(f"Raised by {type(self._task).__name__}.{hook.__name__}(), which instep calls on rank 0.")
+            raise
 
     def _is_eval_due(self, step: Step) -> bool:
         if self._eval_data is None:
@@ -117,6 +142,8 @@ class Loop:
             self._evaluated_at = self._run.step
             prepare_metrics(vars(self._task).values(), self._run.world.device)
             self._run.evaluate(partial(_metrics, self._task), self._eval_data, self._task.collate)
+            assert self._run.evaluation is not None
+            self._call_hook(self._task.on_eval, self._run.evaluation)
         return self._run.metrics
 
     def _example(self) -> Call:

@@ -19,7 +19,7 @@ from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.loader import num_samples
 from instep.data.order import BatchPlan
-from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, StepRecord
+from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, SaveRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
@@ -82,6 +82,8 @@ class Run:
         """Of the newest step, the mean over its global batch."""
         self.metrics: dict[str, float] = {}
         """The newest evaluation's."""
+        self.evaluation: EvalRecord | None = None
+        """The newest one."""
         self._evaluated_at: int | None = None
         self.epoch_means = EpochMeans()
         self.patience = Patience.of(spec)
@@ -279,7 +281,8 @@ class Run:
                 trained.schedule.end_evaluation(scores, self.goal)
         if self.patience is not None:
             self.patience.take(scores)
-        self.log.write(EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6)))
+        self.evaluation = EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6))
+        self.log.write(self.evaluation)
         return scores
 
     def check_goals(self, metrics: Collection[str]) -> None:
@@ -309,6 +312,11 @@ class Run:
         """Take a checkpoint of this moment, unless this step's was taken already. Called on all ranks."""
         if not self._saver.is_saved(self.step):
             self.save()
+
+    def take_saves(self) -> list[SaveRecord]:
+        """Return the checkpoints that were completed since the last call; on rank 0."""
+        saves, self._saver.new_saves = self._saver.new_saves, []
+        return saves
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete."""

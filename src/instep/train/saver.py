@@ -122,6 +122,8 @@ class Saver:
         self._reserved = self._cadence == Cadence()  # nothing is saved before the end, when no step waits
         self._reserving = False
         self._background = Background()
+        self.new_saves: list[SaveRecord] = []
+        """Checkpoints that are complete, and were not reported to the Task."""
         self._best = self._best_so_far() if world.is_main else None
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this process has taken."""
@@ -342,6 +344,7 @@ class Saver:
             return error
         if saved is not None:
             self._log.write(saved)
+            self.new_saves.append(saved)
             self._choose_interval(saved.stall_s, saved.seconds)
         self._reserving = False
         return None

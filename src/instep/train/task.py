@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import dis
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from instep.core.errors import TaskError
-from instep.events.schema import StepRecord
+from instep.events.schema import EvalRecord, SaveRecord, StepRecord
 
 
 class Task:
@@ -81,11 +82,19 @@ class Task:
             in a path `*` stands for any one name.
             """
 
+    run_dir: Path | None = None
+    """The run's directory, once a training has begun."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; None: torch's default_collate."""
 
     def on_step(self, record: StepRecord) -> None:
         """Receive the record of each step; called on rank 0 only."""
+
+    def on_eval(self, record: EvalRecord) -> None:
+        """Receive the record of each evaluation; called on rank 0 only."""
+
+    def on_save(self, record: SaveRecord) -> None:
+        """Receive the record of each checkpoint that is complete on disk; called on rank 0 only."""
 
     def stop(self, record: StepRecord) -> bool:
         """Return whether to end the training early; called on rank 0 after each step, and all ranks follow."""
