@@ -160,6 +160,7 @@ def test_a_schedule_that_ends_is_not_extended(tmp_path: Path) -> None:
     [
         ({"patience": 2}, "patience=2 is for --stop-when"),
         ({"warmup": 5}, "warmup=5 belongs to a schedule by name"),
+        ({"stop_when": "noisy/eval_loss"}, "Write noisy/eval_loss:min"),
         ({"stop_when": "eval_loss:less"}, "stop_when='eval_loss:less' is not a metric"),
     ],
 )

@@ -101,7 +101,9 @@ class TrainSpec(LaunchSpec):
     )
     clip_norm: float | None = recipe_option(None, TRAINING, "clip the gradient's global norm to this value")
     lr_schedule: Literal["task", "constant", "cosine", "linear"] = recipe_option(
-        "task", TRAINING, "learning rate over the steps: the Task's own scheduler, or one by name, down to 0 at the end"
+        "task",
+        TRAINING,
+        "learning rate over the steps: the Task's own scheduler, or one by name; cosine and linear end at 0",
     )
     warmup: int = recipe_option(
         0, TRAINING, "with --lr-schedule: steps in which the learning rate rises to its value", at_least=0
@@ -207,7 +209,13 @@ class TrainSpec(LaunchSpec):
     def _check_schedule(self) -> None:
         """Raise SpecError for metrics that are none, and for options without the one that they belong to."""
         MetricGoal.parse("keep_best", self.keep_best)
-        if MetricGoal.parse("stop_when", self.stop_when) is None and self.patience != DEFAULT_PATIENCE:
+        goal = MetricGoal.parse("stop_when", self.stop_when)
+        if goal is not None and goal.name.endswith("loss") and goal.name == self.stop_when:
+            raise SpecError(
+                f"stop_when={self.stop_when} would end the run because its loss gets lower. Write {goal.name}:min, or "
+                f"{goal.name}:max if more is better."
+            )
+        if goal is None and self.patience != DEFAULT_PATIENCE:
             raise SpecError(f"patience={self.patience} is for --stop-when, and no metric is named. Add --stop-when.")
         if self.warmup and self.lr_schedule == "task":
             raise SpecError(

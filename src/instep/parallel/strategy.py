@@ -58,6 +58,7 @@ NO_HINTS = ModelHints()
 
 NUM_SCALARS = 8
 """How many scalars of one's own travel with the step's sums."""
+NO_SCALARS = (0.0,) * (2 * NUM_SCALARS)
 
 
 class StepSums(NamedTuple):
@@ -77,7 +78,7 @@ class StepSums(NamedTuple):
     """In exact mode: buffers that the shards changed."""
     num_new_scalars: float = 0.0
     """Scalars that have no slot below ([Note: Scalars])."""
-    scalars: tuple[float | torch.Tensor, ...] = (0.0,) * (2 * NUM_SCALARS)
+    scalars: tuple[float | torch.Tensor, ...] = NO_SCALARS
     """Of each scalar, its mean times its weight, and the weight."""
 
     def row(self) -> tuple[float | torch.Tensor, ...]:

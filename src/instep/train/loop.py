@@ -77,9 +77,9 @@ class Loop:
         is_watched = not run.compiled and not is_compiled(model)
         watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
-        evaluates = self._eval_data is not None and self._cadence != Cadence()
+        goal, evaluates = run.goal, self._eval_data is not None and self._cadence != Cadence()
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
-            check_schedule(run.engine.trained[0].schedule, run.goal, evaluates)
+            check_schedule(run.engine.trained[0].schedule, goal, evaluates)
             with contextlib.ExitStack() as watches:
                 if watch is not None:
                     watches.enter_context(watch)

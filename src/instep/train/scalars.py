@@ -19,7 +19,7 @@ import torch
 
 from instep.core.errors import TaskError
 from instep.events.schema import EpochRecord, StepRecord
-from instep.parallel.strategy import NUM_SCALARS, StepSums
+from instep.parallel.strategy import NO_SCALARS, NUM_SCALARS, StepSums
 from instep.world.world import World
 
 
@@ -80,7 +80,9 @@ class ScalarSums:
 
     def sums(self, first_row: int) -> tuple[float, tuple[Any, ...]]:
         """Return how many have no slot, and the slots of the rest; `first_row` is where this rank's rows begin."""
-        slots: list[Any] = [0.0] * (2 * NUM_SCALARS)
+        if not self._sums:  # most steps
+            return 0.0, NO_SCALARS
+        slots: list[Any] = [*NO_SCALARS]
         known = {name: 2 * number for number, name in enumerate(self._names[:NUM_SCALARS])}
         num_new = 0
         for number, (name, (total, weight)) in enumerate(self._sums.items()):
