@@ -85,6 +85,12 @@ class StepSums(NamedTuple):
         """Return all numbers, to be added up one by one: NUM_SUMS."""
         return *self[:-1], *self.scalars
 
+    def on_host(self) -> StepSums:
+        """Return the same numbers, those on a device as floats."""
+        if type(self.loss) is float and self.scalars is NO_SCALARS:  # most steps on CPU
+            return self
+        return self._replace(loss=float(self.loss), scalars=tuple(map(float, self.scalars)))
+
     @classmethod
     def of(cls, row: Sequence[float]) -> StepSums:
         """Return the sums of such rows."""

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.core.splitmix import mix64
+from instep.data.loader import GlobalBatch
 from instep.data.order import BatchPlan, PartPlan
 from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext
@@ -114,7 +115,7 @@ class Engine:
             trained.shard_buffers.begin_step()
         if self.spec.on_nan == "skip":
             self._buffers = SavedBuffers(trained.model for trained in self.trained)
-        if self.forward_state is not None:
+        if self.forward_state is not None and self.forward_state.is_needed:
             self.forward_state.begin_step([trained.model for trained in self.trained])
 
     def begin_last_backward(self) -> None:
@@ -125,10 +126,11 @@ class Engine:
         if len(self.trained) == 1:
             self.trained[0].reducer.begin_last_backward()
 
-    def end_forward(self, share: float) -> None:
-        """Agree on what the forward passes of a step have changed; this rank had `share` of its rows."""
-        if self.forward_state is not None:
-            self.forward_state.end_forward([trained.model for trained in self.trained], share)
+    def end_forward(self, batch: GlobalBatch) -> None:
+        """Agree on what the forward passes of a step over this batch have changed."""
+        if self.forward_state is not None and self.forward_state.is_needed:
+            own = sum(part.plan.num_rows for part in batch.parts if part.plan.counted)
+            self.forward_state.end_forward([trained.model for trained in self.trained], own / max(1, batch.size))
 
     def restore_buffers(self) -> None:
         """With on_nan=skip, undo what a step's forward passes left in buffers (running statistics)."""

@@ -52,6 +52,7 @@ class Loop:
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")
+        self._on_step = task.on_step if overrides(task, "on_step") else None
         self._evaluated_at = -1
 
     def run(self) -> None:
@@ -78,20 +79,22 @@ class Loop:
         watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
         goal, evaluates = run.goal, self._eval_data is not None and self._cadence != Cadence()
+        is_first = True
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
-            check_schedule(run.engine.trained[0].schedule, goal, evaluates)
-            with contextlib.ExitStack() as watches:
-                if watch is not None:
-                    watches.enter_context(watch)
-                if is_watched and state is not None and not state.is_checked:
-                    watches.enter_context(state.watch)
+            if is_first:
+                check_schedule(run.engine.trained[0].schedule, goal, evaluates)
+                with contextlib.ExitStack() as watches:
+                    if watch is not None:
+                        watches.enter_context(watch)
+                    if is_watched and state is not None and not state.is_checked:
+                        watches.enter_context(state.watch)
+                    step.compute(model, loss_of)
+            else:
                 step.compute(model, loss_of)
-                is_watched = False
             record = step.finish()
-            if watch is not None:
-                for text in watch.notices():
-                    run.notice(text)
-                watch = None
+            for text in watch.notices() if is_first and watch is not None else ():
+                run.notice(text)
+            is_first = False
             if reason := self._follow(step, record):
                 run.stop_early(reason)
                 break
@@ -105,7 +108,8 @@ class Loop:
         """Evaluate if due, and call the Task's hooks; return why to stop, or nothing."""
         if self._is_eval_due(step):
             record = replace(record, metrics=self._evaluate())
-        self._call_hook(self._task.on_step, record)
+        if self._on_step is not None:
+            self._call_hook(self._on_step, record)
         self._report_saves()
         patience = self._run.patience
         if patience is not None and patience.is_over:

@@ -39,6 +39,7 @@ from instep.train.scalars import LossParts, ScalarSums, loss_parts
 from instep.train.train_state import TrainState
 
 _HALVES = tuple(HALF_DTYPES.values())
+_NOTHING = nullcontext()
 
 
 class StepHooks(NamedTuple):
@@ -155,7 +156,7 @@ class Step:
         self.begin_gradient()
         if self._part is self._batch.parts[-1]:
             self._engine.begin_last_backward()
-        errors = raising_compile_errors() if self._engine.context.compiles else nullcontext()
+        errors = raising_compile_errors() if self._engine.context.compiles else _NOTHING
         with self._engine.precision.as_stored(), errors:
             if scale:
                 loss, scale = _wide(loss), scale * self._loss_factor
@@ -327,7 +328,7 @@ class Step:
                 self._scalars.arrive(arrived)
         is_weighted, is_counted = float(self._weighted is True), float(self._weighted is not None)
         parts = self._batch.parts if self._part is None else [self._part]
-        num_new, scalars = self._scalars.sums(min((part.plan.first_row for part in parts), default=0))
+        num_new, scalars = self._scalars.sums(parts)
         return StepSums(
             *(loss, self._weight_sum, is_weighted, is_counted, stop, save), num_new_scalars=num_new, scalars=scalars
         )
@@ -338,8 +339,7 @@ class Step:
         trained.reducer.begin_reduce()
         if not self._has_agreed:
             self._has_agreed = True
-            own = sum(part.plan.num_rows for part in self._batch.parts if part.plan.counted)
-            self._engine.end_forward(own / max(1, self._batch.size))
+            self._engine.end_forward(self._batch)
         apply = self._agree(trained)
         if apply:
             self._engine.begin_update()

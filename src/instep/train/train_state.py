@@ -208,7 +208,7 @@ class TrainState:
         return totals
 
     def _has_other_groups(self) -> bool:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
+        return sum([len(group["params"]) for group in self.optimizer.param_groups]) != len(self.reducer.parameters)
 
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
