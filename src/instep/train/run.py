@@ -274,7 +274,8 @@ class Run:
         if not self.engine.trained:
             raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
         begun, sets = time.monotonic(), evaluation_sets(dataset, collate)
-        scores = evaluate_sets(self.engine, self.spec, self.step, metrics, sets, collate)
+        model = self.engine.trained[0].model
+        scores = evaluate_sets(self.engine, model, self.spec, self.step, metrics, sets, collate)
         self.metrics, self._evaluated_at = scores, self.step
         for trained in self.engine.trained:
             if trained.schedule is not None:
