@@ -8,7 +8,7 @@ from typing import Any
 
 from instep.core.errors import SpecError, TaskError
 from instep.train.evaluation import evaluation_sets
-from instep.train.source import load_file
+from instep.train.source import module_of
 from instep.train.task import Task
 
 EVAL, TRAIN = "eval", "train"
@@ -51,7 +51,7 @@ def check_choice(data: Any) -> Any:
 
 
 def _call(path: Path, name: str) -> Any:
-    function = getattr(load_file(path), name, None)
+    function = getattr(module_of(path), name, None)
     if not callable(function):
         raise SpecError(f"data={path}:{name}: the file defines no function {name!r}. It returns a dataset.")
     return function()

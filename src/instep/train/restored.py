@@ -60,24 +60,24 @@ def restore_model(
     )
     built = strategy.build(lambda: model_of(task))
     model = spread_model(built, strategy, hints, engine.precision.prefers_channels_last)
-    for _ in range(_ATTEMPTS):
-        checkpoint = _agree_on_checkpoint(world, directory, name, notice)
-        problem = _load(engine, model, task, checkpoint)
-        if not problem:
+    for attempt in range(_ATTEMPTS):
+        found = _agree_on_checkpoint(world, directory, name, notice)
+        try:
+            checkpoint = open_on_all_ranks(world, directory, found)
+            assert checkpoint is not None
+            _load(engine, model, task, checkpoint)
             return RestoredModel(engine, model, checkpoint)
-        is_gone = world.broadcast_object(not checkpoint.path.exists())
-        if name is not None or not is_gone:
-            break
-    raise CheckpointError(
-        f"{checkpoint.path} cannot be loaded: {problem.rstrip('. ')}. Was the code changed since it was saved? "
-        f"The Task here is {type(task).__name__}."
-    )
+        except CheckpointError:  # on all ranks
+            is_gone = world.broadcast_object(found is not None and not found.path.exists())
+            if name is not None or not is_gone or attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _agree_on_checkpoint(
     world: World, directory: RunDirectory, name: str | None, notice: Callable[[str], None]
-) -> Checkpoint:
-    """Return the checkpoint that rank 0 has found and verified, opened on every rank. Called on all ranks."""
+) -> Checkpoint | None:
+    """Return on rank 0 the checkpoint that it has found and verified, or raise on all ranks. Called on all ranks."""
     found: Checkpoint | None = None
     problem = ""
     if world.is_main:
@@ -89,9 +89,7 @@ def _agree_on_checkpoint(
             problem = str(error)
     if problem := world.broadcast_object(problem):
         raise CheckpointError(problem)
-    opened = open_on_all_ranks(world, directory, found)
-    assert opened is not None
-    return opened
+    return found
 
 
 def _find(directory: RunDirectory, name: str | None) -> tuple[Checkpoint, list[str]]:
@@ -105,8 +103,8 @@ def _find(directory: RunDirectory, name: str | None) -> tuple[Checkpoint, list[s
     return newest, complaints
 
 
-def _load(engine: Engine, model: nn.Module, task: Task, checkpoint: Checkpoint) -> str:
-    """Load the weights, and what the Task keeps; return the first rank's problem, or nothing. Called on all ranks."""
+def _load(engine: Engine, model: nn.Module, task: Task, checkpoint: Checkpoint) -> None:
+    """Load the weights, and what the Task keeps; raise the first rank's problem on all ranks. Called on all ranks."""
     problem = ""
     try:
         load_saved(model, engine.strategy, checkpoint, "model")
@@ -118,4 +116,8 @@ def _load(engine: Engine, model: nn.Module, task: Task, checkpoint: Checkpoint) 
         raise
     except Exception as error:  # noqa: BLE001 - whatever its content leads to; raised by the caller, on all ranks
         problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return str(next(filter(None, engine.world.all_gather_object(problem)), ""))
+    if problem := next(filter(None, engine.world.all_gather_object(problem)), ""):
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be loaded: {problem.rstrip('. ')}. Was {type(task).__name__} changed since it "
+            "was saved?"
+        )

@@ -60,10 +60,19 @@ def file_of(cls: type) -> Path | None:
     """Return the file from which a class can be loaded by its name; None for one from a notebook or a function."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
-    if module is None or not file or vars(module).get(cls.__name__) is not cls:
+    if not file or cls.__qualname__ != cls.__name__ or not hasattr(module, cls.__name__):
         return None
     path = Path(file).resolve()
     return path if path.suffix == ".py" and path.is_file() else None
+
+
+def module_of(path: Path) -> types.ModuleType:
+    """Return the module of a file: the one that this program has imported, or a new one."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path.resolve():
+            return module
+    return load_file(path)
 
 
 def load_file(path: Path) -> types.ModuleType:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import enum
 import re
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -21,7 +22,7 @@ from instep.core.options import OptionScope, options_of
 from instep.core.spec import TrainSpec
 from instep.train.directory import plain_value
 from instep.train.result import best_checkpoint
-from instep.train.source import load_file, make_task, task_class
+from instep.train.source import make_task, module_of, task_class
 from instep.train.task import Task, fields_of
 
 
@@ -76,7 +77,7 @@ class TrainedRun:
                 f"{path}, which defined the run's Task {self.task_name}, is not there any more. Give --task FILE.py if "
                 "it was moved."
             )
-        cls = task_class(load_file(path), path, name)
+        cls = task_class(module_of(path), path, name)
         return self._with_fields(cls, assignments), path
 
     def _with_fields(self, cls: type[Task], assignments: Sequence[str]) -> Task:
@@ -92,9 +93,11 @@ class TrainedRun:
 
     def checkpoint_named(self, choice: str) -> str | None:
         """Return the name of the checkpoint that `best`, `best:METRIC` or a step means; None for `last`."""
+        path, names = self.directory.path, self.directory.names()
+        if not names:
+            raise CheckpointError(f"{path} has no checkpoint yet. Wait until the training has saved one.")
         if choice == "last":
             return None
-        path, names = self.directory.path, self.directory.names()
         if choice == "best" or choice.startswith("best:"):
             kept = best_checkpoint(path, choice.partition(":")[2] or True)
             return kept.name
@@ -110,17 +113,16 @@ class TrainedRun:
 
 def value_of(name: str, recorded: Any, kind: Any, default: Any) -> Any:
     """Return the value of a field from what spec.json holds of it: the one that would be recorded as this."""
-    candidates = [default, *_readings(recorded, kind), recorded]
-    for value in candidates:
+    for value in (default, *_readings(recorded, kind)):
         if value is not MISSING and type(plain_value(value)) is type(recorded) and plain_value(value) == recorded:
             return value
     raise SpecError(f"the run's {name} was {recorded!r:.60}, which {SPEC} cannot hold whole. Give {name}=VALUE.")
 
 
 def _readings(recorded: Any, kind: Any) -> list[Any]:
-    """Return what a recorded text may stand for; a field that may be a text is one."""
-    if not isinstance(recorded, str) or str in (kind, *typing.get_args(kind)):
-        return []
+    """Return what a recorded value may stand for; that of a field that may be a text is one."""
+    if not isinstance(recorded, str) or _may_be(recorded, kind):
+        return [recorded]
     readings: list[Any] = []
     try:
         readings.append(ast.literal_eval(recorded))
@@ -130,6 +132,15 @@ def _readings(recorded: Any, kind: Any) -> list[Any]:
     for part in (kind, *typing.get_args(kind)):
         readings += list(part) if isinstance(part, enum.EnumMeta) else []
     return readings
+
+
+def _may_be(text: str, kind: Any) -> bool:
+    """Return whether a text is a value of an annotated type."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return text in arguments
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return kind in (str, Any) or (is_union and any(_may_be(text, part) for part in arguments))
 
 
 def _texts(literal: str) -> list[str]:
