@@ -69,8 +69,8 @@ def conduct(
         processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
         for text in judge_place(place, processes, spec.max_nodes):
             say(f"notice: {text}")
-        if place.launched and not _is_launcher(spec, processes, place):
-            _refuse_other_size(spec, processes, place)
+        if place.launched and not is_launcher(spec, processes, place):
+            refuse_other_size(spec, processes, place)
             return _be_a_rank(task, spec, place, command)
         if processes == 1 and spec.max_nodes == 1 and not supervised:
             return _be_a_rank(task, spec, place, command)
@@ -107,7 +107,7 @@ def _start(
     return launcher.run(job)
 
 
-def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
+def is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
     """Return whether a scheduler started this process to launch the ranks of a node, not to be one."""
     if place.launcher == "torchrun":
         return False
@@ -233,7 +233,8 @@ def _readers(spec: TrainSpec, speaks: bool) -> list[str]:
     return ["terminal"] if speaks and not spec.quiet else []
 
 
-def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
+def refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
+    """Raise SpecError if `-n` contradicts the world that another launcher has launched."""
     if processes not in (1, place.world_size, place.local_world_size):
         raise SpecError(
             f"-n {spec.processes} contradicts the world that {place.launcher} launched, which has {place.world_size} "

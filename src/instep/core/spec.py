@@ -43,7 +43,7 @@ class TrainSpec(LaunchSpec):
         "", NODES, "with --on ray: HOST:PORT of a cluster, or auto to find it; empty: start a new one"
     )
     max_restarts: int = operational_option(
-        3, FAILURES, "restarts allowed after a failure; progress resets the count", at_least=0
+        3, FAILURES, "restarts allowed after a failure; progress resets the count", at_least=0, in_evaluate=True
     )
     epochs: int | None = operational_option(
         None, TRAINING, "passes over the training data (3, unless --steps is given)", at_least=1
@@ -61,10 +61,14 @@ class TrainSpec(LaunchSpec):
         None, NUMBERS, "with --exact: shards that a batch is split into (16, or the batch size)", at_least=1
     )
     strategy: str = operational_option(
-        "auto", PROCESSES, "how the model is distributed; auto: ddp, or single (docs/strategies.md)", choices=STRATEGIES
+        "auto",
+        PROCESSES,
+        "how the model is distributed; auto: ddp, or single (docs/strategies.md)",
+        choices=STRATEGIES,
+        in_evaluate=True,
     )
     mesh: str | None = operational_option(
-        None, PROCESSES, "a combination of strategies: dp=2,fsdp=2,tp=2,pp=2", metavar="AXIS=N,…"
+        None, PROCESSES, "a combination of strategies: dp=2,fsdp=2,tp=2,pp=2", metavar="AXIS=N,…", in_evaluate=True
     )
     reshard: bool = operational_option(
         True, PROCESSES, "with fsdp: free a block's parameters after its forward pass; off: keep them for backward"
@@ -85,7 +89,11 @@ class TrainSpec(LaunchSpec):
         None, PROCESSES, "micro-batches of a pipeline (4 per stage, if there are enough rows)", at_least=1
     )
     comm: Literal["auto", "shared-memory", "gloo"] = operational_option(
-        "auto", PROCESSES, "how processes on CPU communicate; auto: shared memory, or gloo", in_verify=True
+        "auto",
+        PROCESSES,
+        "how processes on CPU communicate; auto: shared memory, or gloo",
+        in_verify=True,
+        in_evaluate=True,
     )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = recipe_option(
         "auto", NUMBERS, "precision of the layers; auto: bf16 on GPUs that support it, or fp32 (docs/precision.md)"
@@ -157,6 +165,7 @@ class TrainSpec(LaunchSpec):
         at_least=0,
         per_node=True,
         in_verify=True,
+        in_evaluate=True,
     )
     run_dir: str | None = output_option(None, SAVING, "the run's directory; an unfinished run in it is continued")
     fresh: bool = output_option(False, SAVING, "start over: an earlier run in --run-dir is moved aside", "--fresh")
@@ -169,8 +178,9 @@ class TrainSpec(LaunchSpec):
         "print the Result as one line of JSON, and everything else to standard error",
         "--json",
         in_verify=True,
+        in_evaluate=True,
     )
-    quiet: bool = output_option(False, OUTPUT, "no progress display", "--quiet", in_verify=True)
+    quiet: bool = output_option(False, OUTPUT, "no progress display", "--quiet", in_verify=True, in_evaluate=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

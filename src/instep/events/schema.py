@@ -64,6 +64,14 @@ class NodeRecord(Record, event="node"):
     """Of all installed packages, with their versions."""
 
 
+class RowsRecord(Record, event="rows"):
+    """How far an evaluation or a prediction of its own is; not in the log of a training."""
+
+    num_rows: int
+    """Computed so far by all ranks, as far as rank 0 knows."""
+    total_rows: int
+
+
 class PlanRecord(Record, event="plan"):
     """What this process is going to do, and from which step."""
 

@@ -1,31 +1,22 @@
 """Train a Task: the loop that a person would write, with `instep.start`'s run."""
 
 import contextlib
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from instep.core.durations import Cadence
-from instep.core.errors import TaskError
-from instep.data.loader import first_rows
 from instep.events.schema import Record, StepRecord
-from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
-from instep.parallel.noise_patches import torchs_own_functions
 from instep.train.compile import is_compiled
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
-from instep.train.scalars import loss_parts
 from instep.train.step import Step
 from instep.train.task import Task, field_names, overrides
+from instep.train.task_calls import example_of, method_of, metrics_of, model_of
 from instep.train.trial import copy_of, try_loss, try_metrics
-
-_EXAMPLE_ROWS = 2
 
 
 class Loop:
@@ -37,17 +28,17 @@ class Loop:
         if "run_dir" not in field_names(type(task)):
             object.__setattr__(task, "run_dir", run.directory.path)  # a Task may be frozen
         self._model, _ = run.prepare(
-            lambda: _model_of(task),
+            lambda: model_of(task),
             task.optimizer,
             task.scheduler if overrides(task, "scheduler") else None,
-            self._example,
-            _method(task, "layers"),
-            _method(task, "tensor_plan"),
-            _method(task, "blocks"),
+            partial(example_of, task, run.spec.seed),
+            method_of(task, "layers"),
+            method_of(task, "tensor_plan"),
+            method_of(task, "blocks"),
         )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
-        if (rules := _method(task, "sync_buffers")) is not None:
+        if (rules := method_of(task, "sync_buffers")) is not None:
             run.sync_buffers(rules())
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
@@ -70,7 +61,7 @@ class Loop:
             try_loss(run, task, model, self._train_data)
             if self._eval_data is not None:
                 prepare_metrics(vars(task).values(), run.world.device)
-                try_metrics(run, partial(_metrics, copy_of(task)), self._eval_data, task.collate)
+                try_metrics(run, partial(metrics_of, copy_of(task)), self._eval_data, task.collate)
         if witness is not None and run.step == 0:
             self._evaluate()
         loss_of = run.compile_loss(task.loss)
@@ -145,55 +136,7 @@ class Loop:
         if self._eval_data is not None and self._evaluated_at != self._run.step:
             self._evaluated_at = self._run.step
             prepare_metrics(vars(self._task).values(), self._run.world.device)
-            self._run.evaluate(partial(_metrics, self._task), self._eval_data, self._task.collate)
+            self._run.evaluate(partial(metrics_of, self._task), self._eval_data, self._task.collate)
             assert self._run.evaluation is not None
             self._call_hook(self._task.on_eval, self._run.evaluation)
         return self._run.metrics
-
-    def _example(self) -> Call:
-        """Return the arguments that the model is called with, for the first rows of the data."""
-        batch = first_rows(self._task.train_data(), _EXAMPLE_ROWS, self._task.collate, self._run.spec.seed)
-        return call_of(self._task.loss, batch)
-
-
-def _model_of(task: Task) -> nn.Module:
-    with torchs_own_functions():  # which torch.jit.script knows
-        model = task.model()
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"{type(task).__name__}.model() gave a {type(model).__name__}; a torch.nn.Module is needed.")
-    return model
-
-
-def _metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a Task's metrics, with its loss as one of them."""
-    once = _Once(model)
-    (mean, weight, scalars), values = loss_parts(task.loss(once, batch)), task.metrics(once, batch)
-    if not isinstance(values, Mapping):
-        raise TaskError(f"metrics returned a {type(values).__name__}; a dict of metrics by name is needed.")
-    of_loss = {"loss": mean, **(scalars or {})}
-    return {**{f"eval_{name}": (value, weight) for name, value in of_loss.items()}, **values}
-
-
-def _method(task: Task, name: str) -> Callable[..., Any] | None:
-    method = getattr(task, name, None)
-    return method if callable(method) else None  # a hyper-parameter of that name is a number
-
-
-class _Once:
-    """A model that remembers its last answer: loss and metrics of one batch ask for the same."""
-
-    training = False
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._arguments: tuple[Any, ...] | None = None
-        self._output: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        known, arguments = self._arguments, (*positional, *named, *named.values())
-        if known is None or len(known) != len(arguments) or not all(map(operator.is_, known, arguments)):
-            self._arguments, self._output = arguments, self._model(*positional, **named)
-        return self._output

@@ -100,17 +100,22 @@ def load_model(task: Task, path: str | Path, *, best: bool | str = False) -> nn.
     """
     model, path = task.model(), Path(path)
     if best:
-        kept = _best_of(path, best)
-        if kept is None:
-            known = sorted({name for scores in RunDirectory(path).scores().values() for name in scores})
-            asked = "it was trained without --keep-best, or not evaluated" if best is True else f"none has {best!r}"
-            raise CheckpointError(
-                f"{path} has no best checkpoint: {asked}. Metrics of its checkpoints, for best=…: "
-                f"{', '.join(known) or 'none'}."
-            )
-        path = kept
+        path = best_checkpoint(path, best)
     model.load_state_dict(load_weights(path))
     return model.eval()
+
+
+def best_checkpoint(run_dir: Path, best: bool | str = True) -> Path:
+    """Return the best checkpoint of a run, as `_best_of` does; raise CheckpointError if there is none."""
+    kept = _best_of(run_dir, best)
+    if kept is None:
+        known = sorted({name for scores in RunDirectory(run_dir).scores().values() for name in scores})
+        asked = "it was trained without --keep-best, or not evaluated" if best is True else f"none has {best!r}"
+        raise CheckpointError(
+            f"{run_dir} has no best checkpoint: {asked}. Metrics of its checkpoints, for best=…: "
+            f"{', '.join(known) or 'none'}."
+        )
+    return kept
 
 
 def _best_of(run_dir: Path, best: bool | str) -> Path | None:

@@ -31,6 +31,7 @@ from instep.train.engine import Engine, Witness
 from instep.train.evaluation import evaluate_sets, evaluation_sets
 from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.origin import describe_refusal, find_origin, lost_weights
+from instep.train.own_evaluation import OwnEvaluation
 from instep.train.patience import Patience
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
@@ -42,7 +43,7 @@ from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
 
-class Run:
+class Run(OwnEvaluation):
     """One training, seen from one rank.
 
     `own_loop`: it is a loop of one's own, so that `steps` completes the spec and writes spec.json.
@@ -195,6 +196,7 @@ class Run:
         for batch in reader.batches(self.step, num_steps):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
             step = Step(engine, batch, ends_epoch, batch.size == full_batch, self._hooks)
+            self._begin_gather(batch.parts)
             yield step
             for sentence in reader.new_notices():
                 self.notice(sentence)
@@ -274,7 +276,8 @@ class Run:
         if not self.engine.trained:
             raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
         begun, sets = time.monotonic(), evaluation_sets(dataset, collate)
-        scores = evaluate_sets(self.engine, self.spec, self.step, metrics, sets, collate)
+        model = self.engine.trained[0].model
+        scores = evaluate_sets(self.engine, model, self.spec, self.step, metrics, sets, collate)
         self.metrics, self._evaluated_at = scores, self.step
         for trained in self.engine.trained:
             if trained.schedule is not None:

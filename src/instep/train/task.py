@@ -69,6 +69,12 @@ class Task:
             tensor, or a tuple of tensors.
             """
 
+        def predict(self, model: Callable[..., Any], batch: Any) -> Any:
+            """Return what `instep predict` writes for a batch: a tensor with a row for each sample, or a dict of them.
+
+            Without it, that is what the model returns when `loss` calls it.
+            """
+
         def sync_buffers(self) -> Mapping[str, str]:
             """Return how ranks agree on buffers that the model changes in its forward pass, by name or pattern.
 

@@ -62,9 +62,7 @@ class TrainState:
         """What regional compilation compiles, in words."""
         self._blocks = [block for _, block in blocks_of(model, hints.blocks)] if strategy.compiles_blocks else []
         self._block_names = count_by_class(self._blocks)
-        self.model = strategy.spread(model, hints)
-        if channels_last and strategy.allows_channels_last:
-            use_channels_last(self.model)
+        self.model = spread_model(model, strategy, hints, channels_last)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
             raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")
@@ -139,13 +137,7 @@ class TrainState:
         self._choose_form()
 
     def _load_model(self, checkpoint: Checkpoint, part: str) -> None:
-        has_all = self.strategy.has_all_names
-        own = self.model.state_dict()
-        saved = reshard(checkpoint.stored(part), own, not has_all)
-        for name, tensor in own.items():
-            if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
-                raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")
-        self.model.load_state_dict(saved)
+        load_saved(self.model, self.strategy, checkpoint, part)
 
     def _choose_form(self) -> None:
         """Set the form of the optimizer that was chosen; a checkpoint may hold another one."""
@@ -253,6 +245,24 @@ def _check_types(owner: Any, saved: Any, fresh: Any) -> None:
     """Raise ValueError if a state of torch's own classes, whose values keep their types, has another type."""
     if type(owner).__module__.startswith("torch.optim") and (text := find_other_type(saved, fresh)):
         raise ValueError(text)
+
+
+def spread_model(model: nn.Module, strategy: Strategy, hints: ModelHints, channels_last: bool) -> nn.Module:
+    """Distribute a model, and choose the memory format of its convolutions. Called on all ranks."""
+    model = strategy.spread(model, hints)
+    if channels_last and strategy.allows_channels_last:
+        use_channels_last(model)
+    return model
+
+
+def load_saved(model: nn.Module, strategy: Strategy, checkpoint: Checkpoint, part: str) -> None:
+    """Load what this rank holds of a model from a part of a checkpoint."""
+    own = model.state_dict()
+    saved = reshard(checkpoint.stored(part), own, not strategy.has_all_names)
+    for name, tensor in own.items():
+        if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
+            raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")
+    model.load_state_dict(saved)
 
 
 def load_first_weights(model: nn.Module, source: Path) -> None:
