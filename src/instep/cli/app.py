@@ -23,6 +23,7 @@ COMMANDS = {
     "submit": ("instep.cli.app:submit", "Submit a training to SLURM or Kubernetes."),
     "jobs": ("instep.cli.jobs:jobs", "List the SLURM jobs that you submitted with instep, and their progress."),
     "cancel": ("instep.cli.jobs:cancel", "Cancel SLURM jobs, and wait until they have ended."),
+    "track": ("instep.cli.track:track", "Send a run to trackers: csv, mlflow, tensorboard, trackio, wandb."),
     "checkpoints": ("instep.cli.checkpoints:checkpoints", "List, verify, prune or export the checkpoints of a run."),
 }
 SUBMIT_COMMANDS = {
