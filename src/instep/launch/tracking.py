@@ -39,7 +39,8 @@ class Tracking:
     ) -> None:
         self._run_dir, self._say, self._is_quiet = run_dir, say, is_quiet
         self._trackers = [TrackerProcess(run_dir, name, once=False, hang_s=hang_s) for name in names]
-        self._retry_at = dict.fromkeys(names, 0.0)
+        self._retry_at: dict[str, float] = {}
+        """Of trackers that have failed."""
         self._named: set[str] = set()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="instep-trackers", daemon=True)
@@ -65,8 +66,14 @@ class Tracking:
     def _watch(self) -> None:
         while not self._ending.wait(_POLL_S):
             for tracker in self._trackers:
-                self._look_at(tracker)
-                if not tracker.is_running and time.monotonic() >= self._retry_at[tracker.name]:
+                tracker.poll()
+                if tracker.is_running:
+                    continue
+                if tracker.name not in self._retry_at:
+                    self._retry_at[tracker.name] = time.monotonic() + RETRY_S
+                    self._name_failure(tracker)
+                elif time.monotonic() >= self._retry_at[tracker.name]:
+                    del self._retry_at[tracker.name]
                     tracker.start()
 
     def _finish(self) -> None:
@@ -78,21 +85,18 @@ class Tracking:
                 said = True
                 self._say(f"sending the rest to {', '.join(names)}: {END_S:.0f} s at most …")
             for tracker in self._trackers:
+                tracker.poll()
                 if tracker.is_running and tracker.quiet_s >= QUIET_S:
                     tracker.end(f"it made no progress for {QUIET_S:.0f} s after the end of the run")
                 elif tracker.is_running and time.monotonic() - begun >= END_S:
                     tracker.end(f"it has not sent everything within {END_S:.0f} s after the end of the run")
-                self._look_at(tracker)
             time.sleep(_POLL_S / 4)
+        for tracker in self._trackers:
+            self._name_failure(tracker)
 
-    def _look_at(self, tracker: TrackerProcess) -> None:
-        """Take in what a tracker reports; name a failure, once."""
-        tracker.poll()
-        if tracker.is_running or not tracker.error:
-            return
-        if self._retry_at[tracker.name] <= time.monotonic():
-            self._retry_at[tracker.name] = time.monotonic() + RETRY_S
-        if tracker.name not in self._named:
+    def _name_failure(self, tracker: TrackerProcess) -> None:
+        """Say what went wrong with a tracker, if anything did, and only once."""
+        if tracker.error and tracker.name not in self._named:
             self._named.add(tracker.name)
             self._say(
                 f"instep: the tracker {tracker.name} has failed: {tracker.error.rstrip('.')}. The training is not "

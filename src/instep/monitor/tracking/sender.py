@@ -82,8 +82,7 @@ class Sender:
             )
         )
         is_same = self._note.identity == self._tracker.identity
-        sent = self._tracker.sent() if is_same else {}
-        steps = self._note.steps if sent is None else sent
+        steps = {**self._note.steps, **self._tracker.sent()} if is_same else {}
         num_events, num_incidents = (self._note.num_events, self._note.num_incidents) if is_same else (0, 0)
         identity, where = self._tracker.identity, self._tracker.where
         self._write_note(identity=identity, where=where, steps=steps, num_incidents=num_incidents)

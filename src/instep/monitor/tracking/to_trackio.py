@@ -40,10 +40,10 @@ class TrackioTracker(Tracker):
             auto_log_cpu=False,
         )
 
-    def sent(self) -> dict[str, int] | None:
+    def sent(self) -> dict[str, int]:
         """Return the newest steps in the local database."""
         if not self._is_local:
-            return None
+            return {}
         steps = dict.fromkeys(KINDS, 0)
         for entry in self._trackio.SQLiteStorage.get_logs(self._project, self._name):
             for kind in {name.partition("/")[0] for name in entry} & {*steps}:

@@ -21,7 +21,7 @@ class WandbTracker(Tracker):
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         self._is_offline, self._folder = mode == "offline", run.path / "wandb"
         self.identity = {"id": run.key, "mode": mode}
-        self._sent = self._read_back(run.key) if run.identity and self._is_offline else None
+        self._sent = self._read_back(run.key) if self._is_offline else {}
         # No process statistics, code or console: nothing is sent that the event log does not have.
         settings = wandb.Settings(
             mode=mode, silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True
@@ -37,11 +37,11 @@ class WandbTracker(Tracker):
         )
         self.where = str(self._folder) if self._is_offline else str(self._run.url)
 
-    def sent(self) -> dict[str, int] | None:
-        """Return the newest steps in the files of earlier processes, or of the server's history."""
+    def sent(self) -> dict[str, int]:
+        """Return the newest steps in the files of earlier processes, or the newest one of the server's history."""
         if self._is_offline:
-            return self._sent or {}
-        return dict.fromkeys(KINDS, self._run.step - 1) if self._run.resumed and self._run.step else {}
+            return self._sent
+        return {"train": self._run.step - 1} if self._run.resumed and self._run.step else {}
 
     def send(self, rows: Sequence[Row]) -> None:
         """Log rows, each under its step."""

@@ -82,9 +82,9 @@ class Tracker(ABC):
     identity: dict[str, str]
     """What the constructor needs to continue this run later."""
 
-    def sent(self) -> dict[str, int] | None:
-        """Return the newest step by kind that the backend has; None: it cannot be asked, and what was noted counts."""
-        return None
+    def sent(self) -> dict[str, int]:
+        """Return the newest step by kind that the backend has; of kinds that it cannot say, what was noted counts."""
+        return {}
 
     @abstractmethod
     def send(self, rows: Sequence[Row]) -> None:
