@@ -19,11 +19,13 @@ from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.core.topology import Place
+from instep.core.trackers import require_trackers
 from instep.events.read import was_stopped
 from instep.launch.failures import describe
 from instep.launch.launcher import Launcher, LaunchJob, find_launcher
 from instep.launch.logs import LogPlan
 from instep.launch.processes import check_process_count
+from instep.launch.tracking import Tracking
 from instep.monitor.follow import Follower
 from instep.monitor.progress import duration, metrics_text
 from instep.train.directory import agree_on_directory, prepare_directory
@@ -62,6 +64,7 @@ def conduct(
     if spec.hosts:
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
     check_fields(task)
+    require_trackers(spec.trackers)
     place = place_here()
     spec = resolve_precision(spec, place.device)
     launcher = find_launcher(spec)
@@ -125,6 +128,7 @@ def _launch_ranks(
             return done
         with (
             _interruptions_explained(directory, again),
+            Tracking(directory.path, spec.trackers if speaks else (), say, spec.quiet),
             Follower(directory.path, _readers(spec, speaks)) as follower,
         ):
             output = follower.stream(sys.stderr if spec.json else sys.stdout)
@@ -155,6 +159,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place, command: Sequence[str]
                 return done
             with (
                 _interruptions_explained(directory, again),
+                Tracking(directory.path, spec.trackers if world.is_main else (), say, spec.quiet),
                 Follower(directory.path, _readers(spec, world.is_main)) as follower,
                 follower.quiet_at_prompts(),
             ):

@@ -27,6 +27,7 @@ from instep.core.options import (
     output_option,
     recipe_option,
 )
+from instep.core.trackers import parse_trackers
 
 DEFAULT_SHARDS = 16
 DEFAULT_PATIENCE = 3
@@ -167,6 +168,13 @@ class TrainSpec(LaunchSpec):
         in_verify=True,
         in_evaluate=True,
     )
+    track: str | None = operational_option(
+        None,
+        OUTPUT,
+        "send the run's numbers to trackers: csv, mlflow, tensorboard, trackio, wandb (docs/trackers.md). They never "
+        "delay the training; at its end the command waits for them for up to a minute",
+        metavar="NAME,…",
+    )
     run_dir: str | None = output_option(None, SAVING, "the run's directory; an unfinished run in it is continued")
     fresh: bool = output_option(False, SAVING, "start over: an earlier run in --run-dir is moved aside", "--fresh")
     preempted_exit: int = node_option(
@@ -215,6 +223,7 @@ class TrainSpec(LaunchSpec):
             )
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
+        parse_trackers(self.track)
 
     def _check_schedule(self) -> None:
         """Raise SpecError for metrics that are none, and for options without the one that they belong to."""
@@ -266,6 +275,11 @@ class TrainSpec(LaunchSpec):
                     f"{name}={value} is for a pipeline, and there is none. Add --strategy pipeline, or --mesh with "
                     "pp=2 or more."
                 )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `track`."""
+        return parse_trackers(self.track)
 
     @property
     def num_shards(self) -> int:
