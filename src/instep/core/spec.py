@@ -100,6 +100,12 @@ class TrainSpec(LaunchSpec):
         False, PROCESSES, "save memory: compute the model's repeated blocks again in the backward pass"
     )
     clip_norm: float | None = recipe_option(None, TRAINING, "clip the gradient's global norm to this value")
+    ema: float | None = recipe_option(
+        None,
+        TRAINING,
+        "keep an exponential moving average of the weights with this decay (0.999), and evaluate with it",
+        metavar="DECAY",
+    )
     lr_schedule: Literal["task", "constant", "cosine", "linear"] = recipe_option(
         "task",
         TRAINING,
@@ -189,6 +195,8 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"preempted_exit={self.preempted_exit} is not an exit code. Use 0 to 255.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient to zero. Use a number above 0.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise SpecError(f"ema={self.ema} is not a decay. Use a number between 0 and 1, such as 0.999.")
         if self.compile and self.recompute:
             raise SpecError("compile and recompute cannot be combined: recomputed blocks are not compiled. Give one.")
         self._check_schedule()

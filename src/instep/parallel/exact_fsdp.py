@@ -87,5 +87,8 @@ class ExactFsdp(Exact):
         self._models |= {id(p): model for p in model.parameters()}
         return model
 
+    def rest(self, model: nn.Module) -> None:
+        self._sharding.rest(model)
+
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return ExactShardedReducer(self._models[id(parameters[0])], parameters, self.grid, self.context)

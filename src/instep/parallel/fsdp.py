@@ -186,6 +186,11 @@ class Fsdp(Strategy):
             offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
         )
 
+    def rest(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return ShardedReducer(parameters, self.grid, self._order)
 

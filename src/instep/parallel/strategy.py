@@ -253,6 +253,9 @@ class Strategy(ABC):
         compile_blocks(blocks or [model], self.context)
         return bool(blocks)
 
+    def rest(self, model: nn.Module) -> None:  # noqa: B027 - most models always are
+        """Bring a model to rest: its parameters are what this rank holds between two steps. Issues no collectives."""
+
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are distributed."""
         for group in optimizer.param_groups:

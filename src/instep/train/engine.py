@@ -229,6 +229,8 @@ class Engine:
         sentences = list(self.strategy.notices(max(1, rows)))
         if choices := self._describe_choices(compiled):
             sentences.append(choices)
+        if spec.ema is not None:
+            sentences.append(f"ema={spec.ema:g}: evaluations use the averaged weights; checkpoints hold both.")
         if spec.recompute and not any(trained.recomputed for trained in self.trained):
             sentences.append("recompute: the model has no repeated blocks, so nothing is computed twice.")
         modules = (module for trained in self.trained for module in trained.model.modules())

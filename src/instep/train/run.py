@@ -24,6 +24,7 @@ from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
+from instep.train.average import evaluated_weights
 from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, progress_part, rng_part
 from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
@@ -140,6 +141,7 @@ class Run:
             recompute=self.spec.recompute,
             exact=self.spec.exact,
             channels_last=self.engine.precision.prefers_channels_last,
+            ema=self.spec.ema,
         )
         self._saver.restore(*trained.parts())
         self.engine.trained.append(trained)
@@ -268,13 +270,21 @@ class Run:
         self._pulse.begin_steps(self.step)
 
     def evaluate(
-        self, metrics: Callable[[nn.Module, Any], dict[str, Any]], dataset: Any, collate: Collate | None = None
+        self,
+        metrics: Callable[[nn.Module, Any], dict[str, Any]],
+        dataset: Any,
+        collate: Collate | None = None,
+        ema: bool | None = None,
     ) -> dict[str, float]:
-        """Compute metrics exactly over a whole set, or a dict of sets; `metrics(model, batch)` as in a Task."""
+        """Compute metrics exactly over a whole set, or a dict of sets; `metrics(model, batch)` as in a Task.
+
+        With the averaged weights where the run keeps them; `ema=False`: with the weights themselves.
+        """
         if not self.engine.trained:
             raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
         begun, sets = time.monotonic(), evaluation_sets(dataset, collate)
-        scores = evaluate_sets(self.engine, self.spec, self.step, metrics, sets, collate)
+        with evaluated_weights(self.engine.trained[0].average, ema):
+            scores = evaluate_sets(self.engine, self.spec, self.step, metrics, sets, collate)
         self.metrics, self._evaluated_at = scores, self.step
         for trained in self.engine.trained:
             if trained.schedule is not None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.manifest import EMA
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.checkpoint.state_tree import find_other_type
@@ -21,6 +22,7 @@ from instep.parallel.memory_format import use_channels_last
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
+from instep.train.average import WeightAverage
 from instep.train.checkpoint_part import CheckpointPart
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
@@ -50,6 +52,7 @@ class TrainState:
         recompute: bool = False,
         exact: bool = False,
         channels_last: bool = False,
+        ema: float | None = None,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
@@ -78,6 +81,7 @@ class TrainState:
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
+        self.average = None if ema is None else WeightAverage(self.model, strategy, ema)
         self._names = Names(self.model)
         self._restored_groups: list[dict[str, Any]] = []
         self.reducer = strategy.reducer(self._in_groups())
@@ -107,10 +111,15 @@ class TrainState:
     def parts(self) -> list[CheckpointPart]:
         """Return the checkpoint parts of the model and the optimizer, in the order in which they are saved."""
         # The model first: its state_dict brings a sharded model to rest.
-        return [
+        parts = [
             self._part("model", lambda: self.model.state_dict(), self._load_model),
             self._part("optimizer", lambda: by_name(self.optimizer, self._own_names()), self._load_optimizer),
         ]
+        if (average := self.average) is not None:
+            parts.append(
+                self._part(EMA, average.state, lambda checkpoint, part: average.restore(checkpoint.stored(part)))
+            )
+        return parts
 
     def _part(
         self, kind: str, save: Callable[[], Any], load: Callable[[Checkpoint, str], None], on_all_ranks: bool = True
@@ -216,6 +225,8 @@ class TrainState:
     def end_update(self, applied: bool, ends_epoch: bool) -> None:
         """Note that this step has updated the model, or chose not to, and step the schedule."""
         self.updated = True
+        if self.average is not None and applied:
+            self.average.update()
         if self.schedule is not None:
             self.schedule.end_update(applied, ends_epoch)
 
