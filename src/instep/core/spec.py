@@ -100,6 +100,15 @@ class TrainSpec(LaunchSpec):
         False, PROCESSES, "save memory: compute the model's repeated blocks again in the backward pass"
     )
     clip_norm: float | None = recipe_option(None, TRAINING, "clip the gradient's global norm to this value")
+    clip_value: float | None = recipe_option(
+        None, TRAINING, "clip each element of the gradient to between minus this value and this value"
+    )
+    log_grad_norm: bool = operational_option(
+        False,
+        TRAINING,
+        "log the gradient's global norm in every step (known anyway with --clip-norm)",
+        "--log-grad-norm",
+    )
     ema: float | None = recipe_option(
         None,
         TRAINING,
@@ -195,6 +204,13 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"preempted_exit={self.preempted_exit} is not an exit code. Use 0 to 255.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient to zero. Use a number above 0.")
+        if self.clip_value is not None and not self.clip_value > 0:
+            raise SpecError(f"clip_value={self.clip_value} would clip every gradient to zero. Use a number above 0.")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise SpecError(
+                f"clip_norm={self.clip_norm} and clip_value={self.clip_value} both clip the gradient, and the result "
+                "would depend on which comes first. Give one of them."
+            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise SpecError(f"ema={self.ema} is not a decay. Use a number between 0 and 1, such as 0.999.")
         if self.compile and self.recompute:

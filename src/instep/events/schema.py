@@ -92,7 +92,7 @@ class StepRecord(Record, event="step", once_per_step=True):
     num_samples: int
     """Samples in this step's global batch."""
     grad_norm: float | None = None
-    """Before clipping; None unless clipping is on."""
+    """Before clipping; None where it is not computed (`--clip-norm`, `--log-grad-norm`), or was not finite."""
     skipped: bool = False
     scalars: dict[str, float] = field(default_factory=dict)
     """What `loss` returned beside the loss, or the loop logged: means over the global batch."""

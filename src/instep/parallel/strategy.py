@@ -139,6 +139,12 @@ class Reducer(ABC):
         """Clip the gradients by their global norm; return the norm before. Called on all ranks."""
         return clip_gradients(self.parameters, max_norm, self._grid)
 
+    def clip_values(self, limit: float) -> None:
+        """Clip each element of the gradients, as torch.nn.utils.clip_grad_value_ does: a rank what it holds."""
+        if gradients := local_gradients(self.parameters):
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
+
 
 class StepPart(Protocol):
     """The part of a step that is computed now, as a strategy sees it."""
