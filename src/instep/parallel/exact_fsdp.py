@@ -9,7 +9,7 @@ which are resharded before the update. Between steps a rank holds its shards and
 whole parameters and gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -89,6 +89,9 @@ class ExactFsdp(Exact):
 
     def rest(self, model: nn.Module) -> None:
         self._sharding.rest(model)
+
+    def set_trainable(self, model: nn.Module, trainable: Mapping[nn.Parameter, bool]) -> None:
+        self._sharding.set_trainable(model, trainable)
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return ExactShardedReducer(self._models[id(parameters[0])], parameters, self.grid, self.context)

@@ -262,6 +262,12 @@ class Strategy(ABC):
     def rest(self, model: nn.Module) -> None:  # noqa: B027 - most models always are
         """Bring a model to rest: its parameters are what this rank holds between two steps. Issues no collectives."""
 
+    def set_trainable(self, model: nn.Module, trainable: Mapping[nn.Parameter, bool]) -> None:
+        """Set whether parameters require a gradient, between two steps. Called on all ranks."""
+        self.rest(model)
+        for p, flag in trainable.items():
+            p.requires_grad_(flag)
+
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are distributed."""
         for group in optimizer.param_groups:

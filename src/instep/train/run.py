@@ -30,8 +30,9 @@ from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
 from instep.train.evaluation import evaluate_sets, evaluation_sets
+from instep.train.freezing import Freezing, FrozenRule
 from instep.train.lr_schedule import MakeScheduler, schedule_of
-from instep.train.origin import describe_refusal, find_origin, lost_weights
+from instep.train.origin import describe_refusal, explain_refusal
 from instep.train.patience import Patience
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
@@ -100,6 +101,7 @@ class Run:
         self._moves: list[str] = []
         """What of the platform has changed since the checkpoint, in words."""
         self._reader: BatchReader | None = None
+        self._freezing: Freezing | None = None
         self._pulse = here()
         self._rng = rng_part()
         self._saver.add(self._rng)
@@ -157,6 +159,10 @@ class Run:
         if self.engine.forward_state is not None:
             self.engine.forward_state.set_rules(rules)
 
+    def freeze(self, frozen: FrozenRule) -> None:
+        """Freeze parameters of the first model by a rule: `frozen(step, epoch)`, as in a Task."""
+        self._freezing = Freezing(frozen, self.engine.trained, self.notice)
+
     def compile_loss(self, loss_of: LossOf) -> LossOf:
         """Return a Task's loss; where compiling is wanted, `Step.compute` runs it compiled with its model."""
         if self.engine.strategy.compiles_blocks or not wants_compiling(self.engine):
@@ -196,6 +202,8 @@ class Run:
         full_batch = min(plan.batch_size, plan.num_samples)
         for batch in reader.batches(self.step, num_steps):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
+            if self._freezing is not None:
+                self._freezing.begin_step(batch.step + 1, batch.epoch)
             step = Step(engine, batch, ends_epoch, batch.size == full_batch, self._hooks)
             yield step
             for sentence in reader.new_notices():
@@ -209,8 +217,7 @@ class Run:
                 self.compare()
             if step.stop_asked:
                 self._leave()
-            num_epochs = batch.epoch + 1 if ends_epoch else 0
-            if self._saver.is_due(self.step, self._scores(), step.save_asked, num_epochs):
+            if self._saver.is_due(self.step, self._scores(), step.save_asked, batch.epoch + 1 if ends_epoch else 0):
                 self.save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
@@ -362,9 +369,8 @@ class Run:
     def _leave(self) -> NoReturn:
         """Save and end the run early, because the ranks agreed in this step that one of them was asked to stop."""
         self.compare()
-        self.notice(
-            f"asked to stop: saving at step {self.step} in {self.directory.path}, from where the run continues."
-        )
+        where = f"step {self.step} in {self.directory.path}"
+        self.notice(f"asked to stop: saving at {where}, from where the run continues.")
         self.save_last()
         self.finish_saving()
         self.close_data()
@@ -391,12 +397,4 @@ class Run:
         text = describe_refusal(step.number, loss, self._reader.sample_indices(step.number - 1).tolist())
         if self.spec.on_nan == "skip":
             return self.notice(f"{text} This update is skipped.")
-        if origin := find_origin(step, self.engine.strategy, self.world):
-            text += " " + origin
-        self._saver.close()  # the checkpoint that is named may still be being written
-        # All ranks wait for it: the first to leave would have rank 0 ended while it writes.
-        newest = self.world.broadcast_object(self._saver.newest() if self.is_main else None)
-        raise NumericsError(
-            f"{text} This update was not made{lost_weights(self.engine.trained, self.world)}. {newest} "
-            "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."
-        )
+        raise NumericsError(explain_refusal(text, step, self.engine, self._saver))

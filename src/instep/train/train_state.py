@@ -1,7 +1,7 @@
 """One model with its optimizer and scheduler: live and checkpointed."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from instep.parallel.blocks import blocks_of, count_by_class
 from instep.parallel.memory_format import use_channels_last
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
+from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums, Strategy
 from instep.train.average import WeightAverage
 from instep.train.checkpoint_part import CheckpointPart
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
@@ -84,7 +84,10 @@ class TrainState:
         self.average = None if ema is None else WeightAverage(self.model, strategy, ema)
         self._names = Names(self.model)
         self._restored_groups: list[dict[str, Any]] = []
-        self.reducer = strategy.reducer(self._in_groups())
+        self._frozen: frozenset[nn.Parameter] = frozenset()
+        self._num_in_groups = 0
+        """Of parameters, when the reducer was made."""
+        self.reducer = self._make_reducer()
         self.shard_buffers: ShardBuffers | None = None
         """In exact mode, once the first step begins."""
         self.schedule: LrSchedule | None = None
@@ -198,7 +201,19 @@ class TrainState:
         """Make a new reducer if a group of parameters was added since the last step."""
         if self._has_other_groups():
             self.reducer.close()
-            self.reducer = self.strategy.reducer(self._in_groups())
+            self.reducer = self._make_reducer()
+
+    def freeze(self, frozen: Collection[nn.Parameter]) -> None:
+        """Train all parameters but these from now on ([Note: Freezing]); between two steps. Called on all ranks."""
+        before, self._frozen = self._frozen, frozenset(frozen)
+        self.strategy.set_trainable(self.model, {p: p not in self._frozen for p in before ^ self._frozen})
+        self.reducer.close()
+        self.reducer = self._make_reducer()
+
+    def _make_reducer(self) -> Reducer:
+        parameters = self._in_groups()
+        self._num_in_groups = len(parameters)
+        return self.strategy.reducer([p for p in parameters if p not in self._frozen])
 
     def reduce(self, sums: StepSums) -> StepSums:
         """Agree with the other ranks on gradients, also of a group that was added in this step; return the sums."""
@@ -217,7 +232,7 @@ class TrainState:
         return totals
 
     def _has_other_groups(self) -> bool:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
+        return sum(len(group["params"]) for group in self.optimizer.param_groups) != self._num_in_groups
 
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
