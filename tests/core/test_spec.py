@@ -72,6 +72,7 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
         "exact",
         "flush_denormals",
         "init_from",
+        "init_partial",
         "lr_schedule",
         "on_nan",
         "precision",

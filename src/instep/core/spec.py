@@ -161,6 +161,12 @@ class TrainSpec(LaunchSpec):
     init_from: str | None = recipe_option(
         None, TRAINING, "start from these weights: a run directory, a checkpoint or a .safetensors file"
     )
+    init_partial: bool = recipe_option(
+        False,
+        TRAINING,
+        "with --init-from: load the weights that fit, and list the others, which start anew",
+        "--init-partial",
+    )
     on_nan: Literal["stop", "skip"] = recipe_option(
         "stop", FAILURES, "when the loss is NaN or infinite: stop, or skip that update"
     )
@@ -222,6 +228,8 @@ class TrainSpec(LaunchSpec):
         if self.meta_init and (self.exact or self.init_from is not None):
             other = "exact" if self.exact else "init_from"
             raise SpecError(f"meta_init and {other} cannot be combined. Leave --meta-init out.")
+        if self.init_partial and self.init_from is None:
+            raise SpecError("init_partial is for --init-from, which is not given. Add --init-from, or leave it out.")
         if self.batch_size < self.accumulate:
             raise SpecError(
                 f"batch_size={self.batch_size} cannot be split into accumulate={self.accumulate} micro-batches: "

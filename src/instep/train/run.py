@@ -30,6 +30,7 @@ from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
 from instep.train.evaluation import evaluate_sets, evaluation_sets
+from instep.train.first_weights import load_first_weights
 from instep.train.freezing import Freezing, FrozenRule
 from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.origin import describe_refusal, explain_refusal
@@ -39,7 +40,7 @@ from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
 from instep.train.scalars import EpochMeans
 from instep.train.step import Step, StepHooks
-from instep.train.train_state import MakeOptimizer, TrainState, load_first_weights
+from instep.train.train_state import MakeOptimizer, TrainState
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
@@ -135,7 +136,7 @@ class Run:
         if not isinstance(model, nn.Module):
             model = strategy.build(model)
         if self.spec.init_from is not None and self._saver.checkpoint is None and is_first:
-            load_first_weights(model, Path(self.spec.init_from))
+            load_first_weights(model, Path(self.spec.init_from), self.spec.init_partial, self.notice)
         trained = TrainState(
             *(model, make_optimizer, schedule_of(self.spec, make_scheduler), strategy),
             suffix="" if is_first else f"-{len(self.engine.trained)}",
@@ -283,10 +284,7 @@ class Run:
         collate: Collate | None = None,
         ema: bool | None = None,
     ) -> dict[str, float]:
-        """Compute metrics exactly over a whole set, or a dict of sets; `metrics(model, batch)` as in a Task.
-
-        With the averaged weights where the run keeps them; `ema=False`: with the weights themselves.
-        """
+        """Compute metrics exactly over a whole set, or a dict of sets, as in a Task; `ema=False`: not of averages."""
         if not self.engine.trained:
             raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
         begun, sets = time.monotonic(), evaluation_sets(dataset, collate)

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from instep.checkpoint.manifest import EMA
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.checkpoint.state_tree import find_other_type
-from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.blocks import blocks_of, count_by_class
 from instep.parallel.memory_format import use_channels_last
@@ -279,11 +277,3 @@ def _check_types(owner: Any, saved: Any, fresh: Any) -> None:
     """Raise ValueError if a state of torch's own classes, whose values keep their types, has another type."""
     if type(owner).__module__.startswith("torch.optim") and (text := find_other_type(saved, fresh)):
         raise ValueError(text)
-
-
-def load_first_weights(model: nn.Module, source: Path) -> None:
-    """Load the weights that `init_from` names into a new model."""
-    try:
-        model.load_state_dict(load_weights(source))
-    except RuntimeError as error:
-        raise CheckpointError(f"init_from={source}: these weights do not fit the model: {error}") from error
