@@ -112,6 +112,16 @@ class EpochRecord(Record, event="epoch", once_per_step=True):
     scalars: dict[str, float] = field(default_factory=dict)
 
 
+class MemoryRecord(Record, event="memory"):
+    """This rank needs more memory than before; the peaks of its process so far."""
+
+    step: int
+    host_bytes: int
+    """Resident in host memory."""
+    device_bytes: int | None = None
+    """Reserved on the accelerator; None on CPU."""
+
+
 class EvalRecord(Record, event="eval", once_per_step=True):
     """The evaluation set was evaluated."""
 

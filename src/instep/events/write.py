@@ -26,12 +26,17 @@ class EventLog:
         self._due = 0.0
         self._end_torn_line()
 
-    def step(self, record: StepRecord) -> None:
-        """Collect a step. It is written with the first step that comes a fraction of a second later."""
+    def step(self, record: StepRecord) -> bool:
+        """Collect a step, which is written with the first one that comes a fraction of a second later.
+
+        Return whether it was: the moment for what is not worth doing in every step.
+        """
         now = time.time()
         self._pending.append((record, now))
-        if now >= self._due:
-            self._flush()
+        if now < self._due:
+            return False
+        self._flush()
+        return True
 
     def write(self, record: Record) -> None:
         """Write a record now."""

@@ -54,9 +54,9 @@ class WeightsFit(NamedTuple):
         return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds if names)
 
 
-def load_first_weights(model: nn.Module, source: Path, is_partial: bool, notice: Callable[[str], None]) -> None:
+def load_first_weights(model: nn.Module, source: str, is_partial: bool, notice: Callable[[str], None]) -> None:
     """Load the weights that `init_from` names into a new model; `is_partial`: what fits, with a notice of the rest."""
-    saved = load_weights(source)
+    saved = load_weights(Path(source))
     try:
         model.load_state_dict(saved)
         return

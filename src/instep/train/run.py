@@ -6,7 +6,6 @@ Ranks: all make the same calls in the same order.
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -33,6 +32,7 @@ from instep.train.evaluation import evaluate_sets, evaluation_sets
 from instep.train.first_weights import load_first_weights
 from instep.train.freezing import Freezing, FrozenRule
 from instep.train.lr_schedule import MakeScheduler, schedule_of
+from instep.train.memory import PeakMemory
 from instep.train.origin import describe_refusal, explain_refusal
 from instep.train.patience import Patience
 from instep.train.reading import BatchReader, Collate
@@ -103,6 +103,7 @@ class Run:
         """What of the platform has changed since the checkpoint, in words."""
         self._reader: BatchReader | None = None
         self._freezing: Freezing | None = None
+        self._memory = PeakMemory(world.device)
         self._pulse = here()
         self._rng = rng_part()
         self._saver.add(self._rng)
@@ -136,7 +137,7 @@ class Run:
         if not isinstance(model, nn.Module):
             model = strategy.build(model)
         if self.spec.init_from is not None and self._saver.checkpoint is None and is_first:
-            load_first_weights(model, Path(self.spec.init_from), self.spec.init_partial, self.notice)
+            load_first_weights(model, self.spec.init_from, self.spec.init_partial, self.notice)
         trained = TrainState(
             *(model, make_optimizer, schedule_of(self.spec, make_scheduler), strategy),
             suffix="" if is_first else f"-{len(self.engine.trained)}",
@@ -385,7 +386,8 @@ class Run:
         self._pulse.end_step(self.step)
         epoch = self.epoch_means.take(record, ends_epoch)
         if self.is_main:
-            self.log.step(record)
+            if self.log.step(record) and (memory := self._memory.news(self.step)) is not None:
+                self.log.write(memory)
             if epoch is not None:
                 self.log.write(epoch)
 
