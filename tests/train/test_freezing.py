@@ -21,7 +21,7 @@ from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
 from instep.parallel.overlap import Overlap
-from instep.train.worker import process_settings, worker_main
+from instep.train.worker import open_run, process_settings, worker_main
 from instep.world.world import World
 from ranks import run_ranks
 from tasks import made_up
@@ -190,6 +190,25 @@ def test_the_same_bits_in_exact_mode_and_after_a_kill(tmp_path: Path) -> None:
         alone(tmp_path / "killed", saving, dies_at=5, **fields)
     again = run_ranks(train, 2, str(tmp_path / "killed"), {**saving, "strategy": "fsdp"}, fields)[0]
     assert again == wanted
+
+
+def thawed_under_fsdp(world: World, run_dir: str) -> list[int]:
+    """Freeze before the first pass, in a loop of one's own; return how many parameters got a gradient, by epoch."""
+    task, counts = Thaws(dtype="float32"), []
+    spec = TrainSpec(strategy="fsdp", narrow_gather=True, precision="bf16", save_every="never", run_dir=run_dir)
+    with open_run(world, spec, RunDirectory(Path(run_dir)), "loop", own_loop=True) as run:
+        model, _ = run.prepare(task.model(), task.optimizer)
+        run.freeze(task.frozen)
+        for step in run.steps(task.train_data(), batch_size=8, epochs=3):
+            step.compute(model, task.loss)
+            step.finish()
+            if step.ends_epoch:
+                counts.append(sum(p.grad is not None for p in model.parameters()))
+    return counts
+
+
+def test_units_that_are_frozen_at_first_learn_their_dtype(tmp_path: Path) -> None:
+    assert run_ranks(thawed_under_fsdp, 2, str(tmp_path)) == [[2, 5, 9]] * 2
 
 
 def overlapped(world: World, run_dir: str, exact: bool) -> list[tuple[int, bool]]:
