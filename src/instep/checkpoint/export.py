@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from instep.checkpoint.files import Checkpoint, sync_directory
-from instep.checkpoint.manifest import MODEL
+from instep.checkpoint.manifest import EMA, MODEL
 from instep.checkpoint.reader import StoredTensor
-from instep.checkpoint.weights import weights_sha256
+from instep.checkpoint.weights import check_averaged, weights_sha256
 from instep.checkpoint.writer import write_synced, write_tensors
 from instep.core.errors import CheckpointError, SpecError
 
@@ -36,6 +36,8 @@ class ExportSpec(NamedTuple):
     target: Path
     max_shard_bytes: int = 5 * 10**9
     force: bool = False
+    ema: bool = False
+    """Export the averaged weights."""
 
     @property
     def is_file(self) -> bool:
@@ -99,7 +101,7 @@ def check_target(spec: ExportSpec, source: Path) -> tuple[Path, ...]:
 def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
     """Export the weights of a verified checkpoint."""
     taken = check_target(spec, checkpoint)
-    state, others = _read_model(checkpoint)
+    state, others = _read_model(checkpoint, spec.ema)
     tensors: Shard = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
     if not tensors:
         raise CheckpointError(f"the model in {checkpoint} has no weights, so there is nothing to export.")
@@ -133,12 +135,16 @@ def cut(tensors: Mapping[str, StoredTensor], max_bytes: int) -> list[Shard]:
     return shards
 
 
-def _read_model(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the model's state with its tensors unread, and the names of further models."""
+def _read_model(path: Path, ema: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the model's state with its tensors unread, and the names of further models; `ema`: averaged weights."""
     try:
         checkpoint = Checkpoint(path, is_verified=True)
         others = tuple(sorted(part for part in checkpoint.parts if re.fullmatch(rf"{MODEL}-\d+", part)))
-        return {str(name): value for name, value in checkpoint.stored(MODEL).items()}, others
+        state = {str(name): value for name, value in checkpoint.stored(MODEL).items()}
+        if ema:
+            check_averaged(checkpoint)
+            state |= checkpoint.stored(EMA)["weights"]
+        return state, others
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"the model in {path} cannot be read: {error!r}.") from error
 

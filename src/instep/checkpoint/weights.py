@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.manifest import MANIFEST, MODEL
+from instep.checkpoint.manifest import EMA, MANIFEST, MODEL
 from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.writer import DTYPES, dtype_name
@@ -81,23 +81,44 @@ def _no_advice() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def load_weights(source: Path) -> dict[str, torch.Tensor]:
-    """Load a model's state_dict from a run directory, a checkpoint or a .safetensors file."""
+def load_weights(source: Path, ema: bool = False) -> dict[str, torch.Tensor]:
+    """Load a model's state_dict from a run directory, a checkpoint or a .safetensors file.
+
+    `ema`: with the averaged weights, of a run or a checkpoint.
+    """
     if source.is_file():
+        if ema:
+            raise CheckpointError(
+                f"{source} is a file with one set of weights. Averaged ones are in a run's checkpoints."
+            )
         try:
             return load_file(source)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{source} is not a safetensors file: {error}.{_conversion(source)}") from error
     if (source / MANIFEST).exists():
-        return dict(Checkpoint(source).part(MODEL))
+        return _weights_of(Checkpoint(source), ema)
     if source.is_dir():
         checkpoint, complaints = RunDirectory(source).newest()
         if checkpoint is not None:
-            return dict(checkpoint.part(MODEL))
+            return _weights_of(checkpoint, ema)
         raise CheckpointError(f"{source} holds no good checkpoint. " + " ".join(complaints))
     raise CheckpointError(
         f"{source} does not exist. Weights come from a run directory, a checkpoint or a .safetensors file."
     )
+
+
+def _weights_of(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
+    weights = dict(checkpoint.part(MODEL))
+    if ema:
+        check_averaged(checkpoint)
+        weights |= checkpoint.part(EMA)["weights"]
+    return weights
+
+
+def check_averaged(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a checkpoint holds no averaged weights."""
+    if EMA not in checkpoint.parts:
+        raise CheckpointError(f"{checkpoint.path} holds no averaged weights: the run was trained without --ema.")
 
 
 def _conversion(source: Path) -> str:

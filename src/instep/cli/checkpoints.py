@@ -40,6 +40,7 @@ class CheckpointsSpec:
     export: Path | None = None
     step: int | None = None
     max_shard: str | None = None
+    ema: bool = False
     force: bool = False
     json: bool = False
 
@@ -51,7 +52,8 @@ class CheckpointsSpec:
         if self.prune is not None and self.prune < 1:
             raise SpecError(f"--prune {self.prune} would leave no checkpoint. Keep 1 or more, or delete the run.")
         of_prune = {"--damaged": self.damaged, "--dry-run": self.dry_run}
-        of_export = {"--step": self.step is not None, "--max-shard": self.max_shard is not None, "--force": self.force}
+        of_export = {"--step": self.step is not None, "--max-shard": self.max_shard is not None}
+        of_export |= {"--ema": self.ema, "--force": self.force}
         for action, more in (("--prune", of_prune), ("--export", of_export)):
             names = ", ".join(name for name, is_given in more.items() if is_given)
             if names and not asked[action]:
@@ -68,6 +70,7 @@ class CheckpointsSpec:
     option("export", Path | None, None, "write the weights to a folder or a .safetensors file", metavar="TARGET"),
     option("step", int | None, None, "export this step, not the newest good one"),
     option("max_shard", str | None, None, "size of an exported file [default: 5GB]", metavar="SIZE"),
+    option("ema", bool, False, "export the averaged weights of a run with --ema"),
     option("force", bool, False, "replace the files of an earlier export"),
     option("json", bool, False, "print the outcome as one line of JSON"),
 )
@@ -174,7 +177,7 @@ def _prune_verdict(plan: PrunePlan, spec: CheckpointsSpec, ok: bool) -> str:
 def _export(spec: CheckpointsSpec, target: Path, console: Console) -> tuple[bool, dict[str, Any]]:
     from instep.checkpoint.export import ExportSpec, check_target, export, read_size
 
-    wanted = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force)
+    wanted = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force, spec.ema)
     if wanted.is_file and spec.max_shard is not None:
         raise SpecError(f"--export {target} asks for one file, and --max-shard for several. Give one of them.")
     inventory = take_inventory(spec.run)

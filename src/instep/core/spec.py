@@ -109,6 +109,21 @@ class TrainSpec(LaunchSpec):
         False, PROCESSES, "save memory: compute the model's repeated blocks again in the backward pass"
     )
     clip_norm: float | None = recipe_option(None, TRAINING, "clip the gradient's global norm to this value")
+    clip_value: float | None = recipe_option(
+        None, TRAINING, "clip each element of the gradient to between minus this value and this value"
+    )
+    log_grad_norm: bool = operational_option(
+        False,
+        TRAINING,
+        "log the gradient's global norm in every step (known anyway with --clip-norm)",
+        "--log-grad-norm",
+    )
+    ema: float | None = recipe_option(
+        None,
+        TRAINING,
+        "keep an exponential moving average of the weights with this decay (0.999), and evaluate with it",
+        metavar="DECAY",
+    )
     lr_schedule: Literal["task", "constant", "cosine", "linear"] = recipe_option(
         "task",
         TRAINING,
@@ -154,6 +169,12 @@ class TrainSpec(LaunchSpec):
     flush_denormals: bool = recipe_option(True, NUMBERS, "treat denormal numbers as zero on CPU")
     init_from: str | None = recipe_option(
         None, TRAINING, "start from these weights: a run directory, a checkpoint or a .safetensors file"
+    )
+    init_partial: bool = recipe_option(
+        False,
+        TRAINING,
+        "with --init-from: load the weights that fit, and list the others, which start anew",
+        "--init-partial",
     )
     on_nan: Literal["stop", "skip"] = recipe_option(
         "stop", FAILURES, "when the loss is NaN or infinite: stop, or skip that update"
@@ -207,6 +228,15 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"preempted_exit={self.preempted_exit} is not an exit code. Use 0 to 255.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient to zero. Use a number above 0.")
+        if self.clip_value is not None and not self.clip_value > 0:
+            raise SpecError(f"clip_value={self.clip_value} would clip every gradient to zero. Use a number above 0.")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise SpecError(
+                f"clip_norm={self.clip_norm} and clip_value={self.clip_value} both clip the gradient, and the result "
+                "would depend on which comes first. Give one of them."
+            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise SpecError(f"ema={self.ema} is not a decay. Use a number between 0 and 1, such as 0.999.")
         if self.compile and self.recompute:
             raise SpecError("compile and recompute cannot be combined: recomputed blocks are not compiled. Give one.")
         self._check_schedule()
@@ -216,6 +246,8 @@ class TrainSpec(LaunchSpec):
         if self.meta_init and (self.exact or self.init_from is not None):
             other = "exact" if self.exact else "init_from"
             raise SpecError(f"meta_init and {other} cannot be combined. Leave --meta-init out.")
+        if self.init_partial and self.init_from is None:
+            raise SpecError("init_partial is for --init-from, which is not given. Add --init-from, or leave it out.")
         if self.batch_size < self.accumulate:
             raise SpecError(
                 f"batch_size={self.batch_size} cannot be split into accumulate={self.accumulate} micro-batches: "

@@ -74,6 +74,10 @@ class Engine:
         self.strategy = choose_strategy(spec, self.grid, self.context)
         self.precision = Precision(spec, world.device, keeps_casts=not self.strategy.gathers_weights)
         self.loss_scale = LossScale() if spec.precision == "fp16" else None
+        self.needs_norm = (
+            spec.clip_norm is not None or spec.log_grad_norm or spec.on_nan == "skip" or spec.precision == "fp16"
+        )
+        """Whether a step computes the gradient's norm, and so sees whether it is finite: to look at all of it costs."""
         self.is_full = False
         """Whether the step under way has a full batch: not the last one of an epoch."""
         self.reads_early = has_streams(world.device) and world.world_size == 1 and not spec.exact
@@ -231,6 +235,8 @@ class Engine:
         sentences = list(self.strategy.notices(max(1, rows)))
         if choices := self._describe_choices(compiled):
             sentences.append(choices)
+        if spec.ema is not None:
+            sentences.append(f"ema={spec.ema:g}: evaluations use the averaged weights; checkpoints hold both.")
         if spec.recompute and not any(trained.recomputed for trained in self.trained):
             sentences.append("recompute: the model has no repeated blocks, so nothing is computed twice.")
         modules = (module for trained in self.trained for module in trained.model.modules())

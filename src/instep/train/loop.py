@@ -40,6 +40,8 @@ class Loop:
             run.keep(task=task)
         if (rules := method_of(task, "sync_buffers")) is not None:
             run.sync_buffers(rules())
+        if (frozen := method_of(task, "frozen")) is not None:
+            run.freeze(frozen)
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")

@@ -45,16 +45,16 @@ class Result:
         object.__setattr__(result, "_task", task)
         return result
 
-    def load_model(self) -> nn.Module:
-        """Build the model anew and load the trained weights, on CPU, in evaluation mode."""
+    def load_model(self, *, ema: bool = False) -> nn.Module:
+        """Build the model anew and load the trained weights, on CPU, in evaluation mode; `ema`: the averaged ones."""
         task: Task | None = getattr(self, "_task", None)
         if task is None:
             raise CheckpointError(
                 f"this Result was read from a file and does not know its Task. Use "
                 f"instep.load_model(task, {self.run_dir!r})."
             )
-        model = load_model(task, self.run_dir)
-        if weights_sha256(model.state_dict()) != self.weights_sha256:
+        model = load_model(task, self.run_dir, ema=ema)
+        if not ema and weights_sha256(model.state_dict()) != self.weights_sha256:
             raise CheckpointError(
                 f"{self.run_dir}: its newest good checkpoint does not hold the weights that this Result names: "
                 "the last one is damaged or gone, or the run was continued."
@@ -92,16 +92,17 @@ class Result:
         ]
 
 
-def load_model(task: Task, path: str | Path, *, best: bool | str = False) -> nn.Module:
+def load_model(task: Task, path: str | Path, *, best: bool | str = False, ema: bool = False) -> nn.Module:
     """Build a Task's model and load weights, on CPU, in evaluation mode.
 
     `path` is a run directory, whose newest weights are loaded, a checkpoint or a .safetensors file. `best` loads the
     run's best checkpoint: True by the metric of `--keep-best`, or by one that it names ("accuracy", "eval_loss:min").
+    `ema`: with the averaged weights of a run with `--ema`.
     """
     model, path = task.model(), Path(path)
     if best:
         path = best_checkpoint(path, best)
-    model.load_state_dict(load_weights(path))
+    model.load_state_dict(load_weights(path, ema))
     return model.eval()
 
 

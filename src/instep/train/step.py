@@ -384,14 +384,14 @@ class Step:
 
     def _clip(self, trained: TrainState) -> bool:
         """Clip gradients and check that they are finite, where that is asked for; return whether float16 overflowed."""
-        spec, scale = self._engine.spec, self._engine.loss_scale
-        if spec.clip_norm is None and spec.on_nan != "skip" and scale is None:
-            return False  # looking at every gradient costs
-        norm = float(trained.reducer.clip(math.inf if spec.clip_norm is None else spec.clip_norm))
-        is_finite = math.isfinite(norm)
-        self._grad_norm = norm if spec.clip_norm is not None and is_finite else None
-        overflowed = not is_finite and scale is not None and scale.may_shrink
-        self._apply = is_finite or overflowed
+        spec, scale, overflowed = self._engine.spec, self._engine.loss_scale, False
+        if self._engine.needs_norm:
+            norm = float(trained.reducer.clip(math.inf if spec.clip_norm is None else spec.clip_norm))
+            self._grad_norm = norm if (is_finite := math.isfinite(norm)) else None
+            overflowed = not is_finite and scale is not None and scale.may_shrink
+            self._apply = is_finite or overflowed
+        if spec.clip_value is not None:
+            trained.reducer.clip_values(spec.clip_value)
         return overflowed
 
 

@@ -61,6 +61,12 @@ class Task:
             Without it they are the model's repeated blocks.
             """
 
+        def frozen(self, step: int, epoch: int) -> Iterable[str]:
+            """Return what is not trained in a step (from 1) of an epoch (from 0): parameters, modules or patterns.
+
+            Called on all ranks before each step; it depends on the two numbers and on nothing else.
+            """
+
         def layers(self, model: nn.Module) -> Sequence[Callable[..., Any]]:
             """Return the layers (modules or functions) that, applied one after the other, make up the model.
 

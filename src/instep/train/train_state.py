@@ -1,9 +1,8 @@
 """One model with its optimizer and scheduler: live and checkpointed."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,16 +10,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.manifest import EMA
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.checkpoint.state_tree import find_other_type
-from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.blocks import blocks_of, count_by_class
 from instep.parallel.memory_format import use_channels_last
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
+from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums, Strategy
+from instep.train.average import WeightAverage
 from instep.train.checkpoint_part import CheckpointPart
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
@@ -50,6 +50,7 @@ class TrainState:
         recompute: bool = False,
         exact: bool = False,
         channels_last: bool = False,
+        ema: float | None = None,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
@@ -76,9 +77,13 @@ class TrainState:
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
+        self.average = None if ema is None else WeightAverage(self.model, strategy, ema)
         self._names = Names(self.model)
         self._restored_groups: list[dict[str, Any]] = []
-        self.reducer = strategy.reducer(self._in_groups())
+        self._frozen: frozenset[nn.Parameter] = frozenset()
+        self._num_in_groups = 0
+        """Of parameters, when the reducer was made."""
+        self.reducer = self._make_reducer()
         self.shard_buffers: ShardBuffers | None = None
         """In exact mode, once the first step begins."""
         self.schedule: LrSchedule | None = None
@@ -105,10 +110,15 @@ class TrainState:
     def parts(self) -> list[CheckpointPart]:
         """Return the checkpoint parts of the model and the optimizer, in the order in which they are saved."""
         # The model first: its state_dict brings a sharded model to rest.
-        return [
+        parts = [
             self._part("model", lambda: self.model.state_dict(), self._load_model),
             self._part("optimizer", lambda: by_name(self.optimizer, self._own_names()), self._load_optimizer),
         ]
+        if (average := self.average) is not None:
+            parts.append(
+                self._part(EMA, average.state, lambda checkpoint, part: average.restore(checkpoint.stored(part)))
+            )
+        return parts
 
     def _part(
         self, kind: str, save: Callable[[], Any], load: Callable[[Checkpoint, str], None], on_all_ranks: bool = True
@@ -181,7 +191,19 @@ class TrainState:
         """Make a new reducer if a group of parameters was added since the last step."""
         if self._has_other_groups():
             self.reducer.close()
-            self.reducer = self.strategy.reducer(self._in_groups())
+            self.reducer = self._make_reducer()
+
+    def freeze(self, frozen: Collection[nn.Parameter]) -> None:
+        """Train all parameters but these from now on ([Note: Freezing]); between two steps. Called on all ranks."""
+        before, self._frozen = self._frozen, frozenset(frozen)
+        self.strategy.set_trainable(self.model, {p: p not in self._frozen for p in before ^ self._frozen})
+        self.reducer.close()
+        self.reducer = self._make_reducer()
+
+    def _make_reducer(self) -> Reducer:
+        parameters = self._in_groups()
+        self._num_in_groups = len(parameters)
+        return self.strategy.reducer([p for p in parameters if p not in self._frozen])
 
     def reduce(self, sums: StepSums) -> StepSums:
         """Agree with the other ranks on gradients, also of a group that was added in this step; return the sums."""
@@ -200,7 +222,7 @@ class TrainState:
         return totals
 
     def _has_other_groups(self) -> bool:
-        return sum([len(group["params"]) for group in self.optimizer.param_groups]) != len(self.reducer.parameters)
+        return sum([len(group["params"]) for group in self.optimizer.param_groups]) != self._num_in_groups
 
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -208,6 +230,8 @@ class TrainState:
     def end_update(self, applied: bool, ends_epoch: bool) -> None:
         """Note that this step has updated the model, or chose not to, and step the schedule."""
         self.updated = True
+        if self.average is not None and applied:
+            self.average.update()
         if self.schedule is not None:
             self.schedule.end_update(applied, ends_epoch)
 
@@ -263,11 +287,3 @@ def load_saved(model: nn.Module, strategy: Strategy, checkpoint: Checkpoint, par
         if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
             raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")
     model.load_state_dict(saved)
-
-
-def load_first_weights(model: nn.Module, source: Path) -> None:
-    """Load the weights that `init_from` names into a new model."""
-    try:
-        model.load_state_dict(load_weights(source))
-    except RuntimeError as error:
-        raise CheckpointError(f"init_from={source}: these weights do not fit the model: {error}") from error
