@@ -17,6 +17,7 @@ from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
 from instep.parallel.noise_patches import torchs_own_functions
 from instep.train.compile import is_compiled
+from instep.train.data_check import DataCheck
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
 from instep.train.run import Run
@@ -47,6 +48,8 @@ class Loop:
         )
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
+        self._data_check = DataCheck()
+        run.keep(data=self._data_check)
         if (rules := _method(task, "sync_buffers")) is not None:
             run.sync_buffers(rules())
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
@@ -65,6 +68,8 @@ class Loop:
     def _train(self) -> None:
         run, task, model = self._run, self._task, self._model
         witness = run.engine.witness  # it reports itself what this would refuse
+        if witness is None and not run.stopped:
+            self._data_check.compare(run, self._train_data, task.collate)
         if run.step == 0 and run.engine.strategy.calls_model and not run.stopped and witness is None:
             try_loss(run, task, model, self._train_data)
             if self._eval_data is not None:
