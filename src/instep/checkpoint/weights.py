@@ -17,6 +17,7 @@ from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.manifest import MANIFEST, MODEL
 from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.weight_folders import conversion, find_folder
 from instep.checkpoint.writer import DTYPES, dtype_name
 from instep.core.errors import CheckpointError
 from instep.world.tensors import whole_of
@@ -82,7 +83,7 @@ def _no_advice() -> Iterator[None]:
 
 
 def load_weights(source: Path) -> dict[str, torch.Tensor]:
-    """Load a model's state_dict from a run directory, a checkpoint or a .safetensors file."""
+    """Load a model's state_dict from a run directory, a checkpoint, a .safetensors file or a Hugging Face folder."""
     if source.is_file():
         try:
             return load_file(source)
@@ -90,13 +91,16 @@ def load_weights(source: Path) -> dict[str, torch.Tensor]:
             raise CheckpointError(f"{source} is not a safetensors file: {error}.{_conversion(source)}") from error
     if (source / MANIFEST).exists():
         return dict(Checkpoint(source).part(MODEL))
+    if (folder := find_folder(source)) is not None:
+        return folder.read(source)
     if source.is_dir():
         checkpoint, complaints = RunDirectory(source).newest()
         if checkpoint is not None:
             return dict(checkpoint.part(MODEL))
-        raise CheckpointError(f"{source} holds no good checkpoint. " + " ".join(complaints))
+        raise CheckpointError(f"{source} holds no good checkpoint, and no model.safetensors. " + " ".join(complaints))
     raise CheckpointError(
-        f"{source} does not exist. Weights come from a run directory, a checkpoint or a .safetensors file."
+        f"{source} does not exist. Weights come from a run directory, a checkpoint, a .safetensors file or a folder "
+        "of Hugging Face's."
     )
 
 
@@ -109,12 +113,7 @@ def _conversion(source: Path) -> str:
         return ""
     if start not in (b"PK", b"\x80\x02"):
         return ""
-    target = source.with_suffix(".safetensors")
-    program = (
-        "import torch, safetensors.torch as s; "
-        f"s.save_file(torch.load({str(source)!r}, weights_only=True), {str(target)!r})"
-    )
     return (
         " It seems to be PyTorch's own format, a pickle, which may run code when it is loaded; instep never loads one. "
-        f'If you trust it, convert it: python -c "{program}"'
+        f"If you trust it, convert it: {conversion([source], source.with_suffix('.safetensors'))}"
     )

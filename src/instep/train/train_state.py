@@ -24,6 +24,7 @@ from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
 from instep.train.checkpoint_part import CheckpointPart
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
+from instep.train.weight_names import with_names_of
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -258,6 +259,6 @@ def _check_types(owner: Any, saved: Any, fresh: Any) -> None:
 def load_first_weights(model: nn.Module, source: Path) -> None:
     """Load the weights that `init_from` names into a new model."""
     try:
-        model.load_state_dict(load_weights(source))
+        model.load_state_dict(with_names_of(model, load_weights(source)))
     except RuntimeError as error:
         raise CheckpointError(f"init_from={source}: these weights do not fit the model: {error}") from error
