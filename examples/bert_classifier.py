@@ -81,6 +81,9 @@ class LineClassifier(instep.Task):
         )
         return BertForSequenceClassification(config)
 
+    def save_files(self, folder):
+        self.tokenizer.save_pretrained(folder)
+
     def optimizer(self, params):
         return torch.optim.AdamW(params, lr=self.lr)
 

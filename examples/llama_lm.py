@@ -88,6 +88,9 @@ class LlamaLM(instep.Task):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
+    def save_files(self, folder):
+        self.tokenizer.save_pretrained(folder)
+
     def optimizer(self, params):
         return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.95))
 

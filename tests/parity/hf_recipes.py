@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from commands import ROOT
@@ -60,7 +61,18 @@ class Llama(_Few, LlamaLM):
     dtype: str = "float64"
 
 
-TASKS = {"bert": Bert, "llama": Llama}
+@dataclass(kw_only=True)
+class Lora(Llama):
+    """An adapter on a frozen Llama."""
+
+    tied: bool = False
+
+    def model(self) -> nn.Module:
+        config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        return get_peft_model(super().model(), config, autocast_adapter_dtype=False)
+
+
+TASKS = {"bert": Bert, "llama": Llama, "lora": Lora}
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 """The name of a Task, its fields, options."""
 

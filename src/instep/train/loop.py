@@ -20,6 +20,7 @@ from instep.train.compile import is_compiled
 from instep.train.data_check import DataCheck
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
+from instep.train.model_files import SaveFiles, configs_of, write_files
 from instep.train.run import Run
 from instep.train.scalars import loss_parts
 from instep.train.step import Step
@@ -37,8 +38,15 @@ class Loop:
         self._task = task
         if "run_dir" not in field_names(type(task)):
             object.__setattr__(task, "run_dir", run.directory.path)  # a Task may be frozen
+        files: list[SaveFiles] = [task.save_files] if overrides(task, "save_files") else []
+
+        def build() -> nn.Module:
+            model = _model_of(task)
+            files[:0] = configs_of(model)
+            return model
+
         self._model, _ = run.prepare(
-            lambda: _model_of(task),
+            build,
             task.optimizer,
             task.scheduler if overrides(task, "scheduler") else None,
             self._example,
@@ -46,6 +54,8 @@ class Loop:
             _method(task, "tensor_plan"),
             _method(task, "blocks"),
         )
+        if run.is_main:
+            write_files(run.directory.path, files)
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
         self._data_check = DataCheck()
