@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from torch import nn
 
 from commands import ROOT
@@ -17,6 +18,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import InstepError
 from instep.core.spec import TrainSpec
 from instep.events.read import read_events
+from instep.train.result import Result
 from instep.train.worker import process_settings, worker_main
 from instep.world.world import World
 
@@ -78,21 +80,36 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def train(world: World, name: str, fields: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Train a Task; return losses, metrics, hash and notices, or what it was refused with."""
+    """Train a Task as a rank; return what `outcome` does, or what it was refused with."""
     path = world.broadcast_object(tempfile.mkdtemp() if world.is_main else None)
-    spec = TrainSpec(**{**SPEC, **options})
-    try:
-        with process_settings(spec, world.world_size):
-            result = worker_main(world, TASKS[name](**fields), spec, RunDirectory(Path(path)))
-    except InstepError as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
-    events = read_events(Path(path))
+    given = {**SPEC, **options}
+    changes = given.pop("then", [])
+    """Of options: the run stops where they say, and continues so."""
+    for change in ({}, *changes):
+        spec = TrainSpec(**{**given, **change})
+        try:
+            with process_settings(spec, world.world_size):
+                result = worker_main(world, TASKS[name](**fields), spec, RunDirectory(Path(path)))
+        except InstepError as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
+    return outcome(result)
+
+
+def outcome(result: Result) -> dict[str, Any]:
+    """Return losses, metrics, hash, notices and the names of the tensors that were saved."""
+    events, checkpoint = read_events(Path(result.run_dir)), max((Path(result.run_dir) / "checkpoints").iterdir())
     return {
         "losses": [e["loss"] for e in events if e["event"] == "step"],
         "notices": [e["text"] for e in events if e["event"] == "notice"],
         "metrics": result.metrics,
         "sha256": result.weights_sha256,
+        "saved": sorted({name for file in checkpoint.glob("model*.safetensors") for name in _names_in(file)}),
     }
+
+
+def _names_in(path: Path) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return [name.partition("@")[0] for name in file.keys()]  # noqa: SIM118 - a piece has its place after the @
 
 
 def train_all(world: World, cases: list[Case]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def tensors_in(folder: Path) -> dict[str, str]:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-            found |= {name: path.name for name in file.keys()}  # noqa: SIM118
+            found |= dict.fromkeys(file.keys(), path.name)
     return found
 
 
@@ -73,9 +73,7 @@ def test_init_from_reads_what_save_pretrained_wrote(max_shard_size: str, tmp_pat
 
 
 def test_a_base_model_loads_into_one_with_a_head_and_back(tmp_path: Path) -> None:
-    config = BertConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = BertConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     base, classifier = BertModel(config), BertForSequenceClassification(config)
     base.save_pretrained(tmp_path / "base")
     missing, unexpected = classifier.load_state_dict(with_names_of(classifier, load_weights(tmp_path / "base")), False)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from instep.checkpoint.export_formats import FILES, FORMATS, ExportFormat
 from instep.checkpoint.files import Checkpoint, sync_directory
-from instep.checkpoint.manifest import MODEL
+from instep.checkpoint.manifest import FROZEN, MODEL
 from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.weights import weights_sha256
 from instep.checkpoint.writer import write_synced, write_tensors
@@ -120,7 +120,12 @@ def check_target(spec: ExportSpec, source: Path) -> tuple[Path, ...]:
 def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
     """Export the weights of a verified checkpoint."""
     taken, extra = check_target(spec, checkpoint), spec.extra_files(checkpoint)
-    state, others = _read_model(checkpoint)
+    state, others, is_whole = _read_model(checkpoint)
+    if spec.format.needs_all and not is_whole:
+        raise CheckpointError(
+            f"{checkpoint} leaves frozen weights out (--no-save-frozen), so it holds no whole model. Export the "
+            "adapter with --export peft, or load the model: instep.load_model(task, RUN).save_pretrained(FOLDER)."
+        )
     held: Shard = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
     tensors = spec.format.tensors(held, extra)
     if not tensors:
@@ -135,7 +140,7 @@ def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
         files=tuple(written),
         num_tensors=len(tensors),
         num_bytes=_num_bytes(tensors),
-        weights_sha256=weights_sha256(held),
+        weights_sha256=weights_sha256(held) if is_whole else "",
         replaced=taken,
         left_out=tuple(sorted(state.keys() - held.keys())),
         other_models=others,
@@ -155,12 +160,16 @@ def cut(tensors: Mapping[str, StoredTensor], max_bytes: int) -> list[Shard]:
     return shards
 
 
-def _read_model(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the model's state with its tensors unread, and the names of further models."""
+def _read_model(path: Path) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+    """Return the model's state with its tensors unread, the names of further models, and whether it is all of it."""
     try:
         checkpoint = Checkpoint(path, is_verified=True)
         others = tuple(sorted(part for part in checkpoint.parts if re.fullmatch(rf"{MODEL}-\d+", part)))
-        return {str(name): value for name, value in checkpoint.stored(MODEL).items()}, others
+        return (
+            {str(name): value for name, value in checkpoint.stored(MODEL).items()},
+            others,
+            (FROZEN not in checkpoint.parts),
+        )
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"the model in {path} cannot be read: {error!r}.") from error
 

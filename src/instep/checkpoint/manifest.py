@@ -23,6 +23,8 @@ READABLE_VERSIONS = (1, 2)
 MANIFEST, STATE, PIECES = "manifest.json", "state.json", "pieces.json"
 MODEL = "model"
 """The part with the weights; those of further models are `model-1`, `model-2`, …"""
+FROZEN = "frozen"
+"""The part that describes frozen weights which the model's part leaves out."""
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

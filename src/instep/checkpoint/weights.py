@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.manifest import MANIFEST, MODEL
+from instep.checkpoint.manifest import FROZEN, MANIFEST, MODEL
 from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weight_folders import conversion, find_folder
@@ -82,21 +82,35 @@ def _no_advice() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def load_weights(source: Path) -> dict[str, torch.Tensor]:
+class Weights(dict[str, torch.Tensor]):
+    """Weights by name."""
+
+    frozen: Mapping[str, Any] | None = None
+    """Of a checkpoint that leaves frozen weights out: their names, their SHA-256, where they come from."""
+
+
+def _weights_of(checkpoint: Checkpoint) -> Weights:
+    weights = Weights(checkpoint.part(MODEL))
+    if FROZEN in checkpoint.parts:
+        weights.frozen = checkpoint.part(FROZEN)
+    return weights
+
+
+def load_weights(source: Path) -> Weights:
     """Load a model's state_dict from a run directory, a checkpoint, a .safetensors file or a Hugging Face folder."""
     if source.is_file():
         try:
-            return load_file(source)
+            return Weights(load_file(source))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{source} is not a safetensors file: {error}.{_conversion(source)}") from error
     if (source / MANIFEST).exists():
-        return dict(Checkpoint(source).part(MODEL))
+        return _weights_of(Checkpoint(source))
     if (folder := find_folder(source)) is not None:
-        return folder.read(source)
+        return Weights(folder.read(source))
     if source.is_dir():
         checkpoint, complaints = RunDirectory(source).newest()
         if checkpoint is not None:
-            return dict(checkpoint.part(MODEL))
+            return _weights_of(checkpoint)
         raise CheckpointError(f"{source} holds no good checkpoint, and no model.safetensors. " + " ".join(complaints))
     raise CheckpointError(
         f"{source} does not exist. Weights come from a run directory, a checkpoint, a .safetensors file or a folder "

@@ -14,7 +14,9 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights, weights_sha256
 from instep.core.errors import CheckpointError
 from instep.events.read import read_events
+from instep.train.frozen import rebuilt
 from instep.train.task import Task
+from instep.train.train_state import load_first_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ def load_model(task: Task, path: str | Path, *, best: bool | str = False) -> nn.
     `path` is a run directory, whose newest weights are loaded, a checkpoint or a .safetensors file. `best` loads the
     run's best checkpoint: True by the metric of `--keep-best`, or by one that it names ("accuracy", "eval_loss:min").
     """
-    model, path = task.model(), Path(path)
+    path = Path(path)
     if best:
         kept = _best_of(path, best)
         if kept is None:
@@ -109,8 +111,7 @@ def load_model(task: Task, path: str | Path, *, best: bool | str = False) -> nn.
                 f"{', '.join(known) or 'none'}."
             )
         path = kept
-    model.load_state_dict(load_weights(path))
-    return model.eval()
+    return rebuilt(task.model, load_weights(path), load_first_weights).eval()
 
 
 def _best_of(run_dir: Path, best: bool | str) -> Path | None:

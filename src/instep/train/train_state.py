@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
+from instep.checkpoint.manifest import FROZEN
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.checkpoint.state_tree import find_other_type
@@ -22,6 +23,7 @@ from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
 from instep.train.checkpoint_part import CheckpointPart
+from instep.train.frozen import FrozenSpec, FrozenWeights, completed, names_left_out
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
 from instep.train.weight_names import with_names_of
@@ -51,6 +53,7 @@ class TrainState:
         recompute: bool = False,
         exact: bool = False,
         channels_last: bool = False,
+        frozen: FrozenSpec | None = None,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
@@ -79,6 +82,7 @@ class TrainState:
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
+        self._frozen = FrozenWeights(self.model, strategy, frozen) if frozen is not None else None
         self._names = Names(self.model)
         self._restored_groups: list[dict[str, Any]] = []
         self.reducer = strategy.reducer(self._in_groups())
@@ -108,10 +112,17 @@ class TrainState:
     def parts(self) -> list[CheckpointPart]:
         """Return the checkpoint parts of the model and the optimizer, in the order in which they are saved."""
         # The model first: its state_dict brings a sharded model to rest.
-        return [
-            self._part("model", lambda: self.model.state_dict(), self._load_model),
+        parts = [
+            self._part("model", self._model_state, self._load_model),
             self._part("optimizer", lambda: by_name(self.optimizer, self._own_names()), self._load_optimizer),
         ]
+        if self._frozen is not None and (record := self._frozen.record())["names"]:
+            parts.append(CheckpointPart(FROZEN + self._suffix, lambda: record))  # `_load_model` reads it
+        return parts
+
+    def _model_state(self) -> dict[str, Any]:
+        state = self.model.state_dict()
+        return state if self._frozen is None else self._frozen.without(state, self.optimizer)
 
     def _part(
         self, kind: str, save: Callable[[], Any], load: Callable[[Checkpoint, str], None], on_all_ranks: bool = True
@@ -142,7 +153,12 @@ class TrainState:
     def _load_model(self, checkpoint: Checkpoint, part: str) -> None:
         has_all = self.strategy.has_all_names
         own = self.model.state_dict()
-        saved = reshard(checkpoint.stored(part), own, not has_all)
+        stored = checkpoint.stored(part)
+        saved = reshard(stored, own, not has_all)
+        if self._frozen is not None:
+            left_out = names_left_out(checkpoint, FROZEN + self._suffix, self._frozen.sha256)
+            saved |= {name: own[name] for name in left_out if name in own and name not in stored}
+            self._frozen.keep(stored)
         for name, tensor in own.items():
             if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
                 raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")
@@ -259,6 +275,6 @@ def _check_types(owner: Any, saved: Any, fresh: Any) -> None:
 def load_first_weights(model: nn.Module, source: Path) -> None:
     """Load the weights that `init_from` names into a new model."""
     try:
-        model.load_state_dict(with_names_of(model, load_weights(source)))
+        model.load_state_dict(with_names_of(model, completed(model, load_weights(source))))
     except RuntimeError as error:
         raise CheckpointError(f"init_from={source}: these weights do not fit the model: {error}") from error
