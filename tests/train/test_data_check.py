@@ -84,6 +84,21 @@ def _task_by_file(folder: Path) -> instep.Task:
     return FromFile()
 
 
+def test_a_collate_that_draws_is_named(tmp_path: Path) -> None:
+    class Masking(Small):
+        def train_data(self) -> Any:
+            return list(zip(*made_up(20), strict=True))
+
+        def collate(self, samples: list[Any]) -> Any:
+            x, y = torch.utils.data.default_collate(samples)
+            return x * torch.bernoulli(torch.full_like(x, 0.9)) if self.lr < 1 else x, y
+
+    for lr, expected in ((0.05, 1), (1.0, 0)):
+        instep.train(Masking(lr=lr), **SPEC, run_dir=str(tmp_path / str(lr)), quiet=True)
+        texts = [e["text"] for e in read_events(tmp_path / str(lr)) if e["event"] == "notice"]
+        assert sum("collate draws random numbers" in text for text in texts) == expected
+
+
 def test_a_digest_is_of_values_names_and_shapes() -> None:
     batch = {"x": torch.arange(4), "text": ["a", "b"], "more": (1.0, None)}
     assert digest_of(batch) == digest_of({"x": torch.arange(4), "text": ["a", "b"], "more": (1.0, None)})

@@ -11,9 +11,11 @@ Ranks: all, alike.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from instep.core.errors import TaskError
@@ -43,11 +45,17 @@ class DataCheck:
     def compare(self, run: Run, dataset: Any, collate: Collate | None) -> None:
         """Raise TaskError if ranks have other samples; notice if the run began with others. Called on all ranks."""
         rows = min(_ROWS, num_samples(dataset, collate))
+        watched = None if collate is None else _WatchedCollate(collate)
 
         def read() -> str:
-            return digest_of(first_rows(dataset, rows, collate, run.spec.seed))
+            return digest_of(first_rows(dataset, rows, watched, run.spec.seed))
 
         own = read()
+        if watched is not None and watched.draws and not run.spec.exact:
+            run.notice(
+                "collate draws random numbers. They depend on which samples are collated together, and so on the "
+                "number of processes. Draw them in the dataset's __getitem__, or in loss with torch's functions."
+            )
         by_rank = run.world.all_gather_object(own)
         others = [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]
         is_stable = all(run.world.all_gather_object(read() == own)) if others else True
@@ -63,6 +71,25 @@ class DataCheck:
                 "it would have. Does train_data() depend on the process, or were its files changed?"
             )
         self._digest = own if is_stable else ""
+
+
+class _WatchedCollate:
+    """A collate that notes whether it draws from a global generator."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.draws = False
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        before = _generator_states()
+        batch = self._collate(samples)
+        self.draws |= _generator_states() != before
+        return batch
+
+
+def _generator_states() -> tuple[Any, ...]:
+    _, keys, *rest = numpy.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy.asarray(keys).tobytes(), *rest
 
 
 def digest_of(batch: Any) -> str:
