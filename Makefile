@@ -45,6 +45,7 @@ PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ma
 # Byte code for the processes that tests start at the same time: each would compile all of it.
 compiled: .venv/installed-dev
 	$(BIN)/python -c 'import torch._dynamo, torch.distributed.fsdp, instep.train.worker, hypothesis, xdist.plugin, ray.train'
+	$(BIN)/python -c 'import datasets, peft, transformers.models.bert.modeling_bert, transformers.models.llama.modeling_llama'
 	$(BIN)/python -m compileall -q src tests
 
 # Two at a time: the system programs are downloaded while mypy computes.

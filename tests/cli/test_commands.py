@@ -78,6 +78,27 @@ def test_charlm_trains_token_weighted(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_a_hugging_face_model(tmp_path: Path) -> None:
+    words = ("python", str(EXAMPLES / "llama_lm.py"), "--steps", "2", "--json", "--run-dir", str(tmp_path / "run"))
+    assert result_of(run(*words, timeout_s=110))["steps"] == 2
+
+
+@pytest.mark.slow  # tests/parity/test_transformers.py trains their Tasks, tests/train/test_huggingface.py exports
+@pytest.mark.parametrize("name", ["bert_classifier", "llama_lm"])
+def test_hugging_face_models_learn_and_are_exported(name: str, tmp_path: Path) -> None:
+    words = (str(EXAMPLES / f"{name}.py"), "--steps", "40", "--json", "--run-dir", str(tmp_path / "run"))
+    actual = result_of(run("instep", "train", *words, "-n", "2", timeout_s=110))
+    losses = [e["loss"] for e in steps_in(tmp_path / "run")]
+    assert losses[-1] < 0.9 * losses[0]
+    done = run(
+        "instep", "checkpoints", str(tmp_path / "run"), "--export", "hf", "--out", str(tmp_path / "out"), "--json"
+    )
+    assert result_of(done)["weights_sha256"] == actual["weights_sha256"]
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not MNIST.is_dir(), reason="MNIST's files are not here")
 @pytest.mark.parametrize("world_sizes", [(2,), pytest.param((2, 1), marks=pytest.mark.slow)])  # parity has one and two

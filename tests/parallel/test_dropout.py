@@ -37,6 +37,25 @@ def test_rows_in_the_second_dimension() -> None:
     assert torch.equal(mask((5, 6, 3), 2, 6), whole[:, 2:])
 
 
+@given(heads=st.integers(1, 3), queries=st.integers(1, 7), keys=st.integers(1, 7), more=st.integers(0, 5))
+def test_padding_does_not_change_the_mask_of_attention(heads: int, queries: int, keys: int, more: int) -> None:
+    padded = mask((4, heads, queries + more, keys + more), 0, 4)
+    assert torch.equal(mask((4, heads, queries, keys), 0, 4), padded[:, :, :queries, :keys])
+    assert torch.equal(mask((3, heads, queries, keys), 1, 3), padded[1:, :, :queries, :keys])
+
+
+def test_a_part_of_the_heads_gives_those_of_the_whole() -> None:
+    masks = []
+    for part in (None, (1, 2, 2), (3, 2, 4)):
+        context = BatchContext(CPU, seed=7)
+        context.begin_step(1)
+        context.read_noise()
+        context.begin_part(3, 5, replicated=False)
+        masks.append(keep_mask(context, (77, 0), torch.Size((5, 4, 3, 6)), 40000, part, ""))
+    assert torch.equal(masks[1], masks[0][:, 2:])
+    assert torch.equal(masks[2], masks[0][:, :, :, 2:])
+
+
 @given(
     rows=st.integers(1, 5), middle=st.integers(1, 3), columns=st.integers(2, 9), dim=st.integers(1, 2), cut=st.data()
 )

@@ -5,8 +5,8 @@
     NAME.safetensors                                                       if the target has this suffix: one file
 
 A tied weight is stored once in a checkpoint. It is exported under each of its names, so that `load_state_dict` finds
-all of them without knowing which are tied. One tensor is in memory at a time, so a model that several ranks trained can
-be exported on a machine with too little memory for it.
+all of them without knowing which are tied; formats of other libraries are in `export_formats.py`. One tensor is in
+memory at a time, so a model that several ranks trained can be exported on a machine with too little memory for it.
 """
 
 import json
@@ -16,15 +16,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from instep.checkpoint.export_formats import FILES, FORMATS, ExportFormat
 from instep.checkpoint.files import Checkpoint, sync_directory
-from instep.checkpoint.manifest import EMA, MODEL
+from instep.checkpoint.manifest import EMA, FROZEN, MODEL
 from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.weights import check_averaged, weights_sha256
 from instep.checkpoint.writer import write_synced, write_tensors
 from instep.core.errors import CheckpointError, SpecError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Shard = dict[str, StoredTensor]
@@ -36,8 +35,25 @@ class ExportSpec(NamedTuple):
     target: Path
     max_shard_bytes: int = 5 * 10**9
     force: bool = False
+    format: ExportFormat = FORMATS["weights"]
+    files: Path | None = None
+    """Where the model's files are, if not in the run directory."""
     ema: bool = False
     """Export the averaged weights."""
+
+    @property
+    def single_file(self) -> str:
+        """The name of the file, if there is one."""
+        return f"{self.format.stem}.safetensors"
+
+    @property
+    def index_file(self) -> str:
+        """The name of the file that says what is in which."""
+        return f"{self.single_file}.index.json"
+
+    def extra_files(self, checkpoint: Path) -> dict[str, Path]:
+        """Return the files to copy, by relative name; raise CheckpointError if one is missing."""
+        return self.format.files(self.files or checkpoint.resolve().parent.parent / FILES)
 
     @property
     def is_file(self) -> bool:
@@ -57,6 +73,7 @@ class ExportResult(NamedTuple):
     num_tensors: int
     num_bytes: int
     weights_sha256: str
+    """Of the whole model, as in a Result; empty if the checkpoint does not hold all of it."""
     replaced: tuple[Path, ...]
     """Files that were there before and are replaced or gone."""
     left_out: tuple[str, ...]
@@ -88,8 +105,12 @@ def check_target(spec: ExportSpec, source: Path) -> tuple[Path, ...]:
     if spec.is_file:
         taken = [target] if target.exists() or target.is_symlink() else []
     else:
+        shard = re.compile(rf"{spec.format.stem}-\d{{5,}}-of-\d{{5,}}\.safetensors")
         paths = sorted(target.iterdir()) if target.is_dir() else []
-        taken = [path for path in paths if path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)]
+        taken = [
+            path for path in paths if path.name in (spec.single_file, spec.index_file) or shard.fullmatch(path.name)
+        ]
+        taken += [target / name for name in spec.extra_files(source) if (target / name).exists()]
     if taken and not spec.force:
         raise CheckpointError(
             f"{', '.join(map(str, taken))} already exist{'s' * (len(taken) == 1)}. "
@@ -100,14 +121,20 @@ def check_target(spec: ExportSpec, source: Path) -> tuple[Path, ...]:
 
 def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
     """Export the weights of a verified checkpoint."""
-    taken = check_target(spec, checkpoint)
-    state, others = _read_model(checkpoint, spec.ema)
-    tensors: Shard = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+    taken, extra = check_target(spec, checkpoint), spec.extra_files(checkpoint)
+    state, others, is_whole = _read_model(checkpoint, spec.ema)
+    if spec.format.needs_all and not is_whole:
+        raise CheckpointError(
+            f"{checkpoint} leaves frozen weights out (--no-save-frozen), so it holds no whole model. Export the "
+            "adapter with --export peft, or load the model: instep.load_model(task, RUN).save_pretrained(FOLDER)."
+        )
+    held: Shard = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+    tensors = spec.format.tensors(held, extra)
     if not tensors:
         raise CheckpointError(f"the model in {checkpoint} has no weights, so there is nothing to export.")
-    shards = [tensors] if spec.is_file else cut(tensors, spec.max_shard_bytes)
+    shards = [tensors] if spec.is_file or not spec.format.may_shard else cut(tensors, spec.max_shard_bytes)
     try:
-        written = _write(shards, spec, taken)
+        written = _write(shards, spec, extra, taken)
     except OSError as error:
         why = error.strerror or error
         raise CheckpointError(f"{spec.target} cannot be written: {why}. Fix that, then export again.") from error
@@ -115,9 +142,9 @@ def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
         files=tuple(written),
         num_tensors=len(tensors),
         num_bytes=_num_bytes(tensors),
-        weights_sha256=weights_sha256(tensors),
+        weights_sha256=weights_sha256(held) if is_whole else "",
         replaced=taken,
-        left_out=tuple(sorted(state.keys() - tensors.keys())),
+        left_out=tuple(sorted(state.keys() - held.keys())),
         other_models=others,
     )
 
@@ -135,8 +162,11 @@ def cut(tensors: Mapping[str, StoredTensor], max_bytes: int) -> list[Shard]:
     return shards
 
 
-def _read_model(path: Path, ema: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the model's state with its tensors unread, and the names of further models; `ema`: averaged weights."""
+def _read_model(path: Path, ema: bool) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+    """Return the model's state with its tensors unread, the names of further models, and whether it is all of it.
+
+    `ema`: with the averaged weights.
+    """
     try:
         checkpoint = Checkpoint(path, is_verified=True)
         others = tuple(sorted(part for part in checkpoint.parts if re.fullmatch(rf"{MODEL}-\d+", part)))
@@ -144,21 +174,25 @@ def _read_model(path: Path, ema: bool) -> tuple[dict[str, Any], tuple[str, ...]]
         if ema:
             check_averaged(checkpoint)
             state |= checkpoint.stored(EMA)["weights"]
-        return state, others
+        return state, others, FROZEN not in checkpoint.parts
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"the model in {path} cannot be read: {error!r}.") from error
 
 
-def _write(shards: list[Shard], spec: ExportSpec, taken: tuple[Path, ...]) -> list[Path]:
+def _write(shards: list[Shard], spec: ExportSpec, extra: Mapping[str, Path], taken: tuple[Path, ...]) -> list[Path]:
     """Write all files under other names, then rename them; old and new files never look like one model."""
     spec.folder.mkdir(parents=True, exist_ok=True)
     names = _names(shards, spec)
-    indexed = [INDEX] if len(shards) > 1 else []
-    finals = [spec.folder / name for name in names + indexed]
+    indexed = [spec.index_file] if len(shards) > 1 else []
+    finals = [spec.folder / name for name in [*extra, *names, *indexed]]
     scratch = {final: final.with_name(f".{final.name}.{os.getpid()}") for final in finals}
     try:
-        for final, shard in zip(finals, shards, strict=False):
-            write_tensors(scratch[final], shard, {"format": "pt"})  # transformers refuses a file without it
+        for name, source in extra.items():
+            final = spec.folder / name
+            final.parent.mkdir(parents=True, exist_ok=True)
+            write_synced(scratch[final], [source.read_bytes()])
+        for name, shard in zip(names, shards, strict=True):
+            write_tensors(scratch[spec.folder / name], shard, {"format": "pt"})  # transformers refuses a file without
         if indexed:
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             index = {"metadata": {"total_size": sum(map(_num_bytes, shards))}, "weight_map": weight_map}
@@ -183,8 +217,8 @@ def _names(shards: list[Shard], spec: ExportSpec) -> list[str]:
     if spec.is_file:
         return [spec.target.name]
     if len(shards) == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        return [spec.single_file]
+    return [f"{spec.format.stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
 
 
 def _num_bytes(shard: Mapping[str, StoredTensor]) -> int:

@@ -25,6 +25,8 @@ MODEL = "model"
 EMA = "ema"
 """The parts of a model, and of the average of its weights; those of further models have a number."""
 """The part with the weights; those of further models are `model-1`, `model-2`, …"""
+FROZEN = "frozen"
+"""The part that describes frozen weights which the model's part leaves out."""
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

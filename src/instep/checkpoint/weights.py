@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.manifest import EMA, MANIFEST, MODEL
+from instep.checkpoint.manifest import EMA, FROZEN, MANIFEST, MODEL
 from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.rundir import RunDirectory
+from instep.checkpoint.weight_folders import conversion, find_folder
 from instep.checkpoint.writer import DTYPES, dtype_name
 from instep.core.errors import CheckpointError
 from instep.world.tensors import whole_of
@@ -81,37 +82,52 @@ def _no_advice() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def load_weights(source: Path, ema: bool = False) -> dict[str, torch.Tensor]:
-    """Load a model's state_dict from a run directory, a checkpoint or a .safetensors file.
+class Weights(dict[str, torch.Tensor]):
+    """Weights by name."""
+
+    frozen: Mapping[str, Any] | None = None
+    """Of a checkpoint that leaves frozen weights out: their names, their SHA-256, where they come from."""
+
+
+def load_weights(source: Path, ema: bool = False) -> Weights:
+    """Load a model's state_dict from a run directory, a checkpoint, a .safetensors file or a Hugging Face folder.
 
     `ema`: with the averaged weights, of a run or a checkpoint.
     """
     if source.is_file():
-        if ema:
-            raise CheckpointError(
-                f"{source} is a file with one set of weights. Averaged ones are in a run's checkpoints."
-            )
+        _refuse_average(source, ema)
         try:
-            return load_file(source)
+            return Weights(load_file(source))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{source} is not a safetensors file: {error}.{_conversion(source)}") from error
     if (source / MANIFEST).exists():
         return _weights_of(Checkpoint(source), ema)
+    if (folder := find_folder(source)) is not None:
+        _refuse_average(source, ema)
+        return Weights(folder.read(source))
     if source.is_dir():
         checkpoint, complaints = RunDirectory(source).newest()
         if checkpoint is not None:
             return _weights_of(checkpoint, ema)
-        raise CheckpointError(f"{source} holds no good checkpoint. " + " ".join(complaints))
+        raise CheckpointError(f"{source} holds no good checkpoint, and no model.safetensors. " + " ".join(complaints))
     raise CheckpointError(
-        f"{source} does not exist. Weights come from a run directory, a checkpoint or a .safetensors file."
+        f"{source} does not exist. Weights come from a run directory, a checkpoint, a .safetensors file or a folder "
+        "of Hugging Face's."
     )
 
 
-def _weights_of(checkpoint: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
-    weights = dict(checkpoint.part(MODEL))
+def _refuse_average(source: Path, ema: bool) -> None:
+    if ema:
+        raise CheckpointError(f"{source} holds one set of weights. Averaged ones are in a run's checkpoints.")
+
+
+def _weights_of(checkpoint: Checkpoint, ema: bool) -> Weights:
+    weights = Weights(checkpoint.part(MODEL))
+    if FROZEN in checkpoint.parts:
+        weights.frozen = checkpoint.part(FROZEN)
     if ema:
         check_averaged(checkpoint)
-        weights |= checkpoint.part(EMA)["weights"]
+        weights.update(checkpoint.part(EMA)["weights"])
     return weights
 
 
@@ -130,12 +146,7 @@ def _conversion(source: Path) -> str:
         return ""
     if start not in (b"PK", b"\x80\x02"):
         return ""
-    target = source.with_suffix(".safetensors")
-    program = (
-        "import torch, safetensors.torch as s; "
-        f"s.save_file(torch.load({str(source)!r}, weights_only=True), {str(target)!r})"
-    )
     return (
         " It seems to be PyTorch's own format, a pickle, which may run code when it is loaded; instep never loads one. "
-        f'If you trust it, convert it: python -c "{program}"'
+        f"If you trust it, convert it: {conversion([source], source.with_suffix('.safetensors'))}"
     )

@@ -44,6 +44,8 @@ class CheckpointRequest:
     run: Path
     checkpoint: str | int = "last"
     data: Any = "eval"
+    ema: bool | None = None
+    """Whether to use the averaged weights; None: as the run evaluated."""
     task: Task | str | None = None
     """Where the Task is defined, FILE.py[:Class], or the Task itself; None: as the run says."""
     values: Sequence[str] = ()
@@ -70,6 +72,7 @@ class CheckpointRequest:
             run_dir=str(self.run),
             checkpoint=name,
             data=check_choice(self.data),
+            ema=self.ema,
         )
         return PreparedJob(task, source, job, place_here(), "processes" in given, self.supervised)
 

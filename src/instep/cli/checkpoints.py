@@ -21,7 +21,7 @@ from instep.monitor.progress import metrics_text
 from instep.monitor.reading import ReadingDisplay, size_text
 
 if TYPE_CHECKING:  # they need torch, and a list does not
-    from instep.checkpoint.export import ExportResult
+    from instep.checkpoint.export import ExportResult, ExportSpec
     from instep.checkpoint.prune import PrunePlan
     from instep.checkpoint.rundir import RunDirectory
 
@@ -37,7 +37,9 @@ class CheckpointsSpec:
     prune: int | None = None
     damaged: bool = False
     dry_run: bool = False
-    export: Path | None = None
+    export: str | None = None
+    out: Path | None = None
+    files: Path | None = None
     step: int | None = None
     max_shard: str | None = None
     ema: bool = False
@@ -52,8 +54,9 @@ class CheckpointsSpec:
         if self.prune is not None and self.prune < 1:
             raise SpecError(f"--prune {self.prune} would leave no checkpoint. Keep 1 or more, or delete the run.")
         of_prune = {"--damaged": self.damaged, "--dry-run": self.dry_run}
-        of_export = {"--step": self.step is not None, "--max-shard": self.max_shard is not None}
-        of_export |= {"--ema": self.ema, "--force": self.force}
+        of_export = {"--step": self.step is not None, "--max-shard": self.max_shard is not None, "--force": self.force}
+        of_export |= {"--out": self.out is not None, "--files": self.files is not None}
+        of_export |= {"--ema": self.ema}
         for action, more in (("--prune", of_prune), ("--export", of_export)):
             names = ", ".join(name for name, is_given in more.items() if is_given)
             if names and not asked[action]:
@@ -67,7 +70,9 @@ class CheckpointsSpec:
     option("prune", int | None, None, "keep only the newest N good ones", metavar="N"),
     option("damaged", bool, False, "also prune damaged and half-written ones"),
     option("dry_run", bool, False, "only print what --prune would delete"),
-    option("export", Path | None, None, "write the weights to a folder or a .safetensors file", metavar="TARGET"),
+    option("export", str | None, None, "write the weights to a folder or a .safetensors file", metavar="TARGET"),
+    option("out", Path | None, None, "the target; --export is then the format: weights, hf or peft", metavar="TARGET"),
+    option("files", Path | None, None, "config and tokenizer for the export, not the run's", metavar="FOLDER"),
     option("step", int | None, None, "export this step, not the newest good one"),
     option("max_shard", str | None, None, "size of an exported file [default: 5GB]", metavar="SIZE"),
     option("ema", bool, False, "export the averaged weights of a run with --ema"),
@@ -81,7 +86,7 @@ def checkpoints(**options: Any) -> int:
     if spec.prune is not None:
         ok, outcome = _prune(spec, spec.prune, console)
     elif spec.export is not None:
-        ok, outcome = _export(spec, spec.export, console)
+        ok, outcome = _export(spec, _export_spec(spec, spec.export), console)
     else:
         ok, outcome = _list(spec, console)
     if spec.json:
@@ -174,12 +179,34 @@ def _prune_verdict(plan: PrunePlan, spec: CheckpointsSpec, ok: bool) -> str:
     return "\n".join(lines)
 
 
-def _export(spec: CheckpointsSpec, target: Path, console: Console) -> tuple[bool, dict[str, Any]]:
-    from instep.checkpoint.export import ExportSpec, check_target, export, read_size
+def _export_spec(spec: CheckpointsSpec, export: str) -> ExportSpec:
+    """Return where and how to export: `--export TARGET`, or `--export FORMAT --out TARGET`."""
+    from instep.checkpoint.export import ExportSpec, read_size
+    from instep.checkpoint.export_formats import FORMATS
 
-    wanted = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force, spec.ema)
-    if wanted.is_file and spec.max_shard is not None:
-        raise SpecError(f"--export {target} asks for one file, and --max-shard for several. Give one of them.")
+    known = ", ".join(FORMATS)
+    if spec.out is not None and export not in FORMATS:
+        raise SpecError(f"--export {export} is not a format. With --out, it is one of {known}.")
+    if spec.out is None and export in ("hf", "peft"):
+        raise SpecError(f"--export {export} is a format and needs --out FOLDER. A folder of this name: ./{export}.")
+    chosen = FORMATS[export if spec.out is not None else "weights"]
+    if spec.files is not None and (chosen.name == "weights" or not spec.files.is_dir()):
+        why = "is not a folder" if chosen.name != "weights" else "is for --export hf and --export peft"
+        raise SpecError(f"--files {spec.files} {why}. Give a folder with the model's config and tokenizer.")
+    target = spec.out if spec.out is not None else Path(export)
+    wanted = ExportSpec(
+        target, read_size(spec.max_shard or "5GB"), spec.force, format=chosen, files=spec.files, ema=spec.ema
+    )
+    if wanted.is_file and chosen.name != "weights":
+        raise SpecError(f"--out {target} is one file, and --export {export} writes a folder. Give a folder.")
+    if (wanted.is_file or not chosen.may_shard) and spec.max_shard is not None:
+        raise SpecError(f"--export {export} asks for one file, and --max-shard for several. Give one of them.")
+    return wanted
+
+
+def _export(spec: CheckpointsSpec, wanted: ExportSpec, console: Console) -> tuple[bool, dict[str, Any]]:
+    from instep.checkpoint.export import check_target, export
+
     inventory = take_inventory(spec.run)
     candidates = _candidates(inventory, spec.step)
     check_target(wanted, candidates[0].path)

@@ -22,6 +22,13 @@ WHICH = (
     option("checkpoint", str, "last", "last, best, best:METRIC, or the number of a step", metavar="WHICH"),
     option("data", str, "eval", "eval, the name of an evaluation set, train, or FILE.py:function", metavar="DATA"),
     option(
+        "ema",
+        bool | None,
+        None,
+        "use the averaged weights of a run with --ema, or not [default: if it has any]",
+        "--ema/--no-ema",
+    ),
+    option(
         "task", str | None, None, "the file of the Task, if it is not where the run says", metavar="FILE.py[:Class]"
     ),
 )
@@ -52,7 +59,13 @@ def evaluate(json: bool, **options: Any) -> int:
 
 
 def request_of(
-    run: Path, values: list[str] | None, checkpoint: str, data: str, task: str | None, **options: Any
+    run: Path,
+    values: list[str] | None,
+    checkpoint: str,
+    data: str,
+    ema: bool | None,
+    task: str | None,
+    **options: Any,
 ) -> CheckpointRequest:
     """Return what a command line asks for; what is not a parameter here is an option in place of the run's."""
     fork_forkserver()
@@ -62,6 +75,7 @@ def request_of(
         run=run,
         checkpoint=checkpoint,
         data=data,
+        ema=ema,
         task=task,
         values=values or (),
         options=options,
@@ -74,13 +88,15 @@ def evaluate_here(
     *,
     checkpoint: str | int = "last",
     data: Any = "eval",
+    ema: bool | None = None,
     task: Task | str | None = None,
     **options: Any,
 ) -> EvaluateResult:
     """Compute the metrics of a run's checkpoint from a program or a notebook; see docs/reference/result.md."""
     from instep.cli.checkpoint_job import CheckpointRequest, from_python
 
-    request = CheckpointRequest(run=Path(run_dir), checkpoint=checkpoint, data=data, task=task, options=options)
+    which = {"checkpoint": checkpoint, "data": data, "ema": ema, "task": task}
+    request = CheckpointRequest(run=Path(run_dir), **which, options=options)
     result: EvaluateResult = from_python(lambda: _evaluate(request)[1])
     return result
 

@@ -47,6 +47,7 @@ def predict_here(
     *,
     checkpoint: str | int = "last",
     data: Any = "eval",
+    ema: bool | None = None,
     task: Task | str | None = None,
     force: bool = False,
     **options: Any,
@@ -54,7 +55,8 @@ def predict_here(
     """Write the predictions of a run's checkpoint from a program or a notebook; see docs/reference/result.md."""
     from instep.cli.checkpoint_job import CheckpointRequest, from_python
 
-    request = CheckpointRequest(run=Path(run_dir), checkpoint=checkpoint, data=data, task=task, options=options)
+    which = {"checkpoint": checkpoint, "data": data, "ema": ema, "task": task}
+    request = CheckpointRequest(run=Path(run_dir), **which, options=options)
     result: PredictResult = from_python(lambda: _predict(request, Path(out), force)[0])
     return result
 

@@ -160,6 +160,9 @@ class TrainSpec(LaunchSpec):
     keep_best: str | None = operational_option(
         None, SAVING, "also keep the checkpoint with the highest metric; METRIC:min: the lowest", metavar="METRIC"
     )
+    save_frozen: bool = operational_option(
+        True, SAVING, "save parameters that require no gradient, too (docs/huggingface.md#adapters)"
+    )
     check_every: int = operational_option(
         100, FAILURES, "compare the ranks every N steps (docs/divergence.md); 0: never", at_least=0
     )
@@ -168,7 +171,9 @@ class TrainSpec(LaunchSpec):
     )
     flush_denormals: bool = recipe_option(True, NUMBERS, "treat denormal numbers as zero on CPU")
     init_from: str | None = recipe_option(
-        None, TRAINING, "start from these weights: a run directory, a checkpoint or a .safetensors file"
+        None,
+        TRAINING,
+        "start from these weights: a run directory, a checkpoint, a .safetensors file or a folder of them",
     )
     init_partial: bool = recipe_option(
         False,

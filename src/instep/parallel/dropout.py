@@ -59,22 +59,43 @@ ShardRange = tuple[int, int, int]
 """Consecutive columns of a larger tensor: their dimension, the first one, how many."""
 
 
-def _elements(
-    shape: Sequence[int], row_dim: int, shard: ShardRange | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return the numbers of the rows, those of the pairs of elements in a row of the shard, and the shard's shape.
+_Columns = tuple[torch.Tensor, int, list[int]]
+"""Hashes of pairs by line, how many elements are in a line of them, a shape."""
+_BY_LINE = 4
+
+
+def _columns(shape: Sequence[int], row_dim: int, shard: ShardRange | None, key: torch.Tensor) -> _Columns:
+    """Return the hashes of the pairs of elements in a row of the shard, line by line, and the shard's shape.
 
     Return all pairs where the two elements of one, which share a hash, may be in different shards.
     """
     others = math.prod(shape) // max(shape[row_dim], 1)
-    rows = torch.arange(shape[row_dim], device=device, dtype=torch.int32)
-    pairs = torch.arange((others + 1) // 2, device=device, dtype=torch.int32)
     dim, first, count = shard or (row_dim, 0, 0)
     inner = math.prod(shape[dim + 1 :])
-    if dim <= row_dim or any(size * inner % 2 for size in (first, count, shape[dim])):
-        return rows, pairs, list(shape)
-    local = pairs.view(-1, shape[dim] * inner // 2)[:, first * inner // 2 : (first + count) * inner // 2]
-    return rows, local.reshape(-1), [*shape[:dim], count, *shape[dim + 1 :]]
+    is_cut = dim > row_dim and not any(size * inner % 2 for size in (first, count, shape[dim]))
+    wanted = [*shape[:dim], count, *shape[dim + 1 :]] if is_cut else list(shape)
+    if row_dim == 0 and len(shape) == _BY_LINE:
+        pairs = _pairs_by_line(shape, key)
+        if is_cut:
+            half = 2 if dim == 3 else 1
+            pairs = pairs.narrow(dim - 1, first // half, count // half)
+        return pairs.flatten(0, 1), wanted[3], wanted
+    numbers = torch.arange((others + 1) // 2, device=key.device, dtype=torch.int32)
+    if is_cut:
+        numbers = numbers.view(-1, shape[dim] * inner // 2)[:, first * inner // 2 : (first + count) * inner // 2]
+    return scramble(numbers.reshape(1, -1) * ODD + key), math.prod(wanted) // max(wanted[row_dim], 1), wanted
+
+
+def _pairs_by_line(shape: Sequence[int], key: torch.Tensor) -> torch.Tensor:
+    """Return the hashes of the pairs of elements of a row with three dimensions, each line from its place alone.
+
+    Attention's weights are such: heads, queries, keys. Batches that are padded to their longest sample have as many
+    queries and keys as that is long, so a pair's number in the row would depend on the other rows of the part.
+    """
+    lines = torch.arange(shape[1], device=key.device, dtype=torch.int32)[:, None] * (1 << 16)
+    lines = lines + torch.arange(shape[2], device=key.device, dtype=torch.int32)
+    pairs = torch.arange((shape[3] + 1) // 2, device=key.device, dtype=torch.int32)
+    return scramble(scramble(lines * ODD + key)[:, :, None] + pairs * ODD)
 
 
 def keep_mask(
@@ -83,16 +104,16 @@ def keep_mask(
     """Return which elements stay, as bools, on the context's device; those of the shard only, where no pair is cut."""
     noise = context.noise
     row_dim, rows_each = find_rows(shape, context, name)
-    rows, pairs, wanted = _elements(shape, row_dim, shard, noise.device)
-    others = math.prod(wanted) // max(wanted[row_dim], 1)
+    rows = torch.arange(shape[row_dim], device=noise.device, dtype=torch.int32)
     rows = scramble((rows + noise[2] * rows_each) * ODD + (noise[0] ^ key[0]))
-    pairs = scramble(pairs * ODD + (noise[1] ^ key[1]))
-    keep = _halves(rows, pairs)[:, :others] < levels - LEVELS // 2
+    pairs, line, wanted = _columns(shape, row_dim, shard, noise[1] ^ key[1])
+    halves = _halves(rows, pairs.reshape(-1)).view(rows.shape[0], pairs.shape[0], 2 * pairs.shape[1])
+    keep = halves[:, :, :line] < levels - LEVELS // 2
     return rows_back(keep, wanted, row_dim)
 
 
 def rows_back(by_row: torch.Tensor, shape: Sequence[int], row_dim: int) -> torch.Tensor:
-    """Return a matrix of rows and their elements in the shape that was asked for."""
+    """Return rows and their elements in the shape that was asked for."""
     if row_dim == 0:
         return by_row.reshape(tuple(shape))
     moved = (shape[row_dim], *shape[:row_dim], *shape[row_dim + 1 :])

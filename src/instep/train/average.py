@@ -48,10 +48,9 @@ class WeightAverage:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the average into the model, and at the end the weights again. Issues no collectives."""
-        with torch.no_grad():
-            self._strategy.rest(self._model)
-            weights = [tensor.clone() for tensor in self._held()]
-            torch._foreach_copy_(self._held(), self._averages)
+        self._strategy.rest(self._model)
+        weights = [tensor.clone() for tensor in self._held()]
+        self.put_in()
         try:
             yield
         except BaseException:
@@ -59,6 +58,12 @@ class WeightAverage:
                 self._put_back(weights)
             raise
         self._put_back(weights)
+
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Put the average into the model, in place of its weights. Issues no collectives."""
+        self._strategy.rest(self._model)
+        torch._foreach_copy_(self._held(), self._averages)
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the averaged weights by the names of the model's state_dict, sharded as the model is."""

@@ -47,6 +47,8 @@ class CheckpointJob:
     """The checkpoint's name; None: the newest good one."""
     data: Any
     """As `choose_sets` takes it."""
+    ema: bool | None = None
+    """Whether to use the averaged weights; None: as the run evaluated."""
     scratch: str = ""
     """The folder of the events."""
     parts: str = ""
@@ -142,7 +144,8 @@ def _restored(world: World, task: Task, job: CheckpointJob) -> Iterator[tuple[Re
             log.write(NoticeRecord(text=text))
 
     try:
-        yield restore_model(world, task, job.spec, RunDirectory(Path(job.run_dir)), job.checkpoint, notice), log
+        directory = RunDirectory(Path(job.run_dir))
+        yield restore_model(world, task, job.spec, directory, job.checkpoint, notice, job.ema), log
     finally:
         if log is not None:
             log.close()

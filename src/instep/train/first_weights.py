@@ -14,6 +14,8 @@ from torch import nn
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError
 from instep.core.plural import plural
+from instep.train.frozen_weights import completed
+from instep.train.weight_names import with_names_of
 
 _SHOWN = 6
 """Names that are listed of each kind."""
@@ -56,7 +58,7 @@ class WeightsFit(NamedTuple):
 
 def load_first_weights(model: nn.Module, source: str, is_partial: bool, notice: Callable[[str], None]) -> None:
     """Load the weights that `init_from` names into a new model; `is_partial`: what fits, with a notice of the rest."""
-    saved = load_weights(Path(source))
+    saved = with_names_of(model, completed(model, load_weights(Path(source))))
     try:
         model.load_state_dict(saved)
         return

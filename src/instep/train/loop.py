@@ -6,12 +6,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from instep.core.durations import Cadence
 from instep.events.schema import Record, StepRecord
 from instep.parallel.noise import NoiseWatch
 from instep.train.compile import is_compiled
+from instep.train.data_check import DataCheck
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
+from instep.train.model_files import SaveFiles, configs_of, write_files
 from instep.train.run import Run
 from instep.train.step import Step
 from instep.train.task import Task, field_names, overrides
@@ -27,8 +31,15 @@ class Loop:
         self._task = task
         if "run_dir" not in field_names(type(task)):
             object.__setattr__(task, "run_dir", run.directory.path)  # a Task may be frozen
+        files: list[SaveFiles] = [task.save_files] if overrides(task, "save_files") else []
+
+        def build() -> nn.Module:
+            model = model_of(task)
+            files[:0] = configs_of(model)
+            return model
+
         self._model, _ = run.prepare(
-            lambda: model_of(task),
+            build,
             task.optimizer,
             task.scheduler if overrides(task, "scheduler") else None,
             partial(example_of, task, run.spec.seed),
@@ -36,8 +47,12 @@ class Loop:
             method_of(task, "tensor_plan"),
             method_of(task, "blocks"),
         )
+        if run.is_main:
+            write_files(run.directory.path, files)
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             run.keep(task=task)
+        self._data_check = DataCheck()
+        run.keep(data=self._data_check)
         if (rules := method_of(task, "sync_buffers")) is not None:
             run.sync_buffers(rules())
         if (frozen := method_of(task, "frozen")) is not None:
@@ -59,6 +74,8 @@ class Loop:
     def _train(self) -> None:
         run, task, model = self._run, self._task, self._model
         witness = run.engine.witness  # it reports itself what this would refuse
+        if witness is None and not run.stopped:
+            self._data_check.compare(run, self._train_data, task.collate)
         if run.step == 0 and run.engine.strategy.calls_model and not run.stopped and witness is None:
             try_loss(run, task, model, self._train_data)
             if self._eval_data is not None:

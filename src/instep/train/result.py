@@ -14,6 +14,8 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights, weights_sha256
 from instep.core.errors import CheckpointError
 from instep.events.read import read_events
+from instep.train.first_weights import load_first_weights
+from instep.train.frozen_weights import rebuilt
 from instep.train.task import Task
 
 
@@ -99,11 +101,10 @@ def load_model(task: Task, path: str | Path, *, best: bool | str = False, ema: b
     run's best checkpoint: True by the metric of `--keep-best`, or by one that it names ("accuracy", "eval_loss:min").
     `ema`: with the averaged weights of a run with `--ema`.
     """
-    model, path = task.model(), Path(path)
+    path = Path(path)
     if best:
         path = best_checkpoint(path, best)
-    model.load_state_dict(load_weights(path, ema))
-    return model.eval()
+    return rebuilt(task.model, load_weights(path, ema), load_first_weights).eval()
 
 
 def best_checkpoint(run_dir: Path, best: bool | str = True) -> Path:

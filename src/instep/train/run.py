@@ -31,6 +31,7 @@ from instep.train.engine import Engine, Witness
 from instep.train.evaluation import evaluate_sets, evaluation_sets
 from instep.train.first_weights import load_first_weights
 from instep.train.freezing import Freezing, FrozenRule
+from instep.train.frozen_weights import FrozenSpec, lacks_weights
 from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.memory import PeakMemory
 from instep.train.origin import describe_refusal, explain_refusal
@@ -137,16 +138,18 @@ class Run(OwnEvaluation):
         strategy, is_first = self.engine.strategy, not self.engine.trained
         if not isinstance(model, nn.Module):
             model = strategy.build(model)
-        if self.spec.init_from is not None and self._saver.checkpoint is None and is_first:
+        suffix = "" if is_first else f"-{len(self.engine.trained)}"
+        if self.spec.init_from is not None and lacks_weights(self._saver.checkpoint) and is_first:
             load_first_weights(model, self.spec.init_from, self.spec.init_partial, self.notice)
         trained = TrainState(
             *(model, make_optimizer, schedule_of(self.spec, make_scheduler), strategy),
-            suffix="" if is_first else f"-{len(self.engine.trained)}",
+            suffix=suffix,
             hints=ModelHints(example, layers, tensor_plan, blocks),
             recompute=self.spec.recompute,
             exact=self.spec.exact,
             channels_last=self.engine.precision.prefers_channels_last,
             ema=self.spec.ema,
+            frozen=FrozenSpec.of(self.spec, self._saver.checkpoint, suffix),
         )
         self._saver.restore(*trained.parts())
         self.engine.trained.append(trained)

@@ -108,6 +108,12 @@ class Task:
     def on_save(self, record: SaveRecord) -> None:
         """Receive the record of each checkpoint that is complete on disk; called on rank 0 only."""
 
+    def save_files(self, folder: Path) -> None:
+        """Write what belongs to the model besides its weights, a tokenizer say, into a folder; exports carry it along.
+
+        Called once, on rank 0, before the first step.
+        """
+
     def stop(self, record: StepRecord) -> bool:
         """Return whether to end the training early; called on rank 0 after each step, and all ranks follow."""
         del record

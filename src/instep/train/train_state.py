@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.manifest import EMA
+from instep.checkpoint.manifest import EMA, FROZEN, MODEL
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.checkpoint.state_tree import find_other_type
@@ -22,6 +22,7 @@ from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums, Strategy
 from instep.train.average import WeightAverage
 from instep.train.checkpoint_part import CheckpointPart
+from instep.train.frozen_weights import FrozenSpec, FrozenWeights, names_left_out
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
 
@@ -51,6 +52,7 @@ class TrainState:
         exact: bool = False,
         channels_last: bool = False,
         ema: float | None = None,
+        frozen: FrozenSpec | None = None,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
@@ -78,6 +80,7 @@ class TrainState:
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
         self.average = None if ema is None else WeightAverage(self.model, strategy, ema)
+        self._frozen_weights = FrozenWeights(self.model, strategy, frozen) if frozen is not None else None
         self._names = Names(self.model)
         self._restored_groups: list[dict[str, Any]] = []
         self._frozen: frozenset[nn.Parameter] = frozenset()
@@ -111,14 +114,20 @@ class TrainState:
         """Return the checkpoint parts of the model and the optimizer, in the order in which they are saved."""
         # The model first: its state_dict brings a sharded model to rest.
         parts = [
-            self._part("model", lambda: self.model.state_dict(), self._load_model),
+            self._part("model", self._model_state, self._load_model),
             self._part("optimizer", lambda: by_name(self.optimizer, self._own_names()), self._load_optimizer),
         ]
         if (average := self.average) is not None:
             parts.append(
                 self._part(EMA, average.state, lambda checkpoint, part: average.restore(checkpoint.stored(part)))
             )
+        if self._frozen_weights is not None and (record := self._frozen_weights.record())["names"]:
+            parts.append(CheckpointPart(FROZEN + self._suffix, lambda: record))  # `_load_model` reads it
         return parts
+
+    def _model_state(self) -> dict[str, Any]:
+        state = self.model.state_dict()
+        return state if self._frozen_weights is None else self._frozen_weights.without(state, self.optimizer)
 
     def _part(
         self, kind: str, save: Callable[[], Any], load: Callable[[Checkpoint, str], None], on_all_ranks: bool = True
@@ -146,8 +155,8 @@ class TrainState:
             group.update(restored)
         self._choose_form()
 
-    def _load_model(self, checkpoint: Checkpoint, part: str) -> None:
-        load_saved(self.model, self.strategy, checkpoint, part)
+    def _load_model(self, checkpoint: Checkpoint, _part: str) -> None:
+        load_saved(self.model, self.strategy, checkpoint, self._suffix, self._frozen_weights)
 
     def _choose_form(self) -> None:
         """Set the form of the optimizer that was chosen; a checkpoint may hold another one."""
@@ -279,10 +288,16 @@ def spread_model(model: nn.Module, strategy: Strategy, hints: ModelHints, channe
     return model
 
 
-def load_saved(model: nn.Module, strategy: Strategy, checkpoint: Checkpoint, part: str) -> None:
-    """Load what this rank holds of a model from a part of a checkpoint."""
-    own = model.state_dict()
-    saved = reshard(checkpoint.stored(part), own, not strategy.has_all_names)
+def load_saved(
+    model: nn.Module, strategy: Strategy, checkpoint: Checkpoint, suffix: str, frozen: FrozenWeights | None
+) -> None:
+    """Load what this rank holds of a model from a checkpoint; `frozen`: what the checkpoint may leave out."""
+    own, stored = model.state_dict(), checkpoint.stored(MODEL + suffix)
+    saved = reshard(stored, own, not strategy.has_all_names)
+    if frozen is not None:
+        left_out = names_left_out(checkpoint, FROZEN + suffix, frozen.sha256)
+        saved |= {name: own[name] for name in left_out if name in own and name not in stored}
+        frozen.keep(stored)
     for name, tensor in own.items():
         if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
             raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")

@@ -54,7 +54,9 @@ class TrainedRun:
             if option.scope in (OptionScope.RECIPE, OptionScope.OPERATIONAL) and option.name in saved
         }
         try:
-            spec = TrainSpec(**{**wanted, "init_from": None, "compile": None, "recompute": False})
+            spec = TrainSpec(
+                **{**wanted, "init_from": None, "init_partial": False, "compile": None, "recompute": False}
+            )
         except (SpecError, TypeError) as error:
             raise CheckpointError(f"{path / SPEC} does not describe a training: {error}") from error
         return cls(directory, spec, str(task["name"]), task.get("file"), task["fields"])

@@ -126,9 +126,10 @@ class _Splitter:
         if strict or styles:
             source = "as the Task gives it" if strict else "as the model brings it"
             plan = given_plan(styles, self._model, source, strict)
-            fit_plan(plan, self._model, self.group, strict)
-            self._apply_given(plan, strict)
-            return plan
+            if strict or plan.layers or plan.torch_styles:  # not that of a model inside a wrapper, an adapter's say
+                fit_plan(plan, self._model, self.group, strict)
+                self._apply_given(plan, strict)
+                return plan
         if self._call is None:
             plan = plan_without_example(self._model, self.group)
             split_layers(self._model, self.group, plan)
