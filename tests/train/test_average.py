@@ -181,7 +181,7 @@ def test_exported_and_loaded(tmp_path: Path) -> None:
     assert done.weights_sha256 == averaged == weights_sha256(load_weights(tmp_path / "averaged.safetensors"))
     model = load_model(Averaged(), tmp_path / "run", ema=True)
     assert weights_sha256(model.state_dict()) == averaged
-    with pytest.raises(CheckpointError, match="a file with one set of weights"):
+    with pytest.raises(CheckpointError, match="holds one set of weights"):
         load_weights(tmp_path / "averaged.safetensors", ema=True)
 
 

@@ -285,11 +285,11 @@ def test_a_run_that_still_trains(run_dir: Path, tmp_path: Path, monkeypatch: pyt
     half_written.mkdir()
     load = restored.load_saved
 
-    def load_late(model: Any, strategy: Any, checkpoint: Any, part: str) -> None:
+    def load_late(model: Any, strategy: Any, checkpoint: Any, *more: Any) -> None:
         if checkpoint.step == 6:
             shutil.rmtree(checkpoint.path)
             raise FileNotFoundError(checkpoint.path)
-        load(model, strategy, checkpoint, part)
+        load(model, strategy, checkpoint, *more)
 
     monkeypatch.setattr(restored, "load_saved", load_late)
     try:

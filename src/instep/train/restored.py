@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -68,7 +68,9 @@ def restore_model(
         method_of(task, "blocks"),
     )
     found = _agree_on_checkpoint(world, directory, name, notice)
-    built, origin = strategy.build(lambda: model_of(task)), world.broadcast_object(_origin_of_frozen(found))
+    built = strategy.build(lambda: model_of(task))
+    left_out = world.broadcast_object(_origin_of_frozen(found))
+    origin = FrozenSpec(**left_out) if left_out is not None else None
     if origin is not None and origin.init_from is not None:
         load_first_weights(built, origin.init_from, origin.init_partial, notice)
     model = spread_model(built, strategy, hints, engine.precision.prefers_channels_last)
@@ -118,12 +120,13 @@ def _find(directory: RunDirectory, name: str | None) -> tuple[Checkpoint, list[s
     return newest, complaints
 
 
-def _origin_of_frozen(checkpoint: Checkpoint | None) -> FrozenSpec | None:
-    """Return where the weights come from that a checkpoint leaves out; None if it holds all."""
+def _origin_of_frozen(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """Return where the weights come from that a checkpoint leaves out, a FrozenSpec; None if it holds all."""
     if checkpoint is None or FROZEN not in checkpoint.parts:
         return None
     record = checkpoint.part(FROZEN)
-    return FrozenSpec(record["seed"], record["init_from"], bool(record.get("init_partial")), leave_out=True)
+    origin = FrozenSpec(record["seed"], record["init_from"], bool(record.get("init_partial")), leave_out=True)
+    return origin._asdict()
 
 
 def _use_average(engine: Engine, model: nn.Module, checkpoint: Checkpoint, ema: bool | None) -> None:
