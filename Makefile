@@ -55,7 +55,12 @@ ready:
 test: ready ## check, then every test that CI runs
 	$(PYTEST) -m 'not slow and not gpu'
 
-test-all: ready ## the long campaigns too
+# The trackers' packages are large: only the long campaigns use all of them.
+.venv/installed-trackers: .venv/installed-dev
+	$(PIP) -e '.[trackers]'
+	touch $@
+
+test-all: .venv/installed-trackers ready ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 
 # The peers have an environment of their own: what they pull in is nobody else's business.

@@ -19,13 +19,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 START_LIMIT_S = 120
 
 
 def step_times(ways, rounds, turn_s):
     """Run each way's commands, made by `ways[name](folder)`, in turns; give the ms of the steps by way and turn."""
     with tempfile.TemporaryDirectory() as folder:
-        folders, jobs, launchers = {}, [], {}
+        folders, jobs, launchers, trackers = {}, [], {}, {}
         try:
             for name, make in ways.items():
                 commands = make(Path(folder) / str(len(folders)))
@@ -33,8 +35,10 @@ def step_times(ways, rounds, turn_s):
                 for command, _ in commands:
                     jobs.append(subprocess.Popen(list(map(str, command)), **_SILENT))
                 launchers[name] = [job.pid for job in jobs[-len(commands) :]]
-                signal_all([*launchers[name], *wait_for_ranks(folders[name], jobs)], signal.SIGSTOP)
-            pids = {name: [*launchers[name], *ranks_of(dirs)] for name, dirs in folders.items()}
+                ranks = wait_for_ranks(folders[name], jobs)
+                trackers[name] = trackers_of(launchers[name], folders[name])
+                signal_all([*launchers[name], *ranks, *trackers[name]], signal.SIGSTOP)
+            pids = {name: [*launchers[name], *ranks_of(dirs), *trackers[name]] for name, dirs in folders.items()}
             turns = take_turns(pids, rounds, turn_s)
             ends = {name: [ends_of(run_dir) for run_dir in dirs] for name, dirs in folders.items()}
         finally:
@@ -89,6 +93,24 @@ def wait_for_ranks(run_dirs, jobs):
             )
         time.sleep(0.2)
     return ranks_of(run_dirs)
+
+
+def trackers_of(launchers, run_dirs):
+    """Wait until the trackers of a way, if it has any, have sent something; give their processes' pids."""
+    processes = [child for pid in launchers for child in psutil.Process(pid).children()]
+    trackers = [process for process in processes if "instep.monitor.tracking.process" in process.cmdline()]
+    deadline = time.monotonic() + START_LIMIT_S
+    while trackers and not sum(len(noted_by(run_dir)) for run_dir in run_dirs) >= len(trackers):
+        if time.monotonic() > deadline:
+            sys.exit(f"the trackers of {run_dirs} have sent nothing")
+        time.sleep(0.2)
+    return [process.pid for tracker in trackers for process in (tracker, *tracker.children(recursive=True))]
+
+
+def noted_by(run_dir):
+    """Return the notes of trackers that have sent a step."""
+    notes = (json.loads(path.read_text()) for path in (run_dir / "trackers").glob("[a-z]*.json"))
+    return [note for note in notes if note["steps"]]
 
 
 def ranks_of(run_dirs):

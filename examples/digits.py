@@ -3,6 +3,7 @@
 python examples/digits.py                                      one process
 instep train examples/digits.py -n 4 lr=3e-4 --epochs 5        four processes, the same answer
 torchrun --nproc-per-node 4 examples/digits.py                 the same, under torchrun
+instep predict RUN --out digits.csv                            what it has learned, for each test image
 """
 
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ class Digits(instep.Task):
     def metrics(self, model, batch):
         x, y = batch
         return {"accuracy": (model(x).argmax(1) == y).float()}
+
+    def predict(self, model, batch):
+        return {"digit": model(batch[0]).argmax(1)}
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from instep.events.schema import StepRecord
 
 if TYPE_CHECKING:
     from instep import data
+    from instep.cli.evaluate import evaluate_here as evaluate
+    from instep.cli.predict import predict_here as predict
     from instep.cli.train import main
     from instep.parallel.row_noise import bernoulli, normal, rand, rand_like, randint, randint_like, randn, randn_like
     from instep.train.result import Result, load_model
@@ -48,9 +50,11 @@ __all__ = [
     "__version__",
     "bernoulli",
     "data",
+    "evaluate",
     "load_model",
     "main",
     "normal",
+    "predict",
     "rand",
     "rand_like",
     "randint",
@@ -67,10 +71,13 @@ _LAZY = {
     **dict.fromkeys(_NOISE, "instep.parallel.row_noise"),
     "Result": "instep.train.result",
     "Task": "instep.train.task",
+    "evaluate": "instep.cli.evaluate",
     "load_model": "instep.train.result",
     "main": "instep.cli.train",
+    "predict": "instep.cli.predict",
     "start": "instep.train.worker",
 }
+_ELSEWHERE = {"evaluate": "evaluate_here", "predict": "predict_here"}  # there, the name is a command's
 
 
 def train(task: Any, **options: Any) -> Result:
@@ -93,5 +100,5 @@ def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module("instep.data")
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return getattr(importlib.import_module(_LAZY[name]), _ELSEWHERE.get(name, name))
     raise AttributeError(f"module 'instep' has no attribute {name!r}")

@@ -238,6 +238,16 @@ class TestExport:
         model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
         assert weights_sha256(model.state_dict()) == trained[1].weights_sha256 == actual["weights_sha256"]
 
+    def test_of_averaged_weights(self, command: Command, run_dir: Path, tmp_path: Path) -> None:
+        averaged, target = tmp_path / "averaged", tmp_path / "out.safetensors"
+        result = instep.train(Small(), steps=4, batch_size=10, ema=0.9, run_dir=str(averaged), quiet=True)
+        actual = told(command("checkpoints", str(averaged), "--export", str(target), "--ema", "--json"))
+        expected = weights_sha256(result.load_model(ema=True).state_dict())
+        assert actual["weights_sha256"] == expected == weights_sha256(load_file(target))
+        assert expected != result.weights_sha256
+        words = ("checkpoints", str(run_dir), "--export", str(tmp_path / "none"), "--ema")
+        refused(command(*words), "holds no averaged weights", "without --ema")
+
     def test_in_shards(self, command: Command, run_dir: Path, tmp_path: Path) -> None:
         target = tmp_path / "out"
         actual = told(command("checkpoints", str(run_dir), "--export", str(target), "--max-shard", "0.3KB", "--json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
 from pathlib import Path
@@ -158,9 +159,19 @@ def a_line(draw: random.Random) -> list[str]:
     return words
 
 
-def check(number: int, capfd: pytest.CaptureFixture[str]) -> int:
+def a_line_for_a_checkpoint(draw: random.Random) -> list[str]:
+    """Draw a command line of evaluate or predict."""
+    command = draw.choice(["evaluate", "predict"])
+    words = [command, draw.choice(["there", ".", "none", "task.py", "/", "trained", *JUNK[:5]])]
+    words += ["--out", draw.choice(["x.csv", "there", "x", "none/x.npz", *JUNK])] * (command == "predict")
+    for flag in draw.sample(["--checkpoint", "--data", "--task", "-n", "--mesh", "--strategy"], draw.randrange(3)):
+        words += [flag, draw.choice(["best", "0", "task.py", "task.py:Tiny", "empty.py:x", *JUNK])]
+    return words + draw.choices(["", "width=x", "--force", "--wrong", "--json"], k=draw.randrange(2))
+
+
+def check(number: int, capfd: pytest.CaptureFixture[str], draw_line: Any = a_line) -> int:
     """Run a line; give its exit code."""
-    words = a_line(random.Random(number))
+    words = draw_line(random.Random(number))
     shown = f"line {number}: instep {shlex.join(words)}"
     if words[:1] == ["verify"] and "--help" not in words and "none.py" not in words:
         words = [*words, "--worlds", "1"]  # several would take long
@@ -193,6 +204,15 @@ def test_some_lines(capfd: pytest.CaptureFixture[str]) -> None:
     codes = [check(number, capfd) for number in range(60)]
     assert {0, 2} <= set(codes)
     assert codes.count(0) >= 5
+
+
+@pytest.mark.usefixtures("folder")
+def test_lines_for_checkpoints(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """There is a run without a checkpoint, so that nothing is launched in vain."""
+    spec = {"task": {"name": "Tiny", "fields": {"width": "[3"}, "file": None}, "recipe": {}, "length": {}, "spec": {}}
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "spec.json").write_text(json.dumps(spec))
+    assert {check(number, capfd, a_line_for_a_checkpoint) for number in range(80)} == {2}
 
 
 @pytest.mark.slow

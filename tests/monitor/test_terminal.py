@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+from rich.console import Console
+
 from instep.events.schema import EndRecord, EpochRecord, EvalRecord, NoticeRecord, PlanRecord, StartRecord, StepRecord
 from instep.events.write import EventLog
-from instep.monitor import follow
+from instep.monitor import follow, terminal
 from instep.monitor.follow import Follower
-from instep.monitor.progress import ProgressState, duration
+from instep.monitor.progress import ProgressState, duration, fit, wrapped
 from instep.monitor.reader import EventReader
 
 
@@ -132,6 +136,111 @@ def test_a_reader_that_fails_is_dropped(tmp_path: Path, monkeypatch: Any, capsys
         "instep: the reader 'unmade'",
         "instep: the reader 'failing'",
     ]
+
+
+SCALARS = {"kl": 0.125, "reconstruction [x]": 0.0512}
+WORDS = {
+    *(
+        "Digits",
+        "step",
+        "119/30000",
+        "epoch",
+        "1/5",
+        "loss",
+        "0.008403",
+        "kl",
+        "0.125",
+        "reconstruction",
+        "[x]",
+        "0.0512",
+    ),
+    *(
+        "6,400",
+        "samples/s",
+        "4m59s",
+        "left",
+        "mean",
+        "0.04505",
+        "lr",
+        "0.0003",
+        "grad",
+        "norm",
+        "1.23",
+        "peak",
+        "1.1",
+        "GiB",
+    ),
+}
+
+
+def drawn(width: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """Return the lines of events and those of the bar on a terminal of so many columns."""
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        terminal, "Console", lambda **_: Console(file=screen, width=width, force_terminal=True, color_system=None)
+    )
+    display = terminal.TerminalDisplay(Path())
+    display.pause()
+    screen.truncate(0)
+    plan = {"task": "Digits", "first_step": 0, "num_steps": 30000, "num_epochs": 5, "steps_per_epoch": 6000}
+    plan |= {"batch_size": 64, "num_samples": 384000, "num_parameters": 123456789, "reading": "indexed by the batch"}
+    display.read({"event": "plan", **plan})
+    lines = screen.getvalue().strip("\0\n").split("\n")
+    for step in range(1, 120):
+        event = {"event": "step", "time": 1000 + step * 0.01, "step": step, "epoch": 0, "loss": 1 / step, "lr": 0.0003}
+        display.read({**event, "num_samples": 64, "grad_norm": 1.2341, "scalars": SCALARS})
+    display.read({"event": "memory", "step": 1, "host_bytes": 1234567890, "device_bytes": None})
+    display.refresh()
+    bar = display._bar
+    assert bar is not None
+    display.pause()
+    screen.truncate(0)
+    Console(file=screen, width=width).print(*bar.get_renderables())
+    return lines, screen.getvalue().strip("\0\n").split("\n")
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 160])
+def test_nothing_is_cut_mid_word(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, (position, details) = drawn(width, monkeypatch)
+    whole = "Digits: 123,456,789 parameters, 384,000 samples (indexed by the batch), 30,000 steps of 64"
+    assert max(map(len, lines)) <= width
+    assert " ".join(" ".join(lines).split()) == whole  # wrapped between words
+    assert max(len(position), len(details)) <= width
+    shown = position.replace("━", " ").split()
+    assert {*shown, *details.split()} <= WORDS, (position, details)
+    assert "119/30000" in position
+    if width >= 40:
+        assert "0.008403" in position
+    if width >= 60:
+        assert details.split("  ") == ["mean loss 0.04505", "lr 0.0003", "grad norm 1.23", "peak 1.1 GiB"]
+        assert "left" in position
+    if width >= 160:
+        assert {*shown, *details.split()} == WORDS
+
+
+def test_lines_of_numbers_are_wrapped_between_them() -> None:
+    line = "epoch 5/12  step 225  mean loss 0.4944  eval_loss 0.9666  accuracy 0.8944"
+    assert wrapped(line, 45).split("\n") == [
+        "epoch 5/12  step 225  mean loss 0.4944",
+        "eval_loss 0.9666  accuracy 0.8944",
+    ]
+    assert wrapped("a sentence that is long", 10) == "a sentence that is long"
+    assert wrapped(line, 200) == line
+
+
+def test_the_mean_of_an_epoch_that_was_seen_from_its_first_step() -> None:
+    state = ProgressState(num_steps=100, num_epochs=25, _steps_per_epoch=4)
+
+    def take(step: int, loss: float, **more: Any) -> str:
+        event = {"event": "step", "time": 1.0, "step": step, "epoch": (step - 1) // 4, "loss": loss, "num_samples": 8}
+        state.take({**event, **more})
+        return fit(state.details(), 100)
+
+    assert take(3, 9.0) == ""  # continued in the middle of an epoch
+    assert take(5, 1.0) == "mean loss 1"
+    assert take(6, math.nan, skipped=True) == "mean loss 1"
+    assert take(7, 4.0, num_samples=4) == "mean loss 2"
+    assert take(9, 5.0) == "mean loss 5"
 
 
 def test_rate_and_time_to_go() -> None:

@@ -40,7 +40,9 @@ def train_on(world: World, folder: str, stop_at: int, options: dict[str, Any]) -
     task = Stopping(
         model_name="tied", optimizer_name="adamw", dtype=dtype, num_samples=47, weighted=True, stop_at=stop_at
     )
-    spec = TrainSpec(steps=STEPS, batch_size=13, clip_norm=1.0, seed=5, threads=1, save_every="never", **options)
+    spec = TrainSpec(
+        steps=STEPS, batch_size=13, clip_norm=1.0, ema=0.8, seed=5, threads=1, save_every="never", **options
+    )
     with process_settings(spec, world.world_size):
         result = worker_main(world, task, spec, RunDirectory(Path(folder)))
     return result.status, result.steps, result.weights_sha256
@@ -80,10 +82,11 @@ def test_across_all_strategies(tmp_path: Path) -> None:
     wanted, actual = losses(alone), losses(changing)
     assert list(actual) == list(range(1, STEPS + 1))
     assert actual == pytest.approx(wanted, rel=1e-11)
-    weights, others = load_weights(alone), load_weights(changing)
-    assert weights.keys() == others.keys()
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, rtol=1e-9, atol=1e-9)
+    for ema in (True, False):  # the average of the weights, too
+        weights, others = load_weights(alone, ema), load_weights(changing, ema)
+        assert weights.keys() == others.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(others[name], tensor, rtol=1e-9, atol=1e-9)
     assert told[2] == weights_sha256(others)
 
 
@@ -93,6 +96,8 @@ def test_the_same_bits_in_exact_mode(tmp_path: Path) -> None:
     changing = go_through(tmp_path / "changing", EXACT, exact=True)
     assert changing == alone
     assert losses(tmp_path / "changing") == losses(tmp_path / "alone")
+    averages = [weights_sha256(load_weights(tmp_path / name, ema=True)) for name in ("changing", "alone")]
+    assert averages[0] == averages[1] != alone[2]
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from instep.checkpoint.export_formats import FILES, FORMATS, ExportFormat
 from instep.checkpoint.files import Checkpoint, sync_directory
-from instep.checkpoint.manifest import FROZEN, MODEL
+from instep.checkpoint.manifest import EMA, FROZEN, MODEL
 from instep.checkpoint.reader import StoredTensor
-from instep.checkpoint.weights import weights_sha256
+from instep.checkpoint.weights import check_averaged, weights_sha256
 from instep.checkpoint.writer import write_synced, write_tensors
 from instep.core.errors import CheckpointError, SpecError
 
@@ -38,6 +38,8 @@ class ExportSpec(NamedTuple):
     format: ExportFormat = FORMATS["weights"]
     files: Path | None = None
     """Where the model's files are, if not in the run directory."""
+    ema: bool = False
+    """Export the averaged weights."""
 
     @property
     def single_file(self) -> str:
@@ -120,7 +122,7 @@ def check_target(spec: ExportSpec, source: Path) -> tuple[Path, ...]:
 def export(checkpoint: Path, spec: ExportSpec) -> ExportResult:
     """Export the weights of a verified checkpoint."""
     taken, extra = check_target(spec, checkpoint), spec.extra_files(checkpoint)
-    state, others, is_whole = _read_model(checkpoint)
+    state, others, is_whole = _read_model(checkpoint, spec.ema)
     if spec.format.needs_all and not is_whole:
         raise CheckpointError(
             f"{checkpoint} leaves frozen weights out (--no-save-frozen), so it holds no whole model. Export the "
@@ -160,16 +162,19 @@ def cut(tensors: Mapping[str, StoredTensor], max_bytes: int) -> list[Shard]:
     return shards
 
 
-def _read_model(path: Path) -> tuple[dict[str, Any], tuple[str, ...], bool]:
-    """Return the model's state with its tensors unread, the names of further models, and whether it is all of it."""
+def _read_model(path: Path, ema: bool) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+    """Return the model's state with its tensors unread, the names of further models, and whether it is all of it.
+
+    `ema`: with the averaged weights.
+    """
     try:
         checkpoint = Checkpoint(path, is_verified=True)
         others = tuple(sorted(part for part in checkpoint.parts if re.fullmatch(rf"{MODEL}-\d+", part)))
-        return (
-            {str(name): value for name, value in checkpoint.stored(MODEL).items()},
-            others,
-            (FROZEN not in checkpoint.parts),
-        )
+        state = {str(name): value for name, value in checkpoint.stored(MODEL).items()}
+        if ema:
+            check_averaged(checkpoint)
+            state |= checkpoint.stored(EMA)["weights"]
+        return state, others, FROZEN not in checkpoint.parts
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"the model in {path} cannot be read: {error!r}.") from error
 

@@ -22,6 +22,8 @@ READABLE_VERSIONS = (1, 2)
 """Version 1 stores an optimizer's state by parameter number, version 2 by parameter name."""
 MANIFEST, STATE, PIECES = "manifest.json", "state.json", "pieces.json"
 MODEL = "model"
+EMA = "ema"
+"""The parts of a model, and of the average of its weights; those of further models have a number."""
 """The part with the weights; those of further models are `model-1`, `model-2`, …"""
 FROZEN = "frozen"
 """The part that describes frozen weights which the model's part leaves out."""

@@ -35,7 +35,7 @@ _BEFORE = {**{option.name: option.default for option in options_of(TrainSpec)}, 
 """The values of recipe options before the options existed."""
 _UNDECIDED = ("precision", "auto")
 """Only a node that trains can decide this value; elsewhere it contradicts nothing."""
-_BEFORE_SPEC = {"events", "logs", ".lock", ".world", "submit.sh"}
+_BEFORE_SPEC = {"events", "logs", "trackers", ".lock", ".world", "submit.sh"}
 """What is left of a run that was killed before its spec was written, or that waits in a queue."""
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.manifest import FROZEN, MANIFEST, MODEL
+from instep.checkpoint.manifest import EMA, FROZEN, MANIFEST, MODEL
 from instep.checkpoint.reader import StoredTensor
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weight_folders import conversion, find_folder
@@ -89,33 +89,52 @@ class Weights(dict[str, torch.Tensor]):
     """Of a checkpoint that leaves frozen weights out: their names, their SHA-256, where they come from."""
 
 
-def _weights_of(checkpoint: Checkpoint) -> Weights:
-    weights = Weights(checkpoint.part(MODEL))
-    if FROZEN in checkpoint.parts:
-        weights.frozen = checkpoint.part(FROZEN)
-    return weights
+def load_weights(source: Path, ema: bool = False) -> Weights:
+    """Load a model's state_dict from a run directory, a checkpoint, a .safetensors file or a Hugging Face folder.
 
-
-def load_weights(source: Path) -> Weights:
-    """Load a model's state_dict from a run directory, a checkpoint, a .safetensors file or a Hugging Face folder."""
+    `ema`: with the averaged weights, of a run or a checkpoint.
+    """
     if source.is_file():
+        _refuse_average(source, ema)
         try:
             return Weights(load_file(source))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{source} is not a safetensors file: {error}.{_conversion(source)}") from error
     if (source / MANIFEST).exists():
-        return _weights_of(Checkpoint(source))
+        return _weights_of(Checkpoint(source), ema)
     if (folder := find_folder(source)) is not None:
+        _refuse_average(source, ema)
         return Weights(folder.read(source))
     if source.is_dir():
         checkpoint, complaints = RunDirectory(source).newest()
         if checkpoint is not None:
-            return _weights_of(checkpoint)
+            return _weights_of(checkpoint, ema)
         raise CheckpointError(f"{source} holds no good checkpoint, and no model.safetensors. " + " ".join(complaints))
     raise CheckpointError(
         f"{source} does not exist. Weights come from a run directory, a checkpoint, a .safetensors file or a folder "
         "of Hugging Face's."
     )
+
+
+def _refuse_average(source: Path, ema: bool) -> None:
+    if ema:
+        raise CheckpointError(f"{source} holds one set of weights. Averaged ones are in a run's checkpoints.")
+
+
+def _weights_of(checkpoint: Checkpoint, ema: bool) -> Weights:
+    weights = Weights(checkpoint.part(MODEL))
+    if FROZEN in checkpoint.parts:
+        weights.frozen = checkpoint.part(FROZEN)
+    if ema:
+        check_averaged(checkpoint)
+        weights.update(checkpoint.part(EMA)["weights"])
+    return weights
+
+
+def check_averaged(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a checkpoint holds no averaged weights."""
+    if EMA not in checkpoint.parts:
+        raise CheckpointError(f"{checkpoint.path} holds no averaged weights: the run was trained without --ema.")
 
 
 def _conversion(source: Path) -> str:

@@ -23,6 +23,9 @@ COMMANDS = {
     "submit": ("instep.cli.app:submit", "Submit a training to SLURM or Kubernetes."),
     "jobs": ("instep.cli.jobs:jobs", "List the SLURM jobs that you submitted with instep, and their progress."),
     "cancel": ("instep.cli.jobs:cancel", "Cancel SLURM jobs, and wait until they have ended."),
+    "evaluate": ("instep.cli.evaluate:evaluate", "Compute the metrics of a run's checkpoint."),
+    "predict": ("instep.cli.predict:predict", "Write what a run's checkpoint predicts to a file."),
+    "track": ("instep.cli.track:track", "Send a run to trackers: csv, mlflow, tensorboard, trackio, wandb."),
     "checkpoints": ("instep.cli.checkpoints:checkpoints", "List, verify, prune or export the checkpoints of a run."),
 }
 SUBMIT_COMMANDS = {

@@ -42,6 +42,7 @@ class CheckpointsSpec:
     files: Path | None = None
     step: int | None = None
     max_shard: str | None = None
+    ema: bool = False
     force: bool = False
     json: bool = False
 
@@ -55,6 +56,7 @@ class CheckpointsSpec:
         of_prune = {"--damaged": self.damaged, "--dry-run": self.dry_run}
         of_export = {"--step": self.step is not None, "--max-shard": self.max_shard is not None, "--force": self.force}
         of_export |= {"--out": self.out is not None, "--files": self.files is not None}
+        of_export |= {"--ema": self.ema}
         for action, more in (("--prune", of_prune), ("--export", of_export)):
             names = ", ".join(name for name, is_given in more.items() if is_given)
             if names and not asked[action]:
@@ -73,6 +75,7 @@ class CheckpointsSpec:
     option("files", Path | None, None, "config and tokenizer for the export, not the run's", metavar="FOLDER"),
     option("step", int | None, None, "export this step, not the newest good one"),
     option("max_shard", str | None, None, "size of an exported file [default: 5GB]", metavar="SIZE"),
+    option("ema", bool, False, "export the averaged weights of a run with --ema"),
     option("force", bool, False, "replace the files of an earlier export"),
     option("json", bool, False, "print the outcome as one line of JSON"),
 )
@@ -191,7 +194,9 @@ def _export_spec(spec: CheckpointsSpec, export: str) -> ExportSpec:
         why = "is not a folder" if chosen.name != "weights" else "is for --export hf and --export peft"
         raise SpecError(f"--files {spec.files} {why}. Give a folder with the model's config and tokenizer.")
     target = spec.out if spec.out is not None else Path(export)
-    wanted = ExportSpec(target, read_size(spec.max_shard or "5GB"), spec.force, format=chosen, files=spec.files)
+    wanted = ExportSpec(
+        target, read_size(spec.max_shard or "5GB"), spec.force, format=chosen, files=spec.files, ema=spec.ema
+    )
     if wanted.is_file and chosen.name != "weights":
         raise SpecError(f"--out {target} is one file, and --export {export} writes a folder. Give a folder.")
     if (wanted.is_file or not chosen.may_shard) and spec.max_shard is not None:

@@ -19,11 +19,13 @@ from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.core.topology import Place
+from instep.core.trackers import require_trackers
 from instep.events.read import was_stopped
 from instep.launch.failures import describe
 from instep.launch.launcher import Launcher, LaunchJob, find_launcher
 from instep.launch.logs import LogPlan
 from instep.launch.processes import check_process_count
+from instep.launch.tracking import Tracking
 from instep.monitor.follow import Follower
 from instep.monitor.progress import duration, metrics_text
 from instep.train.directory import agree_on_directory, prepare_directory
@@ -62,6 +64,7 @@ def conduct(
     if spec.hosts:
         raise SpecError(f"hosts={spec.hosts} is for the command: instep train TASK.py --hosts {spec.hosts}")
     check_fields(task)
+    require_trackers(spec.trackers)
     place = place_here()
     spec = resolve_precision(spec, place.device)
     launcher = find_launcher(spec)
@@ -69,8 +72,8 @@ def conduct(
         processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
         for text in judge_place(place, processes, spec.max_nodes):
             say(f"notice: {text}")
-        if place.launched and not _is_launcher(spec, processes, place):
-            _refuse_other_size(spec, processes, place)
+        if place.launched and not is_launcher(spec, processes, place):
+            refuse_other_size(spec, processes, place)
             return _be_a_rank(task, spec, place, command)
         if processes == 1 and spec.max_nodes == 1 and not supervised:
             return _be_a_rank(task, spec, place, command)
@@ -107,7 +110,7 @@ def _start(
     return launcher.run(job)
 
 
-def _is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
+def is_launcher(spec: TrainSpec, processes: int, place: Place) -> bool:
     """Return whether a scheduler started this process to launch the ranks of a node, not to be one."""
     if place.launcher == "torchrun":
         return False
@@ -125,6 +128,7 @@ def _launch_ranks(
             return done
         with (
             _interruptions_explained(directory, again),
+            Tracking(directory.path, spec.trackers if speaks else (), say, spec.quiet),
             Follower(directory.path, _readers(spec, speaks)) as follower,
         ):
             output = follower.stream(sys.stderr if spec.json else sys.stdout)
@@ -155,6 +159,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place, command: Sequence[str]
                 return done
             with (
                 _interruptions_explained(directory, again),
+                Tracking(directory.path, spec.trackers if world.is_main else (), say, spec.quiet),
                 Follower(directory.path, _readers(spec, world.is_main)) as follower,
                 follower.quiet_at_prompts(),
             ):
@@ -233,7 +238,8 @@ def _readers(spec: TrainSpec, speaks: bool) -> list[str]:
     return ["terminal"] if speaks and not spec.quiet else []
 
 
-def _refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
+def refuse_other_size(spec: TrainSpec, processes: int, place: Place) -> None:
+    """Raise SpecError if `-n` contradicts the world that another launcher has launched."""
     if processes not in (1, place.world_size, place.local_world_size):
         raise SpecError(
             f"-n {spec.processes} contradicts the world that {place.launcher} launched, which has {place.world_size} "

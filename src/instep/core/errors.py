@@ -3,7 +3,7 @@
     InstepError
     ├── SpecError         the command line, a TrainSpec field or a Task's value is wrong        exit 2
     ├── TaskError         the Task breaks its contract (loss returns a vector, no length)       exit 2
-    ├── DataError         a dataset cannot be read, or holds nothing                            exit 2
+    ├── DataError         a dataset cannot be read or holds nothing; predictions not written    exit 2
     ├── CheckpointError   a run directory or checkpoint cannot be written or continued          exit 2
     ├── NumericsError     the loss is not a number                                              exit 1
     ├── CompileError      the model cannot be compiled, although --compile was given            exit 1
@@ -42,7 +42,7 @@ class TaskError(InstepError):
 
 
 class DataError(InstepError):
-    """A dataset cannot be read, or is empty."""
+    """A dataset cannot be read, or is empty; or predictions cannot be written."""
 
     exit_code = EXIT_SPEC
 

@@ -21,6 +21,7 @@ class LaunchSpec:
         "processes on this node; auto: one per GPU, or one per core where there is no GPU",
         *("-n", "--processes", "--nproc-per-node"),
         per_node=True,
+        in_evaluate=True,
     )
     nnodes: str = node_option("1", NODES, "number of nodes, or MIN:MAX for an elastic number")
     node_rank: int | None = node_option(None, NODES, "rank of this node, for --rdzv-backend static (0 unless given)")
@@ -35,6 +36,7 @@ class LaunchSpec:
         FAILURES,
         "end the job when no rank has made progress for this long: 90s, 10m, never; auto: based on the steps so far",
         per_node=True,
+        in_evaluate=True,
     )
     lost_after: str = operational_option(
         "10s", NODES, "continue without a node that has sent no heartbeat for this long"

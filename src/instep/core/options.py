@@ -57,6 +57,8 @@ class Option:
     """Whether the nodes of one job may have different values."""
     in_verify: bool
     """Whether `instep verify` has this option."""
+    in_evaluate: bool
+    """Whether `instep evaluate` and `instep predict` have it, in place of the run's own value."""
 
     @property
     def flag(self) -> str:
@@ -89,6 +91,7 @@ def _option(
     at_least: int | None = None,
     per_node: bool | None = None,
     in_verify: bool | None = None,
+    in_evaluate: bool = False,
 ) -> Any:
     """Declare a field of a spec as an option. `flags` are needed only where they do not follow from the name.
 
@@ -97,9 +100,8 @@ def _option(
     """
     per_node = scope in (OptionScope.NODE, OptionScope.OUTPUT) if per_node is None else per_node
     in_verify = scope is OptionScope.RECIPE if in_verify is None else in_verify
-    declared = Option(
-        "", None, default, group, help, scope, flags, metavar, tuple(choices), at_least, per_node, in_verify
-    )
+    takers = (per_node, in_verify, in_evaluate)
+    declared = Option("", None, default, group, help, scope, flags, metavar, tuple(choices), at_least, *takers)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 

@@ -27,6 +27,7 @@ from instep.core.options import (
     output_option,
     recipe_option,
 )
+from instep.core.trackers import parse_trackers
 
 DEFAULT_SHARDS = 16
 DEFAULT_PATIENCE = 3
@@ -43,7 +44,7 @@ class TrainSpec(LaunchSpec):
         "", NODES, "with --on ray: HOST:PORT of a cluster, or auto to find it; empty: start a new one"
     )
     max_restarts: int = operational_option(
-        3, FAILURES, "restarts allowed after a failure; progress resets the count", at_least=0
+        3, FAILURES, "restarts allowed after a failure; progress resets the count", at_least=0, in_evaluate=True
     )
     epochs: int | None = operational_option(
         None, TRAINING, "passes over the training data (3, unless --steps is given)", at_least=1
@@ -61,10 +62,14 @@ class TrainSpec(LaunchSpec):
         None, NUMBERS, "with --exact: shards that a batch is split into (16, or the batch size)", at_least=1
     )
     strategy: str = operational_option(
-        "auto", PROCESSES, "how the model is distributed; auto: ddp, or single (docs/strategies.md)", choices=STRATEGIES
+        "auto",
+        PROCESSES,
+        "how the model is distributed; auto: ddp, or single (docs/strategies.md)",
+        choices=STRATEGIES,
+        in_evaluate=True,
     )
     mesh: str | None = operational_option(
-        None, PROCESSES, "a combination of strategies: dp=2,fsdp=2,tp=2,pp=2", metavar="AXIS=N,…"
+        None, PROCESSES, "a combination of strategies: dp=2,fsdp=2,tp=2,pp=2", metavar="AXIS=N,…", in_evaluate=True
     )
     reshard: bool = operational_option(
         True, PROCESSES, "with fsdp: free a block's parameters after its forward pass; off: keep them for backward"
@@ -85,7 +90,11 @@ class TrainSpec(LaunchSpec):
         None, PROCESSES, "micro-batches of a pipeline (4 per stage, if there are enough rows)", at_least=1
     )
     comm: Literal["auto", "shared-memory", "gloo"] = operational_option(
-        "auto", PROCESSES, "how processes on CPU communicate; auto: shared memory, or gloo", in_verify=True
+        "auto",
+        PROCESSES,
+        "how processes on CPU communicate; auto: shared memory, or gloo",
+        in_verify=True,
+        in_evaluate=True,
     )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = recipe_option(
         "auto", NUMBERS, "precision of the layers; auto: bf16 on GPUs that support it, or fp32 (docs/precision.md)"
@@ -100,6 +109,21 @@ class TrainSpec(LaunchSpec):
         False, PROCESSES, "save memory: compute the model's repeated blocks again in the backward pass"
     )
     clip_norm: float | None = recipe_option(None, TRAINING, "clip the gradient's global norm to this value")
+    clip_value: float | None = recipe_option(
+        None, TRAINING, "clip each element of the gradient to between minus this value and this value"
+    )
+    log_grad_norm: bool = operational_option(
+        False,
+        TRAINING,
+        "log the gradient's global norm in every step (known anyway with --clip-norm)",
+        "--log-grad-norm",
+    )
+    ema: float | None = recipe_option(
+        None,
+        TRAINING,
+        "keep an exponential moving average of the weights with this decay (0.999), and evaluate with it",
+        metavar="DECAY",
+    )
     lr_schedule: Literal["task", "constant", "cosine", "linear"] = recipe_option(
         "task",
         TRAINING,
@@ -151,6 +175,12 @@ class TrainSpec(LaunchSpec):
         TRAINING,
         "start from these weights: a run directory, a checkpoint, a .safetensors file or a folder of them",
     )
+    init_partial: bool = recipe_option(
+        False,
+        TRAINING,
+        "with --init-from: load the weights that fit, and list the others, which start anew",
+        "--init-partial",
+    )
     on_nan: Literal["stop", "skip"] = recipe_option(
         "stop", FAILURES, "when the loss is NaN or infinite: stop, or skip that update"
     )
@@ -162,6 +192,14 @@ class TrainSpec(LaunchSpec):
         at_least=0,
         per_node=True,
         in_verify=True,
+        in_evaluate=True,
+    )
+    track: str | None = operational_option(
+        None,
+        OUTPUT,
+        "send the run's numbers to trackers: csv, mlflow, tensorboard, trackio, wandb (docs/trackers.md). They never "
+        "delay the training; at its end the command waits for them for up to a minute",
+        metavar="NAME,…",
     )
     run_dir: str | None = output_option(None, SAVING, "the run's directory; an unfinished run in it is continued")
     fresh: bool = output_option(False, SAVING, "start over: an earlier run in --run-dir is moved aside", "--fresh")
@@ -174,8 +212,9 @@ class TrainSpec(LaunchSpec):
         "print the Result as one line of JSON, and everything else to standard error",
         "--json",
         in_verify=True,
+        in_evaluate=True,
     )
-    quiet: bool = output_option(False, OUTPUT, "no progress display", "--quiet", in_verify=True)
+    quiet: bool = output_option(False, OUTPUT, "no progress display", "--quiet", in_verify=True, in_evaluate=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,6 +233,15 @@ class TrainSpec(LaunchSpec):
             raise SpecError(f"preempted_exit={self.preempted_exit} is not an exit code. Use 0 to 255.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient to zero. Use a number above 0.")
+        if self.clip_value is not None and not self.clip_value > 0:
+            raise SpecError(f"clip_value={self.clip_value} would clip every gradient to zero. Use a number above 0.")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise SpecError(
+                f"clip_norm={self.clip_norm} and clip_value={self.clip_value} both clip the gradient, and the result "
+                "would depend on which comes first. Give one of them."
+            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise SpecError(f"ema={self.ema} is not a decay. Use a number between 0 and 1, such as 0.999.")
         if self.compile and self.recompute:
             raise SpecError("compile and recompute cannot be combined: recomputed blocks are not compiled. Give one.")
         self._check_schedule()
@@ -203,6 +251,8 @@ class TrainSpec(LaunchSpec):
         if self.meta_init and (self.exact or self.init_from is not None):
             other = "exact" if self.exact else "init_from"
             raise SpecError(f"meta_init and {other} cannot be combined. Leave --meta-init out.")
+        if self.init_partial and self.init_from is None:
+            raise SpecError("init_partial is for --init-from, which is not given. Add --init-from, or leave it out.")
         if self.batch_size < self.accumulate:
             raise SpecError(
                 f"batch_size={self.batch_size} cannot be split into accumulate={self.accumulate} micro-batches: "
@@ -210,6 +260,7 @@ class TrainSpec(LaunchSpec):
             )
         Cadence.parse("save_every", self.save_every)
         Cadence.parse("eval_every", self.eval_every)
+        parse_trackers(self.track)
 
     def _check_schedule(self) -> None:
         """Raise SpecError for metrics that are none, and for options without the one that they belong to."""
@@ -261,6 +312,11 @@ class TrainSpec(LaunchSpec):
                     f"{name}={value} is for a pipeline, and there is none. Add --strategy pipeline, or --mesh with "
                     "pp=2 or more."
                 )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `track`."""
+        return parse_trackers(self.track)
 
     @property
     def num_shards(self) -> int:

@@ -34,6 +34,8 @@ _WINDOW_S = 0.5
 """How long to measure before a decision."""
 _WINDOW_BATCHES = 8
 """And over how many batches, unless they take longer than that to read."""
+_REST_S = 2.0
+"""How long to read without measuring after a decision to stay in the training process."""
 _FIRST_BATCHES = 2
 """Not counted at the beginning: the first steps take longer, and so may the first batches."""
 _TIMEOUT_S = 20.0
@@ -117,6 +119,9 @@ class Source:
                 if self._limits.fixed is None and not feed.paused and measured.is_enough:
                     feed.paused = self._decide(measured.window(), timed.batch)
                     measured = _Measured(skip=READ_AHEAD * self._pace.readers + 1 if feed.paused else 0)
+                    if not feed.paused and self._reads_plainly:
+                        yield from self._read_unmeasured(feed)
+                        begun = time.perf_counter()
 
     def close(self) -> None:
         """End the threads or processes that read ahead."""
@@ -194,8 +199,25 @@ class Source:
     def _pool_kind(self) -> type[Pool]:
         return ThreadPool if self._reader.is_thread_safe and not self._reader.draws else ProcessPool
 
+    @property
+    def _reads_plainly(self) -> bool:
+        """Whether batches are read here, with nothing around it."""
+        return self._pool is None and self._reader.draws is False and self._reader.is_thread_safe
+
+    def _read_unmeasured(self, feed: _Feed) -> Iterator[Any]:
+        """Yield batches for a while without measuring, which takes as long as reading some of them."""
+        until = time.perf_counter() + _REST_S
+        for request in feed:
+            feed.delivered()
+            yield self._reader.read(*request)
+            if time.perf_counter() > until:
+                return
+
     def _read_here(self, requests: Iterable[Request]) -> Iterator[TimedBatch]:
         for request in requests:
+            if self._reads_plainly:
+                yield read_timed(self._reader, request)
+                continue
             with ExitStack() as kept:
                 if self._reader.draws is not False:
                     kept.enter_context(generators_kept())
@@ -249,7 +271,7 @@ class _Measured:
     def __init__(self, skip: int) -> None:
         self._skip = skip
         self._num = 0
-        self._sums = [0.0] * len(Window._fields)
+        self._sums = Window(0.0, 0.0, 0.0, 0.0)
 
     def add(self, timed: TimedBatch, wait_s: float, step_s: float) -> None:
         """Count a batch."""
@@ -257,8 +279,8 @@ class _Measured:
             self._skip -= 1
             return
         self._num += 1
-        numbers = Window(timed.read_s, timed.cpu_s, wait_s, step_s)
-        self._sums = [total + number for total, number in zip(self._sums, numbers, strict=True)]
+        sums = self._sums
+        self._sums = Window(sums[0] + timed.read_s, sums[1] + timed.cpu_s, sums[2] + wait_s, sums[3] + step_s)
 
     @property
     def is_enough(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_CHUNK_BYTES = 2**22
+
 
 def path_of(run_dir: Path, rank: int = 0) -> Path:
     """Return the path of a rank's events."""
@@ -60,13 +62,13 @@ class EventTail:
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue  # the torn last line of a process that was killed while it wrote
-            if isinstance(event, dict):
-                yield event
+            while data := file.read(_CHUNK_BYTES):
+                self._offset += len(data)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    try:
+                        event = json.loads(line)
+                    except (ValueError, RecursionError):
+                        continue  # the torn last line of a process that was killed while it wrote
+                    if isinstance(event, dict):
+                        yield event

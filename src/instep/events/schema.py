@@ -64,6 +64,14 @@ class NodeRecord(Record, event="node"):
     """Of all installed packages, with their versions."""
 
 
+class RowsRecord(Record, event="rows"):
+    """How far an evaluation or a prediction of its own is; not in the log of a training."""
+
+    num_rows: int
+    """Computed so far by all ranks, as far as rank 0 knows."""
+    total_rows: int
+
+
 class PlanRecord(Record, event="plan"):
     """What this process is going to do, and from which step."""
 
@@ -92,7 +100,7 @@ class StepRecord(Record, event="step", once_per_step=True):
     num_samples: int
     """Samples in this step's global batch."""
     grad_norm: float | None = None
-    """Before clipping; None unless clipping is on."""
+    """Before clipping; None where it is not computed (`--clip-norm`, `--log-grad-norm`), or was not finite."""
     skipped: bool = False
     scalars: dict[str, float] = field(default_factory=dict)
     """What `loss` returned beside the loss, or the loop logged: means over the global batch."""
@@ -110,6 +118,16 @@ class EpochRecord(Record, event="epoch", once_per_step=True):
     loss: float
     num_samples: int
     scalars: dict[str, float] = field(default_factory=dict)
+
+
+class MemoryRecord(Record, event="memory"):
+    """This rank needs more memory than before; the peaks of its process so far."""
+
+    step: int
+    host_bytes: int
+    """Resident in host memory."""
+    device_bytes: int | None = None
+    """Reserved on the accelerator; None on CPU."""
 
 
 class EvalRecord(Record, event="eval", once_per_step=True):

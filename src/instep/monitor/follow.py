@@ -12,10 +12,12 @@ from typing import Any, TextIO
 from instep.events.read import EventTail, path_of
 from instep.events.schema import RECORDS
 from instep.monitor.reader import EventReader
+from instep.monitor.rows import RowsDisplay
 from instep.monitor.terminal import TerminalDisplay
 
 READERS: dict[str, Callable[[Path], EventReader]] = {
     "terminal": TerminalDisplay,
+    "rows": RowsDisplay,
 }
 """Readers by name, each made from the run directory."""
 POLL_S = 0.2

@@ -1,15 +1,24 @@
 """The progress of a run, computed from its events."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.core.plural import plural
+from instep.monitor.reading import size_text
 
 _WINDOW = 200
 _EPOCH_LINES_S = 2.0
 """Epochs that end sooner after the last line have none, but for the last one."""
+
+
+class Item(NamedTuple):
+    """A piece of a line, which is shown whole or not at all."""
+
+    rank: int
+    """Those with the highest are left out first."""
+    text: str
 
 
 @dataclass
@@ -25,6 +34,15 @@ class ProgressState:
     loss: float | None = None
     scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    lr: float | None = None
+    grad_norm: float | None = None
+    memory_bytes: int | None = None
+    """The most that rank 0 has needed: of its device, or of host memory on CPU."""
+    _steps_per_epoch: int = 0
+    _epoch_sum: float = 0.0
+    """Of this epoch's losses, each times its samples."""
+    _epoch_samples: float | None = None
+    """None: the epoch's first step was not seen."""
     _ended_epoch: dict[str, Any] | None = None
     """An epoch whose means were not shown yet: an evaluation may follow, and has them in its line."""
     _epoch_said_s: float = 0.0
@@ -41,6 +59,8 @@ class ProgressState:
         if kind == "step":
             self.step, self.epoch, self.loss = event["step"], event["epoch"], event["loss"]
             self.scalars = event.get("scalars", {})
+            self.lr, self.grad_norm = event.get("lr"), event.get("grad_norm")
+            self._count(event)
             self._recent.append((event["time"], event["step"], event["num_samples"]))
         if kind in ("step", "end"):
             return line
@@ -52,6 +72,8 @@ class ProgressState:
             return f"{where} on {event['device'].split(':')[0]}{on}, torch {event['versions']['torch']}{again}"
         if kind == "plan":
             return self._take_plan(event)
+        if kind == "memory":
+            self.memory_bytes = event["device_bytes"] or event["host_bytes"]
         if kind == "eval":
             return self._take_eval(event)
         if kind == "notice":
@@ -61,6 +83,14 @@ class ProgressState:
         if kind == "save_failed":
             return f"error: {event['error']} The next attempt is in {event['retry_s']:.0f} s; training continues."
         return None
+
+    def _count(self, event: dict[str, Any]) -> None:
+        """Add a step to the mean of its epoch."""
+        if self._steps_per_epoch and (event["step"] - 1) % self._steps_per_epoch == 0:
+            self._epoch_sum, self._epoch_samples = 0.0, 0.0
+        if self._epoch_samples is not None and not event.get("skipped"):
+            self._epoch_sum += event["loss"] * event["num_samples"]
+            self._epoch_samples += event["num_samples"]
 
     def _take_eval(self, event: dict[str, Any]) -> str:
         self.metrics, ended = event["metrics"], self._ended_epoch
@@ -83,6 +113,7 @@ class ProgressState:
         self.task, self.first_step = event["task"], event["first_step"]
         self.step = event["first_step"]
         self.num_steps, self.num_epochs = event["num_steps"], event["num_epochs"]
+        self._steps_per_epoch, self._epoch_samples = event["steps_per_epoch"], None
         start = f", from step {self.first_step}" if self.first_step else ""
         return (
             f"{self.task}: {event['num_parameters']:,} parameters, {event['num_samples']:,} samples "
@@ -99,16 +130,58 @@ class ProgressState:
         return samples / seconds if seconds > 0 else None, left_s
 
     def line(self) -> str:
-        """Return one line that says where the run is."""
-        parts = [f"step {self.step}/{self.num_steps}", f"epoch {self.epoch + 1}/{self.num_epochs}"]
+        """Return one line that says everything that is known of where the run is."""
+        return _joined([*self.position(), *self.details()])
+
+    def position(self) -> list[Item]:
+        """Return where the run is: step, epoch, loss, scalars, speed, the time left."""
+        items = [Item(0, f"step {self.step}/{self.num_steps}"), Item(3, f"epoch {self.epoch + 1}/{self.num_epochs}")]
         if self.loss is not None:
-            parts.append(metrics_text({"loss": self.loss, **self.scalars}))
+            items.append(Item(1, metrics_text({"loss": self.loss})))
+        items += [Item(5, metrics_text({name: value})) for name, value in self.scalars.items()]
         samples_per_s, left_s = self.speed()
         if samples_per_s is not None:
-            parts.append(f"{samples_per_s:,.0f} samples/s")
+            items.append(Item(4, f"{samples_per_s:,.0f} samples/s"))
         if left_s is not None:
-            parts.append(f"{duration(left_s)} left")
-        return "  ".join(parts)
+            items.append(Item(2, f"{duration(left_s)} left"))
+        return items
+
+    def details(self) -> list[Item]:
+        """Return what else is known of the newest step: the epoch's mean loss, learning rate, gradient norm, memory."""
+        items = []
+        if self._epoch_samples:
+            items.append(Item(0, metrics_text({"mean loss": self._epoch_sum / self._epoch_samples})))
+        if self.lr is not None:
+            items.append(Item(1, f"lr {self.lr:.3g}"))
+        if self.grad_norm is not None:
+            items.append(Item(2, f"grad norm {self.grad_norm:.3g}"))
+        if self.memory_bytes is not None:
+            number, unit = size_text(self.memory_bytes).split()
+            items.append(Item(3, f"peak {number if len(number) < 5 else f'{float(number):.0f}'} {unit}"))
+        return items
+
+
+def fit(items: Sequence[Item], width: int) -> str:
+    """Return the items that fit into so many columns, in their order; the most important one is always there."""
+    kept = list(items)
+    while len(kept) > 1 and len(_joined(kept)) > width:
+        kept.remove(max(reversed(kept), key=lambda item: item.rank))
+    return _joined(kept)
+
+
+def wrapped(line: str, width: int) -> str:
+    """Return a line with a new line wherever an item would pass the last column; sentences are left as they are."""
+    rows: list[str] = []
+    for item in line.split("  "):
+        if rows and len(rows[-1]) + 2 + len(item) <= width:
+            rows[-1] += "  " + item
+        else:
+            rows.append(item)
+    return "\n".join(rows)
+
+
+def _joined(items: Iterable[Item]) -> str:
+    return "  ".join(item.text for item in items)
 
 
 def _means_text(event: dict[str, Any]) -> str:

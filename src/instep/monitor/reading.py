@@ -1,6 +1,6 @@
-"""The progress of reading files, on standard error: a live line on a terminal, plain lines elsewhere.
+"""The progress of reading or writing files, on standard error: a live line on a terminal, plain lines elsewhere.
 
-Nothing is shown for a read that is over within two seconds.
+Nothing is shown for what is over within two seconds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class ReadingDisplay:
         now = time.monotonic()
         if now < self._next:
             return
-        total = f" of {size_text(self._total_bytes)}" if self._total_bytes is not None else ""
-        text = f"{self._what}: {size_text(self._done_bytes)}{total} read …"
+        text = self._text(self._done_bytes)
         if not self._console.is_terminal:
             self._next = now + PLAIN_EVERY_S
             self._console.print(text, soft_wrap=True, markup=False)
@@ -41,12 +40,23 @@ class ReadingDisplay:
             self._status.start()
         self._status.update(text)
 
+    def _text(self, done: int) -> str:
+        total = f" of {size_text(self._total_bytes)}" if self._total_bytes is not None else ""
+        return f"{self._what}: {size_text(done)}{total} read …"
+
     def __enter__(self) -> ReadingDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
+
+
+class WritingDisplay(ReadingDisplay):
+    """Shows how many values are written; called with the number of those that were."""
+
+    def _text(self, done: int) -> str:
+        return f"{self._what}: {done:,} written …"
 
 
 def size_text(num_bytes: int) -> str:

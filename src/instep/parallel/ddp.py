@@ -54,7 +54,8 @@ class DdpReducer(Reducer):
         *others, last = ([self.parameters[number] for number in bucket] for bucket in plan) if plan else [[]]
         carries = bool(last) and last[0].dtype in COUNTING
         self._buckets = [Bucket(group) for group in others] + ([Bucket(last, num_extras * carries)] if last else [])
-        self._extras = self._buckets[-1].extras if carries else torch.zeros(num_extras, device=self._world.device)
+        own = torch.zeros(0 if carries else num_extras, dtype=torch.float64, device=self._world.device)
+        self._extras = self._buckets[-1].extras if carries else own
         """The step's sums, whether a rank must reduce again, then one flag for each parameter."""
         self._carries = carries
         """Whether the last bucket carries them; if not, its dtype is not precise enough."""

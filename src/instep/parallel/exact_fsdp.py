@@ -9,7 +9,7 @@ which are resharded before the update. Between steps a rank holds its shards and
 whole parameters and gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -86,6 +86,12 @@ class ExactFsdp(Exact):
         self._sharding.shard(model, hints)
         self._models |= {id(p): model for p in model.parameters()}
         return model
+
+    def rest(self, model: nn.Module) -> None:
+        self._sharding.rest(model)
+
+    def set_trainable(self, model: nn.Module, trainable: Mapping[nn.Parameter, bool]) -> None:
+        self._sharding.set_trainable(model, trainable)
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return ExactShardedReducer(self._models[id(parameters[0])], parameters, self.grid, self.context)

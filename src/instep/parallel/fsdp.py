@@ -13,7 +13,7 @@ A block that shares a parameter with a module outside of it is no unit: a tied w
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -185,6 +185,18 @@ class Fsdp(Strategy):
             reshard_after_forward=self._sharding.reshard and not is_root,
             offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
         )
+
+    def rest(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def set_trainable(self, model: nn.Module, trainable: Mapping[nn.Parameter, bool]) -> None:
+        super().set_trainable(model, trainable)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()  # FSDP2 notes anew in which dtypes to reduce: of a frozen unit it knows none
+                module.reshard()
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return ShardedReducer(parameters, self.grid, self._order)

@@ -1,5 +1,6 @@
 """Gradients of a distributed model: this rank's shards of them, their norm over all ranks, clipping."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -67,11 +68,13 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; return the norm before.
 
-    With a grid the gradients are shards, or belong to a stage: the norm is that of all ranks' together, and all ranks
-    call this. Each rank adds up its own shards; one that several ranks hold counts by its share. `num_stages_with` is
-    the number of stages that hold a parameter, where that is more than one.
+    If `max_norm` is infinite, they are only read. With a grid they are shards, or belong to a stage: the norm is that
+    of all ranks' together, and all ranks call this. Each rank adds up its own shards; one that several ranks hold
+    counts by its share. `num_stages_with` is the number of stages that hold a parameter, where that is more than one.
     """
     if grid is None:
+        if max_norm == math.inf:
+            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     square = torch.zeros((), dtype=torch.float64, device=grid.world.device)
     held = [p for p in parameters if p.grad is not None and to_local(p.grad).numel()]
@@ -81,6 +84,7 @@ def clip_gradients(
         square += (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
     norm = grid.world.all_reduce(square).sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if gradients := local_gradients(parameters):
+    gradients = local_gradients(parameters)
+    if gradients and max_norm != math.inf:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
     return norm

@@ -12,9 +12,10 @@ class LocalReducer(Reducer):
 
     def reduce(self, sums: StepSums) -> StepSums:
         for p in self.parameters:
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.to_dense()
-        return StepSums.of([*map(float, sums.row())])
+            grad = p.grad
+            if grad is not None and grad.is_sparse:
+                p.grad = grad.to_dense()
+        return sums.on_host()
 
 
 class Single(Strategy):

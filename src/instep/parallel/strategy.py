@@ -85,6 +85,12 @@ class StepSums(NamedTuple):
         """Return all numbers, to be added up one by one: NUM_SUMS."""
         return *self[:-1], *self.scalars
 
+    def on_host(self) -> StepSums:
+        """Return the same numbers, those on a device as floats."""
+        if type(self.loss) is float and self.scalars is NO_SCALARS:  # most steps on CPU
+            return self
+        return self._replace(loss=float(self.loss), scalars=tuple(map(float, self.scalars)))
+
     @classmethod
     def of(cls, row: Sequence[float]) -> StepSums:
         """Return the sums of such rows."""
@@ -138,6 +144,12 @@ class Reducer(ABC):
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients by their global norm; return the norm before. Called on all ranks."""
         return clip_gradients(self.parameters, max_norm, self._grid)
+
+    def clip_values(self, limit: float) -> None:
+        """Clip each element of the gradients, as torch.nn.utils.clip_grad_value_ does: a rank what it holds."""
+        if gradients := local_gradients(self.parameters):
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
 
 
 class StepPart(Protocol):
@@ -252,6 +264,15 @@ class Strategy(ABC):
         """
         compile_blocks(blocks or [model], self.context)
         return bool(blocks)
+
+    def rest(self, model: nn.Module) -> None:  # noqa: B027 - most models always are
+        """Bring a model to rest: its parameters are what this rank holds between two steps. Issues no collectives."""
+
+    def set_trainable(self, model: nn.Module, trainable: Mapping[nn.Parameter, bool]) -> None:
+        """Set whether parameters require a gradient, between two steps. Called on all ranks."""
+        self.rest(model)
+        for p, flag in trainable.items():
+            p.requires_grad_(flag)
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer fit the way its parameters are distributed."""

@@ -16,17 +16,23 @@ from instep.core.errors import CheckpointError
 from instep.core.spec import TrainSpec
 from instep.events.schema import NoticeRecord
 from instep.events.write import EventLog
+from instep.train.source import file_of
 from instep.train.task import Task, depends_on_num_steps, field_names
 from instep.world.world import World
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Return a Task's name and its fields as plain values."""
+    """Return a Task's name, its fields as plain values, and the file that defines it, if there is one."""
     values = {name: getattr(task, name) for name in field_names(type(task))}
-    return {"name": type(task).__name__, "fields": {name: _plain(value) for name, value in values.items()}}
+    file = file_of(type(task))
+    return {
+        "name": type(task).__name__,
+        "fields": {name: plain_value(value) for name, value in values.items()},
+        "file": None if file is None else str(file),
+    }
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a field's value in a form that is the same in every process."""
     if isinstance(value, bool | int | float | str | None):
         return value
@@ -117,6 +123,11 @@ def agree_on_checkpoint(
         newest, complaints = directory.recover(except_for)
         for complaint in complaints:
             log.write(NoticeRecord(text=complaint + " An older checkpoint is used."))
+    return open_on_all_ranks(world, directory, newest)
+
+
+def open_on_all_ranks(world: World, directory: RunDirectory, newest: Checkpoint | None) -> Checkpoint | None:
+    """Return the checkpoint that rank 0 has verified, opened on every rank. Called on all ranks."""
     name, host = world.broadcast_object([newest.path.name if newest is not None else None, socket.gethostname()])
     if name is None:
         return None

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.core.splitmix import mix64
+from instep.data.loader import GlobalBatch
 from instep.data.order import BatchPlan, PartPlan
 from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext
@@ -73,6 +74,10 @@ class Engine:
         self.strategy = choose_strategy(spec, self.grid, self.context)
         self.precision = Precision(spec, world.device, keeps_casts=not self.strategy.gathers_weights)
         self.loss_scale = LossScale() if spec.precision == "fp16" else None
+        self.needs_norm = (
+            spec.clip_norm is not None or spec.log_grad_norm or spec.on_nan == "skip" or spec.precision == "fp16"
+        )
+        """Whether a step computes the gradient's norm, and so sees whether it is finite: to look at all of it costs."""
         self.is_full = False
         """Whether the step under way has a full batch: not the last one of an epoch."""
         self.reads_early = has_streams(world.device) and world.world_size == 1 and not spec.exact
@@ -114,7 +119,7 @@ class Engine:
             trained.shard_buffers.begin_step()
         if self.spec.on_nan == "skip":
             self._buffers = SavedBuffers(trained.model for trained in self.trained)
-        if self.forward_state is not None:
+        if self.forward_state is not None and self.forward_state.is_needed:
             self.forward_state.begin_step([trained.model for trained in self.trained])
 
     def begin_last_backward(self) -> None:
@@ -125,10 +130,11 @@ class Engine:
         if len(self.trained) == 1:
             self.trained[0].reducer.begin_last_backward()
 
-    def end_forward(self, share: float) -> None:
-        """Agree on what the forward passes of a step have changed; this rank had `share` of its rows."""
-        if self.forward_state is not None:
-            self.forward_state.end_forward([trained.model for trained in self.trained], share)
+    def end_forward(self, batch: GlobalBatch) -> None:
+        """Agree on what the forward passes of a step over this batch have changed."""
+        if self.forward_state is not None and self.forward_state.is_needed:
+            own = sum(part.plan.num_rows for part in batch.parts if part.plan.counted)
+            self.forward_state.end_forward([trained.model for trained in self.trained], own / max(1, batch.size))
 
     def restore_buffers(self) -> None:
         """With on_nan=skip, undo what a step's forward passes left in buffers (running statistics)."""
@@ -229,6 +235,8 @@ class Engine:
         sentences = list(self.strategy.notices(max(1, rows)))
         if choices := self._describe_choices(compiled):
             sentences.append(choices)
+        if spec.ema is not None:
+            sentences.append(f"ema={spec.ema:g}: evaluations use the averaged weights; checkpoints hold both.")
         if spec.recompute and not any(trained.recomputed for trained in self.trained):
             sentences.append("recompute: the model has no repeated blocks, so nothing is computed twice.")
         modules = (module for trained in self.trained for module in trained.model.modules())

@@ -3,7 +3,8 @@
 Ranks: all, alike.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def named_metrics(sets: Iterable[str], metrics: list[str]) -> list[str]:
 
 def evaluate_sets(
     engine: Engine,
+    model: nn.Module,
     spec: TrainSpec,
     step: int,
     metrics: MetricsOfModel,
@@ -50,26 +52,38 @@ def evaluate_sets(
     """Compute metrics exactly over whole sets. Called on all ranks."""
     scores: dict[str, float] = {}
     for name, dataset in sets.items():
-        values = _evaluate_set(engine, spec, step, metrics, dataset, collate)
+        with contextlib.closing(read_evaluation(engine, [model], spec, step, dataset, collate)) as chunks:
+            values = evaluate(lambda batch: metrics(model, batch), chunks, engine.grid.data, spec.exact)
         scores |= zip(named_metrics([name], list(values)), values.values(), strict=True)
     return scores
 
 
-def _evaluate_set(
-    engine: Engine, spec: TrainSpec, step: int, metrics: MetricsOfModel, dataset: Any, collate: Collate | None
-) -> dict[str, float]:
-    model, pulse = engine.trained[0].model, here()
+def read_evaluation(
+    engine: Engine,
+    models: Sequence[nn.Module],
+    spec: TrainSpec,
+    step: int,
+    dataset: Any,
+    collate: Collate | None,
+    in_step: bool = False,
+) -> Generator[tuple[Any, int]]:
+    """Yield this rank's chunks of a set, each with its number of rows, as `evaluation_chunks` does.
+
+    Meanwhile the models are in evaluation mode, in the run's precision, without gradients; the noise of a chunk depends
+    on the step and the chunk. Called on all ranks.
+    """
+    pulse = here()
     pulse.beat(Phase.EVALUATE)
     engine.context.end_part()
-    with evaluating(model) as buffers, torch.no_grad(), engine.evaluation_noise(step) as seed_chunk:
-
-        def metrics_of(batch: Any) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        saved = [stack.enter_context(evaluating(model)) for model in models]
+        stack.enter_context(torch.no_grad())
+        seed_chunk = stack.enter_context(engine.evaluation_noise(step))
+        chunks = stack.enter_context(contextlib.closing(read_chunks(engine, spec, dataset, collate, in_step)))
+        for batch, num_rows in chunks:
             pulse.beat(Phase.EVALUATE)
             seed_chunk()
             with engine.precision.autocast():
-                values = metrics(model, batch)
-            buffers.restore()  # which chunks a rank has computed before must not matter, now or later
-            return values
-
-        chunks = read_chunks(engine, spec, dataset, collate)
-        return evaluate(metrics_of, chunks, engine.grid.data, spec.exact)
+                yield batch, num_rows
+            for buffers in saved:  # which chunks a rank has computed before must not matter, now or later
+                buffers.restore()

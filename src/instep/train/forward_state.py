@@ -98,6 +98,11 @@ class ForwardState:
         """Whether the first steps are over."""
         return not self._num_to_check
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether steps still have to be watched, or buffers agreed on."""
+        return not self._has_begun or self._attributes is not None or bool(self._num_to_check or self._synced)
+
     def set_rules(self, rules: Mapping[str, str]) -> None:
         """Say how ranks agree on buffers: patterns of names, each with a rule."""
         for pattern, rule in rules.items():

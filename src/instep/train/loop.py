@@ -1,8 +1,7 @@
 """Train a Task: the loop that a person would write, with `instep.start`'s run."""
 
 import contextlib
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,24 +9,18 @@ from typing import Any
 from torch import nn
 
 from instep.core.durations import Cadence
-from instep.core.errors import TaskError
-from instep.data.loader import first_rows
 from instep.events.schema import Record, StepRecord
-from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
-from instep.parallel.noise_patches import torchs_own_functions
 from instep.train.compile import is_compiled
 from instep.train.data_check import DataCheck
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
 from instep.train.model_files import SaveFiles, configs_of, write_files
 from instep.train.run import Run
-from instep.train.scalars import loss_parts
 from instep.train.step import Step
 from instep.train.task import Task, field_names, overrides
+from instep.train.task_calls import example_of, method_of, metrics_of, model_of
 from instep.train.trial import copy_of, try_loss, try_metrics
-
-_EXAMPLE_ROWS = 2
 
 
 class Loop:
@@ -41,7 +34,7 @@ class Loop:
         files: list[SaveFiles] = [task.save_files] if overrides(task, "save_files") else []
 
         def build() -> nn.Module:
-            model = _model_of(task)
+            model = model_of(task)
             files[:0] = configs_of(model)
             return model
 
@@ -49,10 +42,10 @@ class Loop:
             build,
             task.optimizer,
             task.scheduler if overrides(task, "scheduler") else None,
-            self._example,
-            _method(task, "layers"),
-            _method(task, "tensor_plan"),
-            _method(task, "blocks"),
+            partial(example_of, task, run.spec.seed),
+            method_of(task, "layers"),
+            method_of(task, "tensor_plan"),
+            method_of(task, "blocks"),
         )
         if run.is_main:
             write_files(run.directory.path, files)
@@ -60,11 +53,14 @@ class Loop:
             run.keep(task=task)
         self._data_check = DataCheck()
         run.keep(data=self._data_check)
-        if (rules := _method(task, "sync_buffers")) is not None:
+        if (rules := method_of(task, "sync_buffers")) is not None:
             run.sync_buffers(rules())
+        if (frozen := method_of(task, "frozen")) is not None:
+            run.freeze(frozen)
         self._train_data, self._eval_data = task.train_data(), task.eval_data()
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")
+        self._on_step = task.on_step if overrides(task, "on_step") else None
         self._evaluated_at = -1
 
     def run(self) -> None:
@@ -84,7 +80,7 @@ class Loop:
             try_loss(run, task, model, self._train_data)
             if self._eval_data is not None:
                 prepare_metrics(vars(task).values(), run.world.device)
-                try_metrics(run, partial(_metrics, copy_of(task)), self._eval_data, task.collate)
+                try_metrics(run, partial(metrics_of, copy_of(task)), self._eval_data, task.collate)
         if witness is not None and run.step == 0:
             self._evaluate()
         loss_of = run.compile_loss(task.loss)
@@ -93,20 +89,22 @@ class Loop:
         watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
         goal, evaluates = run.goal, self._eval_data is not None and self._cadence != Cadence()
+        is_first = True
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
-            check_schedule(run.engine.trained[0].schedule, goal, evaluates)
-            with contextlib.ExitStack() as watches:
-                if watch is not None:
-                    watches.enter_context(watch)
-                if is_watched and state is not None and not state.is_checked:
-                    watches.enter_context(state.watch)
+            if is_first:
+                check_schedule(run.engine.trained[0].schedule, goal, evaluates)
+                with contextlib.ExitStack() as watches:
+                    if watch is not None:
+                        watches.enter_context(watch)
+                    if is_watched and state is not None and not state.is_checked:
+                        watches.enter_context(state.watch)
+                    step.compute(model, loss_of)
+            else:
                 step.compute(model, loss_of)
-                is_watched = False
             record = step.finish()
-            if watch is not None:
-                for text in watch.notices():
-                    run.notice(text)
-                watch = None
+            for text in watch.notices() if is_first and watch is not None else ():
+                run.notice(text)
+            is_first = False
             if reason := self._follow(step, record):
                 run.stop_early(reason)
                 break
@@ -120,7 +118,8 @@ class Loop:
         """Evaluate if due, and call the Task's hooks; return why to stop, or nothing."""
         if self._is_eval_due(step):
             record = replace(record, metrics=self._evaluate())
-        self._call_hook(self._task.on_step, record)
+        if self._on_step is not None:
+            self._call_hook(self._on_step, record)
         self._report_saves()
         patience = self._run.patience
         if patience is not None and patience.is_over:
@@ -156,55 +155,7 @@ class Loop:
         if self._eval_data is not None and self._evaluated_at != self._run.step:
             self._evaluated_at = self._run.step
             prepare_metrics(vars(self._task).values(), self._run.world.device)
-            self._run.evaluate(partial(_metrics, self._task), self._eval_data, self._task.collate)
+            self._run.evaluate(partial(metrics_of, self._task), self._eval_data, self._task.collate)
             assert self._run.evaluation is not None
             self._call_hook(self._task.on_eval, self._run.evaluation)
         return self._run.metrics
-
-    def _example(self) -> Call:
-        """Return the arguments that the model is called with, for the first rows of the data."""
-        batch = first_rows(self._task.train_data(), _EXAMPLE_ROWS, self._task.collate, self._run.spec.seed)
-        return call_of(self._task.loss, batch)
-
-
-def _model_of(task: Task) -> nn.Module:
-    with torchs_own_functions():  # which torch.jit.script knows
-        model = task.model()
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"{type(task).__name__}.model() gave a {type(model).__name__}; a torch.nn.Module is needed.")
-    return model
-
-
-def _metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a Task's metrics, with its loss as one of them."""
-    once = _Once(model)
-    (mean, weight, scalars), values = loss_parts(task.loss(once, batch)), task.metrics(once, batch)
-    if not isinstance(values, Mapping):
-        raise TaskError(f"metrics returned a {type(values).__name__}; a dict of metrics by name is needed.")
-    of_loss = {"loss": mean, **(scalars or {})}
-    return {**{f"eval_{name}": (value, weight) for name, value in of_loss.items()}, **values}
-
-
-def _method(task: Task, name: str) -> Callable[..., Any] | None:
-    method = getattr(task, name, None)
-    return method if callable(method) else None  # a hyper-parameter of that name is a number
-
-
-class _Once:
-    """A model that remembers its last answer: loss and metrics of one batch ask for the same."""
-
-    training = False
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._arguments: tuple[Any, ...] | None = None
-        self._output: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        known, arguments = self._arguments, (*positional, *named, *named.values())
-        if known is None or len(known) != len(arguments) or not all(map(operator.is_, known, arguments)):
-            self._arguments, self._output = arguments, self._model(*positional, **named)
-        return self._output

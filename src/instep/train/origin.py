@@ -13,6 +13,8 @@ from torch import nn
 from instep.guard.numerics import Trace, lost_parameter, what_is_wrong
 from instep.parallel.gradients import to_local
 from instep.parallel.strategy import LossOf, Strategy
+from instep.train.engine import Engine
+from instep.train.saver import Saver
 from instep.train.scalars import loss_parts
 from instep.train.step import Step
 from instep.train.train_state import TrainState
@@ -27,6 +29,20 @@ def describe_refusal(step: int, loss: float, indices: Sequence[int]) -> str:
     what = f"the loss of step {step} is {loss}" if loss - loss else f"the gradient of step {step} is not finite"
     shown = ", ".join(map(str, indices[:16])) + (f", … ({len(indices)} in all)" if len(indices) > 16 else "")
     return f"{what}. Its samples: {shown}."
+
+
+def explain_refusal(text: str, step: Step, engine: Engine, saver: Saver) -> str:
+    """Return what `describe_refusal` found with its origin, the newest checkpoint and advice. Called on all ranks."""
+    world = engine.world
+    if origin := find_origin(step, engine.strategy, world):
+        text += " " + origin
+    saver.close()  # the checkpoint that is named may still be being written
+    # All ranks wait for it: the first to leave would have rank 0 ended while it writes.
+    newest = world.broadcast_object(saver.newest() if world.is_main else None)
+    return (
+        f"{text} This update was not made{lost_weights(engine.trained, world)}. {newest} "
+        "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."
+    )
 
 
 def lost_weights(trained: Sequence[TrainState], world: World) -> str:

@@ -32,6 +32,7 @@ from instep.world.device import accelerator_of
 _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-16
 _GROWS_AFTER = 2000
 _OUTSIDE = "off"
+_NOTHING = contextlib.nullcontext()
 _WINDOW, _OFTEN, _QUIET = 100, 10, 1000
 """The last steps that count, how many skipped ones among them are many, and for how long that is not repeated."""
 
@@ -86,13 +87,13 @@ class Precision:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that computes in this precision, with weights that are cast anew."""
         if self.dtype is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         torch.clear_autocast_cache()  # a user's own autocast around it would keep those from before the update
         return torch.autocast(self._device, self.dtype, cache_enabled=self._keeps_casts)
 
     def as_stored(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for backward passes inside of `autocast`, which follow what forward did."""
-        return contextlib.nullcontext() if self.dtype is None else torch.autocast(self._device, enabled=False)
+        return _NOTHING if self.dtype is None else torch.autocast(self._device, enabled=False)
 
 
 class LossScale:

@@ -5,7 +5,7 @@ Ranks: all, each its own share.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -70,9 +70,11 @@ class BatchReader(TrainLoader):
         ]
 
 
-def read_chunks(engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None) -> Iterator[tuple[Any, int]]:
-    """Yield this rank's chunks of an evaluation set, each with its number of rows."""
-    in_step = engine.strategy.gathers_weights
+def read_chunks(
+    engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None, in_step: bool = False
+) -> Generator[tuple[Any, int]]:
+    """Yield this rank's chunks of an evaluation set, each with its number of rows; `in_step`: as many on all ranks."""
+    in_step |= engine.strategy.gathers_weights
     return evaluation_chunks(dataset, chunk_rows(spec), _load_options(engine, spec, collate), in_step=in_step)
 
 

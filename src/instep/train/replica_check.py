@@ -71,9 +71,12 @@ class ReplicaCheck:
         for number, state in enumerate(trained, start=1):
             statistics, others = buffers_of(state.model)
             suffix = f" (model {number})" if len(trained) > 1 else ""
+            named = {} if state.average is None else state.average.named()
+            averages = {f"the average of {name}": tensor for name, tensor in named.items()}
             for into, part in (
                 (strict, updated_state(state.model, state.optimizer)),
                 (strict, statistics),
+                (strict, averages),
                 (strict if self._engine.spec.exact else loose, others),  # exact mode makes all buffers the same
             ):
                 into.update({name + suffix: tensor for name, tensor in part.items()})

@@ -14,9 +14,9 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.weights import load_weights, weights_sha256
 from instep.core.errors import CheckpointError
 from instep.events.read import read_events
-from instep.train.frozen import rebuilt
+from instep.train.first_weights import load_first_weights
+from instep.train.frozen_weights import rebuilt
 from instep.train.task import Task
-from instep.train.train_state import load_first_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +47,16 @@ class Result:
         object.__setattr__(result, "_task", task)
         return result
 
-    def load_model(self) -> nn.Module:
-        """Build the model anew and load the trained weights, on CPU, in evaluation mode."""
+    def load_model(self, *, ema: bool = False) -> nn.Module:
+        """Build the model anew and load the trained weights, on CPU, in evaluation mode; `ema`: the averaged ones."""
         task: Task | None = getattr(self, "_task", None)
         if task is None:
             raise CheckpointError(
                 f"this Result was read from a file and does not know its Task. Use "
                 f"instep.load_model(task, {self.run_dir!r})."
             )
-        model = load_model(task, self.run_dir)
-        if weights_sha256(model.state_dict()) != self.weights_sha256:
+        model = load_model(task, self.run_dir, ema=ema)
+        if not ema and weights_sha256(model.state_dict()) != self.weights_sha256:
             raise CheckpointError(
                 f"{self.run_dir}: its newest good checkpoint does not hold the weights that this Result names: "
                 "the last one is damaged or gone, or the run was continued."
@@ -94,24 +94,30 @@ class Result:
         ]
 
 
-def load_model(task: Task, path: str | Path, *, best: bool | str = False) -> nn.Module:
+def load_model(task: Task, path: str | Path, *, best: bool | str = False, ema: bool = False) -> nn.Module:
     """Build a Task's model and load weights, on CPU, in evaluation mode.
 
     `path` is a run directory, whose newest weights are loaded, a checkpoint or a .safetensors file. `best` loads the
     run's best checkpoint: True by the metric of `--keep-best`, or by one that it names ("accuracy", "eval_loss:min").
+    `ema`: with the averaged weights of a run with `--ema`.
     """
     path = Path(path)
     if best:
-        kept = _best_of(path, best)
-        if kept is None:
-            known = sorted({name for scores in RunDirectory(path).scores().values() for name in scores})
-            asked = "it was trained without --keep-best, or not evaluated" if best is True else f"none has {best!r}"
-            raise CheckpointError(
-                f"{path} has no best checkpoint: {asked}. Metrics of its checkpoints, for best=…: "
-                f"{', '.join(known) or 'none'}."
-            )
-        path = kept
-    return rebuilt(task.model, load_weights(path), load_first_weights).eval()
+        path = best_checkpoint(path, best)
+    return rebuilt(task.model, load_weights(path, ema), load_first_weights).eval()
+
+
+def best_checkpoint(run_dir: Path, best: bool | str = True) -> Path:
+    """Return the best checkpoint of a run, as `_best_of` does; raise CheckpointError if there is none."""
+    kept = _best_of(run_dir, best)
+    if kept is None:
+        known = sorted({name for scores in RunDirectory(run_dir).scores().values() for name in scores})
+        asked = "it was trained without --keep-best, or not evaluated" if best is True else f"none has {best!r}"
+        raise CheckpointError(
+            f"{run_dir} has no best checkpoint: {asked}. Metrics of its checkpoints, for best=…: "
+            f"{', '.join(known) or 'none'}."
+        )
+    return kept
 
 
 def _best_of(run_dir: Path, best: bool | str) -> Path | None:

@@ -6,7 +6,6 @@ Ranks: all make the same calls in the same order.
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -24,26 +23,31 @@ from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
+from instep.train.average import evaluated_weights
 from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, progress_part, rng_part
 from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
 from instep.train.evaluation import evaluate_sets, evaluation_sets
-from instep.train.frozen import FrozenSpec, lacks_weights
+from instep.train.first_weights import load_first_weights
+from instep.train.freezing import Freezing, FrozenRule
+from instep.train.frozen_weights import FrozenSpec, lacks_weights
 from instep.train.lr_schedule import MakeScheduler, schedule_of
-from instep.train.origin import describe_refusal, find_origin, lost_weights
+from instep.train.memory import PeakMemory
+from instep.train.origin import describe_refusal, explain_refusal
+from instep.train.own_evaluation import OwnEvaluation
 from instep.train.patience import Patience
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
 from instep.train.scalars import EpochMeans
 from instep.train.step import Step, StepHooks
-from instep.train.train_state import MakeOptimizer, TrainState, load_first_weights
+from instep.train.train_state import MakeOptimizer, TrainState
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
 
-class Run:
+class Run(OwnEvaluation):
     """One training, seen from one rank.
 
     `own_loop`: it is a loop of one's own, so that `steps` completes the spec and writes spec.json.
@@ -100,6 +104,8 @@ class Run:
         self._moves: list[str] = []
         """What of the platform has changed since the checkpoint, in words."""
         self._reader: BatchReader | None = None
+        self._freezing: Freezing | None = None
+        self._memory = PeakMemory(world.device)
         self._pulse = here()
         self._rng = rng_part()
         self._saver.add(self._rng)
@@ -134,7 +140,7 @@ class Run:
             model = strategy.build(model)
         suffix = "" if is_first else f"-{len(self.engine.trained)}"
         if self.spec.init_from is not None and lacks_weights(self._saver.checkpoint) and is_first:
-            load_first_weights(model, Path(self.spec.init_from))
+            load_first_weights(model, self.spec.init_from, self.spec.init_partial, self.notice)
         trained = TrainState(
             *(model, make_optimizer, schedule_of(self.spec, make_scheduler), strategy),
             suffix=suffix,
@@ -142,6 +148,7 @@ class Run:
             recompute=self.spec.recompute,
             exact=self.spec.exact,
             channels_last=self.engine.precision.prefers_channels_last,
+            ema=self.spec.ema,
             frozen=FrozenSpec.of(self.spec, self._saver.checkpoint, suffix),
         )
         self._saver.restore(*trained.parts())
@@ -157,6 +164,10 @@ class Run:
         """Say how ranks agree on buffers that forward passes change, by name or pattern: mean, sum or rank0."""
         if self.engine.forward_state is not None:
             self.engine.forward_state.set_rules(rules)
+
+    def freeze(self, frozen: FrozenRule) -> None:
+        """Freeze parameters of the first model by a rule: `frozen(step, epoch)`, as in a Task."""
+        self._freezing = Freezing(frozen, self.engine.trained, self.notice)
 
     def compile_loss(self, loss_of: LossOf) -> LossOf:
         """Return a Task's loss; where compiling is wanted, `Step.compute` runs it compiled with its model."""
@@ -197,7 +208,10 @@ class Run:
         full_batch = min(plan.batch_size, plan.num_samples)
         for batch in reader.batches(self.step, num_steps):
             ends_epoch = (batch.step + 1) % plan.num_batches == 0
+            if self._freezing is not None:
+                self._freezing.begin_step(batch.step + 1, batch.epoch)
             step = Step(engine, batch, ends_epoch, batch.size == full_batch, self._hooks)
+            self._begin_gather(batch.parts)
             yield step
             for sentence in reader.new_notices():
                 self.notice(sentence)
@@ -210,8 +224,7 @@ class Run:
                 self.compare()
             if step.stop_asked:
                 self._leave()
-            num_epochs = batch.epoch + 1 if ends_epoch else 0
-            if self._saver.is_due(self.step, self._scores(), step.save_asked, num_epochs):
+            if self._saver.is_due(self.step, self._scores(), step.save_asked, batch.epoch + 1 if ends_epoch else 0):
                 self.save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
@@ -271,13 +284,19 @@ class Run:
         self._pulse.begin_steps(self.step)
 
     def evaluate(
-        self, metrics: Callable[[nn.Module, Any], dict[str, Any]], dataset: Any, collate: Collate | None = None
+        self,
+        metrics: Callable[[nn.Module, Any], dict[str, Any]],
+        dataset: Any,
+        collate: Collate | None = None,
+        ema: bool | None = None,
     ) -> dict[str, float]:
-        """Compute metrics exactly over a whole set, or a dict of sets; `metrics(model, batch)` as in a Task."""
+        """Compute metrics exactly over a whole set, or a dict of sets, as in a Task; `ema=False`: not of averages."""
         if not self.engine.trained:
             raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
         begun, sets = time.monotonic(), evaluation_sets(dataset, collate)
-        scores = evaluate_sets(self.engine, self.spec, self.step, metrics, sets, collate)
+        trained = self.engine.trained[0]
+        with evaluated_weights(trained.average, ema):
+            scores = evaluate_sets(self.engine, trained.model, self.spec, self.step, metrics, sets, collate)
         self.metrics, self._evaluated_at = scores, self.step
         for trained in self.engine.trained:
             if trained.schedule is not None:
@@ -355,9 +374,8 @@ class Run:
     def _leave(self) -> NoReturn:
         """Save and end the run early, because the ranks agreed in this step that one of them was asked to stop."""
         self.compare()
-        self.notice(
-            f"asked to stop: saving at step {self.step} in {self.directory.path}, from where the run continues."
-        )
+        where = f"step {self.step} in {self.directory.path}"
+        self.notice(f"asked to stop: saving at {where}, from where the run continues.")
         self.save_last()
         self.finish_saving()
         self.close_data()
@@ -374,7 +392,8 @@ class Run:
         self._pulse.end_step(self.step)
         epoch = self.epoch_means.take(record, ends_epoch)
         if self.is_main:
-            self.log.step(record)
+            if self.log.step(record) and (memory := self._memory.news(self.step)) is not None:
+                self.log.write(memory)
             if epoch is not None:
                 self.log.write(epoch)
 
@@ -384,12 +403,4 @@ class Run:
         text = describe_refusal(step.number, loss, self._reader.sample_indices(step.number - 1).tolist())
         if self.spec.on_nan == "skip":
             return self.notice(f"{text} This update is skipped.")
-        if origin := find_origin(step, self.engine.strategy, self.world):
-            text += " " + origin
-        self._saver.close()  # the checkpoint that is named may still be being written
-        # All ranks wait for it: the first to leave would have rank 0 ended while it writes.
-        newest = self.world.broadcast_object(self._saver.newest() if self.is_main else None)
-        raise NumericsError(
-            f"{text} This update was not made{lost_weights(self.engine.trained, self.world)}. {newest} "
-            "Look at those samples, lower the learning rate, set --clip-norm, or use --on-nan skip."
-        )
+        raise NumericsError(explain_refusal(text, step, self.engine, self._saver))

@@ -12,12 +12,13 @@ Ranks: all, alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from instep.core.errors import TaskError
+from instep.data.loader import Part
 from instep.events.schema import EpochRecord, StepRecord
 from instep.parallel.strategy import NO_SCALARS, NUM_SCALARS, StepSums
 from instep.world.world import World
@@ -36,7 +37,7 @@ def loss_parts(value: Any) -> LossParts:
     """Return what a Task's loss returned: a mean, (mean, weight), or a dict with "loss", "weight" and scalars."""
     if isinstance(value, tuple):
         return LossParts(*value)
-    if not isinstance(value, Mapping):
+    if isinstance(value, torch.Tensor) or not isinstance(value, Mapping):
         return LossParts(value)
     if "loss" not in value:
         names = ", ".join(map(str, value)) or "nothing"
@@ -78,10 +79,11 @@ class ScalarSums:
             if isinstance(total, torch.Tensor):
                 self._sums[name] = next(arrived), weight
 
-    def sums(self, first_row: int) -> tuple[float, tuple[Any, ...]]:
-        """Return how many have no slot, and the slots of the rest; `first_row` is where this rank's rows begin."""
+    def sums(self, parts: Sequence[Part]) -> tuple[float, tuple[Any, ...]]:
+        """Return how many have no slot, and the slots of the rest; `parts` are those that they were counted in."""
         if not self._sums:  # most steps
             return 0.0, NO_SCALARS
+        first_row = min((part.plan.first_row for part in parts), default=0)
         slots: list[Any] = [*NO_SCALARS]
         known = {name: 2 * number for number, name in enumerate(self._names[:NUM_SCALARS])}
         num_new = 0
@@ -114,6 +116,8 @@ class ScalarSums:
 
     def means(self) -> dict[str, float]:
         """Return the means over the global batch, in the order of the names."""
+        if not self._totals:
+            return {}
         counted = {name: self._totals[name] for name in self._names if name in self._totals}
         return {name: total / weight for name, (total, weight) in counted.items()}
 

@@ -56,6 +56,25 @@ class TaskSource:
         return task_class(load_file(Path(self.path)), Path(self.path), self.class_name)(**self.values)
 
 
+def file_of(cls: type) -> Path | None:
+    """Return the file from which a class can be loaded by its name; None for one from a notebook or a function."""
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    if not file or cls.__qualname__ != cls.__name__ or not hasattr(module, cls.__name__):
+        return None
+    path = Path(file).resolve()
+    return path if path.suffix == ".py" and path.is_file() else None
+
+
+def module_of(path: Path) -> types.ModuleType:
+    """Return the module of a file: the one that this program has imported, or a new one."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path.resolve():
+            return module
+    return load_file(path)
+
+
 def load_file(path: Path) -> types.ModuleType:
     """Execute a Python file as a module, with its directory first on the path, as python would."""
     if not path.is_file():
@@ -127,13 +146,13 @@ def _checked(cls: type[Task], where: Path | str) -> type[Task]:
     return cls
 
 
-def make_task(cls: type[Task], assignments: Sequence[str]) -> Task:
-    """Return a Task with fields set from `name=value` texts."""
+def make_task(cls: type[Task], assignments: Sequence[str], known: Mapping[str, Any] | None = None) -> Task:
+    """Return a Task with fields set from `name=value` texts; `known` are values of others."""
     cls = _checked(cls, cls.__module__)
     names = field_names(cls)
     listed = ", ".join(names) or "none"
     hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(known or {})
     for text in assignments:
         name, equals, value = text.partition("=")
         if not equals:

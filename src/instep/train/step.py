@@ -39,6 +39,7 @@ from instep.train.scalars import LossParts, ScalarSums, loss_parts
 from instep.train.train_state import TrainState
 
 _HALVES = tuple(HALF_DTYPES.values())
+_NOTHING = nullcontext()
 
 
 class StepHooks(NamedTuple):
@@ -155,7 +156,7 @@ class Step:
         self.begin_gradient()
         if self._part is self._batch.parts[-1]:
             self._engine.begin_last_backward()
-        errors = raising_compile_errors() if self._engine.context.compiles else nullcontext()
+        errors = raising_compile_errors() if self._engine.context.compiles else _NOTHING
         with self._engine.precision.as_stored(), errors:
             if scale:
                 loss, scale = _wide(loss), scale * self._loss_factor
@@ -327,7 +328,7 @@ class Step:
                 self._scalars.arrive(arrived)
         is_weighted, is_counted = float(self._weighted is True), float(self._weighted is not None)
         parts = self._batch.parts if self._part is None else [self._part]
-        num_new, scalars = self._scalars.sums(min((part.plan.first_row for part in parts), default=0))
+        num_new, scalars = self._scalars.sums(parts)
         return StepSums(
             *(loss, self._weight_sum, is_weighted, is_counted, stop, save), num_new_scalars=num_new, scalars=scalars
         )
@@ -338,8 +339,7 @@ class Step:
         trained.reducer.begin_reduce()
         if not self._has_agreed:
             self._has_agreed = True
-            own = sum(part.plan.num_rows for part in self._batch.parts if part.plan.counted)
-            self._engine.end_forward(own / max(1, self._batch.size))
+            self._engine.end_forward(self._batch)
         apply = self._agree(trained)
         if apply:
             self._engine.begin_update()
@@ -384,14 +384,14 @@ class Step:
 
     def _clip(self, trained: TrainState) -> bool:
         """Clip gradients and check that they are finite, where that is asked for; return whether float16 overflowed."""
-        spec, scale = self._engine.spec, self._engine.loss_scale
-        if spec.clip_norm is None and spec.on_nan != "skip" and scale is None:
-            return False  # looking at every gradient costs
-        norm = float(trained.reducer.clip(math.inf if spec.clip_norm is None else spec.clip_norm))
-        is_finite = math.isfinite(norm)
-        self._grad_norm = norm if spec.clip_norm is not None and is_finite else None
-        overflowed = not is_finite and scale is not None and scale.may_shrink
-        self._apply = is_finite or overflowed
+        spec, scale, overflowed = self._engine.spec, self._engine.loss_scale, False
+        if self._engine.needs_norm:
+            norm = float(trained.reducer.clip(math.inf if spec.clip_norm is None else spec.clip_norm))
+            self._grad_norm = norm if (is_finite := math.isfinite(norm)) else None
+            overflowed = not is_finite and scale is not None and scale.may_shrink
+            self._apply = is_finite or overflowed
+        if spec.clip_value is not None:
+            trained.reducer.clip_values(spec.clip_value)
         return overflowed
 
 

@@ -61,12 +61,24 @@ class Task:
             Without it they are the model's repeated blocks.
             """
 
+        def frozen(self, step: int, epoch: int) -> Iterable[str]:
+            """Return what is not trained in a step (from 1) of an epoch (from 0): parameters, modules or patterns.
+
+            Called on all ranks before each step; it depends on the two numbers and on nothing else.
+            """
+
         def layers(self, model: nn.Module) -> Sequence[Callable[..., Any]]:
             """Return the layers (modules or functions) that, applied one after the other, make up the model.
 
             Only `--strategy pipeline` calls it, and finds the layers of most models without it. The first layer gets
             the arguments with which `loss` calls the model, each other layer what the one before it returned: a
             tensor, or a tuple of tensors.
+            """
+
+        def predict(self, model: Callable[..., Any], batch: Any) -> Any:
+            """Return what `instep predict` writes for a batch: a tensor with a row for each sample, or a dict of them.
+
+            Without it, that is what the model returns when `loss` calls it.
             """
 
         def sync_buffers(self) -> Mapping[str, str]:

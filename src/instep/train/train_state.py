@@ -1,9 +1,8 @@
 """One model with its optimizer and scheduler: live and checkpointed."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,22 +10,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from instep.checkpoint.files import Checkpoint
-from instep.checkpoint.manifest import FROZEN
+from instep.checkpoint.manifest import EMA, FROZEN, MODEL
 from instep.checkpoint.reader import StoredTensor, map_stored
 from instep.checkpoint.shards import read_for_parameter, reshard
 from instep.checkpoint.state_tree import find_other_type
-from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError, TaskError
 from instep.parallel.blocks import blocks_of, count_by_class
 from instep.parallel.memory_format import use_channels_last
 from instep.parallel.recompute import recompute_blocks
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.strategy import NO_HINTS, ModelHints, StepSums, Strategy
+from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums, Strategy
+from instep.train.average import WeightAverage
 from instep.train.checkpoint_part import CheckpointPart
-from instep.train.frozen import FrozenSpec, FrozenWeights, completed, names_left_out
+from instep.train.frozen_weights import FrozenSpec, FrozenWeights, names_left_out
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
-from instep.train.weight_names import with_names_of
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -53,6 +51,7 @@ class TrainState:
         recompute: bool = False,
         exact: bool = False,
         channels_last: bool = False,
+        ema: float | None = None,
         frozen: FrozenSpec | None = None,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
@@ -66,9 +65,7 @@ class TrainState:
         """What regional compilation compiles, in words."""
         self._blocks = [block for _, block in blocks_of(model, hints.blocks)] if strategy.compiles_blocks else []
         self._block_names = count_by_class(self._blocks)
-        self.model = strategy.spread(model, hints)
-        if channels_last and strategy.allows_channels_last:
-            use_channels_last(self.model)
+        self.model = spread_model(model, strategy, hints, channels_last)
         parameters = Parameters(self.model.named_parameters())
         if not parameters:
             raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")
@@ -82,10 +79,14 @@ class TrainState:
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
-        self._frozen = FrozenWeights(self.model, strategy, frozen) if frozen is not None else None
+        self.average = None if ema is None else WeightAverage(self.model, strategy, ema)
+        self._frozen_weights = FrozenWeights(self.model, strategy, frozen) if frozen is not None else None
         self._names = Names(self.model)
         self._restored_groups: list[dict[str, Any]] = []
-        self.reducer = strategy.reducer(self._in_groups())
+        self._frozen: frozenset[nn.Parameter] = frozenset()
+        self._num_in_groups = 0
+        """Of parameters, when the reducer was made."""
+        self.reducer = self._make_reducer()
         self.shard_buffers: ShardBuffers | None = None
         """In exact mode, once the first step begins."""
         self.schedule: LrSchedule | None = None
@@ -116,13 +117,17 @@ class TrainState:
             self._part("model", self._model_state, self._load_model),
             self._part("optimizer", lambda: by_name(self.optimizer, self._own_names()), self._load_optimizer),
         ]
-        if self._frozen is not None and (record := self._frozen.record())["names"]:
+        if (average := self.average) is not None:
+            parts.append(
+                self._part(EMA, average.state, lambda checkpoint, part: average.restore(checkpoint.stored(part)))
+            )
+        if self._frozen_weights is not None and (record := self._frozen_weights.record())["names"]:
             parts.append(CheckpointPart(FROZEN + self._suffix, lambda: record))  # `_load_model` reads it
         return parts
 
     def _model_state(self) -> dict[str, Any]:
         state = self.model.state_dict()
-        return state if self._frozen is None else self._frozen.without(state, self.optimizer)
+        return state if self._frozen_weights is None else self._frozen_weights.without(state, self.optimizer)
 
     def _part(
         self, kind: str, save: Callable[[], Any], load: Callable[[Checkpoint, str], None], on_all_ranks: bool = True
@@ -150,19 +155,8 @@ class TrainState:
             group.update(restored)
         self._choose_form()
 
-    def _load_model(self, checkpoint: Checkpoint, part: str) -> None:
-        has_all = self.strategy.has_all_names
-        own = self.model.state_dict()
-        stored = checkpoint.stored(part)
-        saved = reshard(stored, own, not has_all)
-        if self._frozen is not None:
-            left_out = names_left_out(checkpoint, FROZEN + self._suffix, self._frozen.sha256)
-            saved |= {name: own[name] for name in left_out if name in own and name not in stored}
-            self._frozen.keep(stored)
-        for name, tensor in own.items():
-            if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
-                raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")
-        self.model.load_state_dict(saved)
+    def _load_model(self, checkpoint: Checkpoint, _part: str) -> None:
+        load_saved(self.model, self.strategy, checkpoint, self._suffix, self._frozen_weights)
 
     def _choose_form(self) -> None:
         """Set the form of the optimizer that was chosen; a checkpoint may hold another one."""
@@ -206,7 +200,19 @@ class TrainState:
         """Make a new reducer if a group of parameters was added since the last step."""
         if self._has_other_groups():
             self.reducer.close()
-            self.reducer = self.strategy.reducer(self._in_groups())
+            self.reducer = self._make_reducer()
+
+    def freeze(self, frozen: Collection[nn.Parameter]) -> None:
+        """Train all parameters but these from now on ([Note: Freezing]); between two steps. Called on all ranks."""
+        before, self._frozen = self._frozen, frozenset(frozen)
+        self.strategy.set_trainable(self.model, {p: p not in self._frozen for p in before ^ self._frozen})
+        self.reducer.close()
+        self.reducer = self._make_reducer()
+
+    def _make_reducer(self) -> Reducer:
+        parameters = self._in_groups()
+        self._num_in_groups = len(parameters)
+        return self.strategy.reducer([p for p in parameters if p not in self._frozen])
 
     def reduce(self, sums: StepSums) -> StepSums:
         """Agree with the other ranks on gradients, also of a group that was added in this step; return the sums."""
@@ -225,7 +231,7 @@ class TrainState:
         return totals
 
     def _has_other_groups(self) -> bool:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.reducer.parameters)
+        return sum([len(group["params"]) for group in self.optimizer.param_groups]) != self._num_in_groups
 
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -233,6 +239,8 @@ class TrainState:
     def end_update(self, applied: bool, ends_epoch: bool) -> None:
         """Note that this step has updated the model, or chose not to, and step the schedule."""
         self.updated = True
+        if self.average is not None and applied:
+            self.average.update()
         if self.schedule is not None:
             self.schedule.end_update(applied, ends_epoch)
 
@@ -272,9 +280,25 @@ def _check_types(owner: Any, saved: Any, fresh: Any) -> None:
         raise ValueError(text)
 
 
-def load_first_weights(model: nn.Module, source: Path) -> None:
-    """Load the weights that `init_from` names into a new model."""
-    try:
-        model.load_state_dict(with_names_of(model, completed(model, load_weights(source))))
-    except RuntimeError as error:
-        raise CheckpointError(f"init_from={source}: these weights do not fit the model: {error}") from error
+def spread_model(model: nn.Module, strategy: Strategy, hints: ModelHints, channels_last: bool) -> nn.Module:
+    """Distribute a model, and choose the memory format of its convolutions. Called on all ranks."""
+    model = strategy.spread(model, hints)
+    if channels_last and strategy.allows_channels_last:
+        use_channels_last(model)
+    return model
+
+
+def load_saved(
+    model: nn.Module, strategy: Strategy, checkpoint: Checkpoint, suffix: str, frozen: FrozenWeights | None
+) -> None:
+    """Load what this rank holds of a model from a checkpoint; `frozen`: what the checkpoint may leave out."""
+    own, stored = model.state_dict(), checkpoint.stored(MODEL + suffix)
+    saved = reshard(stored, own, not strategy.has_all_names)
+    if frozen is not None:
+        left_out = names_left_out(checkpoint, FROZEN + suffix, frozen.sha256)
+        saved |= {name: own[name] for name in left_out if name in own and name not in stored}
+        frozen.keep(stored)
+    for name, tensor in own.items():
+        if isinstance(tensor, torch.Tensor) and name in saved and saved[name].dtype != tensor.dtype:
+            raise ValueError(f"{name} is of {saved[name].dtype}, and the model's of {tensor.dtype}")
+    model.load_state_dict(saved)

@@ -22,9 +22,11 @@ from instep.core.errors import Preempted, SpecError, UnfitCheckpoint
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest, stop_requests
 from instep.core.topology import Place
+from instep.core.trackers import require_trackers
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
+from instep.launch.tracking import Tracking
 from instep.parallel.noise_patches import noise_by_row
 from instep.train.directory import agree_on_directory, open_directory
 from instep.train.engine import Witness
@@ -72,6 +74,7 @@ def start(**options: Any) -> Iterator[Run]:
         spec = TrainSpec(**options)
     except TypeError as error:
         raise SpecError(f"instep.start: {error}. Its options are those of `instep train --help`.") from None
+    require_trackers(spec.trackers)
     begun = time.monotonic()
     place = place_here()
     notices = judge_place(place)
@@ -80,7 +83,10 @@ def start(**options: Any) -> Iterator[Run]:
         name = Path(sys.argv[0]).stem or "loop"
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))
         try:
-            with open_run(world, spec, directory, name, own_loop=True) as run:
+            with (
+                Tracking(directory.path, spec.trackers if world.is_main else (), _say, spec.quiet),
+                open_run(world, spec, directory, name, own_loop=True) as run,
+            ):
                 for text in notices:
                     run.notice(text)
                 script = Path(sys.argv[0])
@@ -93,6 +99,12 @@ def start(**options: Any) -> Iterator[Run]:
                         directory.write_result(result.to_json())
         finally:
             directory.unlock()
+
+
+def _say(text: str) -> None:
+    """Print to standard error: a loop of one's own has no display."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 def _open_alone(name: str, spec: TrainSpec) -> RunDirectory:

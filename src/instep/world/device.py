@@ -76,6 +76,10 @@ class Accelerator(ABC):
         """Return the model name of a device."""
         return str(self.module.get_device_name(device))
 
+    def peak_memory_bytes(self, device: torch.device) -> int:
+        """Return the most memory of a device that this process has reserved so far, without waiting for it."""
+        return int(self.module.max_memory_reserved(device))
+
     def devices(self) -> tuple[tuple[str, int], ...]:
         """Return name and bytes of memory of each device."""
         properties = [self.module.get_device_properties(index) for index in range(self.device_count())]

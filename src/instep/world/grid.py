@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -51,7 +52,7 @@ class Grid:
     def __deepcopy__(self, _memo: object) -> Grid:
         return self  # there is one, also when a module that refers to it is copied
 
-    @property
+    @cached_property  # every step asks
     def is_counted(self) -> bool:
         """Whether this rank's counts are added up: one of the ranks that compute the same rows."""
         return self.mesh.is_counted(self.world.rank)

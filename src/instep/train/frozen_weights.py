@@ -13,7 +13,6 @@ Ranks: all, alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +27,16 @@ from instep.guard.fingerprint import fingerprints
 from instep.parallel.strategy import Strategy
 from instep.world.seeds import derive, generators_restored, seed_everything
 
+LoadFirst = Callable[[nn.Module, str, bool, Callable[[str], None]], None]
+"""Loads weights into a model: `load_first_weights`."""
+
 
 class FrozenSpec(NamedTuple):
     """Where frozen weights come from, and whether checkpoints leave them out."""
 
     seed: int
     init_from: str | None
+    init_partial: bool
     leave_out: bool
 
     @classmethod
@@ -42,7 +45,7 @@ class FrozenSpec(NamedTuple):
         is_left_out = checkpoint is not None and FROZEN + suffix in checkpoint.parts
         if spec.save_frozen and not is_left_out:
             return None
-        return cls(spec.seed, None if suffix else spec.init_from, not spec.save_frozen)
+        return cls(spec.seed, None if suffix else spec.init_from, spec.init_partial, not spec.save_frozen)
 
 
 class FrozenWeights:
@@ -61,8 +64,9 @@ class FrozenWeights:
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint holds of them."""
-        given = {"seed": self._spec.seed, "init_from": self._spec.init_from}
-        return {"names": self._names if self._spec.leave_out else [], "sha256": self.sha256, **given}
+        names, origin = self._names if self._spec.leave_out else [], self._spec._asdict()
+        del origin["leave_out"]
+        return {"names": names, "sha256": self.sha256, **origin}
 
     def without(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return a state_dict without what a checkpoint leaves out; raise TaskError if that has changed."""
@@ -112,10 +116,10 @@ def completed(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
     return {**{name: state[name] for name in names}, **weights}
 
 
-def rebuilt(build: Callable[[], nn.Module], weights: Weights, init: Callable[[nn.Module, Path], None]) -> nn.Module:
+def rebuilt(build: Callable[[], nn.Module], weights: Weights, init: LoadFirst) -> nn.Module:
     """Return a new model with weights loaded; what a checkpoint left out comes back as it came.
 
-    `init(model, source)` loads what `init_from` names.
+    `init` loads what `init_from` names.
     """
     record = weights.frozen
     if record is None:
@@ -125,7 +129,7 @@ def rebuilt(build: Callable[[], nn.Module], weights: Weights, init: Callable[[nn
             seed_everything(derive(record["seed"], "model"))
             model = build()
         if record["init_from"] is not None:
-            init(model, Path(record["init_from"]))
+            init(model, record["init_from"], bool(record.get("init_partial")), lambda _text: None)
     model.load_state_dict(completed(model, weights))
     return model
 
