@@ -26,6 +26,7 @@ ON_CPU = {
     "scaling": ("--rounds", "6"),
     "exact_cost": ("--rounds", "4"),
     "network": ("--links", "1gbit", "10gbit"),
+    "accelerate_examples": (),
 }
 ON_GPU = {"gpt2_speed": (), "resnet_speed": (), "peak_memory": (), "input": ("--device", "cuda")}
 QUICK = {
@@ -37,6 +38,7 @@ QUICK = {
     "scaling": ("--rounds", "1"),
     "exact_cost": ("--rounds", "1"),
     "network": ("--links", "1gbit", "--rounds", "1"),
+    "accelerate_examples": ("--repeats", "1"),
 }
 
 

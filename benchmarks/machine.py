@@ -15,7 +15,7 @@ import torch
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BIN = Path(sys.executable).parent
-PACKAGES = ("instep", "torch", "numpy", "accelerate", "lightning", "transformers", "ray")
+PACKAGES = ("instep", "torch", "numpy", "accelerate", "lightning", "transformers", "datasets", "ray")
 
 
 @dataclasses.dataclass

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from instep.checkpoint.weights import load_weights
 from instep.core.errors import CheckpointError
-from instep.train.weight_names import rename, with_names_of
+from instep.train.weight_names import rename
 
 WEIGHTS = {"a": torch.arange(3.0), "b": torch.ones(2, 2), "c": torch.zeros(1)}
 FILES = {"model-00001-of-00002.safetensors": ("a",), "model-00002-of-00002.safetensors": ("b", "c")}
@@ -104,10 +103,3 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 )
 def test_the_prefix_of_a_base_model(saved: list[str], wanted: list[str], names: list[str]) -> None:
     assert rename(dict.fromkeys(saved, 0), wanted, "bert.") == dict.fromkeys(names, 0)
-
-
-def test_tied_weights_that_were_stored_once() -> None:
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    for name in ("0.weight", "1.weight"):
-        assert with_names_of(model, {name: 7}) == {"0.weight": 7, "1.weight": 7}

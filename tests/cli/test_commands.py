@@ -86,7 +86,7 @@ def test_a_hugging_face_model(tmp_path: Path) -> None:
 @pytest.mark.slow  # tests/parity/test_transformers.py trains their Tasks, tests/train/test_huggingface.py exports
 @pytest.mark.parametrize("name", ["bert_classifier", "llama_lm"])
 def test_hugging_face_models_learn_and_are_exported(name: str, tmp_path: Path) -> None:
-    words = (str(EXAMPLES / f"{name}.py"), "--steps", "40", "--json", "--run-dir", str(tmp_path / "run"))
+    words = (str(EXAMPLES / f"{name}.py"), "lr=3e-3", "--steps", "60", "--json", "--run-dir", str(tmp_path / "run"))
     actual = result_of(run("instep", "train", *words, "-n", "2", timeout_s=110))
     losses = [e["loss"] for e in steps_in(tmp_path / "run")]
     assert losses[-1] < 0.9 * losses[0]

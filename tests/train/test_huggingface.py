@@ -84,6 +84,20 @@ def test_a_base_model_loads_into_one_with_a_head_and_back(tmp_path: Path) -> Non
     assert (missing, unexpected) == ([], ["classifier.bias", "classifier.weight"])
 
 
+def test_a_classifier_starts_from_a_base_models_folder(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    Bert().model().bert.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
+    options = {**OPTIONS, "init_from": str(tmp_path / "hf"), "run_dir": str(tmp_path / "run")}
+    with pytest.raises(
+        CheckpointError, match=r"only in the model: classifier\.weight, classifier\.bias.*--init-partial"
+    ):
+        instep.train(Bert(lr=0.0), **options)
+    actual = instep.train(Bert(lr=0.0), **options, init_partial=True).load_model().bert.state_dict()
+    expected = BertModel.from_pretrained(tmp_path / "hf").state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
 def test_a_missing_shard_is_named_before_training(tmp_path: Path) -> None:
     Llama().model().save_pretrained(tmp_path / "hf", max_shard_size="50KB")
     lost = next((tmp_path / "hf").glob("model-00002-*"))

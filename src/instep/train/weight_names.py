@@ -2,7 +2,7 @@
 
 Hugging Face's models with a head hold the base model under an attribute that `base_model_prefix` names: a BertModel's
 `encoder.layer.0…` is `bert.encoder.layer.0…` in a classifier. `from_pretrained` loads one into the other, and so does
-`init_from`. Of tied weights, many programs store one name only.
+`init_from`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,11 @@ Value = TypeVar("Value")
 
 
 def with_names_of(model: nn.Module, weights: Mapping[str, Value]) -> dict[str, Value]:
-    """Return weights under the names that a model has for them: its base model's prefix, every name of tied ones."""
+    """Return weights under the names that a model has for them, where only its base model's prefix differs."""
     prefix = getattr(model, "base_model_prefix", "")
-    if isinstance(prefix, str) and prefix:
-        weights = rename(weights, model.state_dict().keys(), f"{prefix}.")
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    stored = [(tied, next((name for name in tied if name in weights), "")) for tied in names.values()]
-    return {
-        **weights,
-        **{name: weights[first] for tied, first in stored if first for name in tied if name not in weights},
-    }
+    if not isinstance(prefix, str) or not prefix:
+        return dict(weights)
+    return rename(weights, model.state_dict().keys(), f"{prefix}.")
 
 
 def rename(weights: Mapping[str, Value], wanted: Collection[str], prefix: str) -> dict[str, Value]:
