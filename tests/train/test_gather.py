@@ -32,7 +32,8 @@ def nested(index: torch.Tensor, x: torch.Tensor) -> Any:
 
 def own_loop(world: World, folder: str, num_samples: int, eval_sizes: list[int], exact: bool) -> Any:
     """Gather all batches of some sets, and the outputs of some steps."""
-    spec = instep.TrainSpec(batch_size=8, epochs=1, seed=3, threads=1, exact=exact, shards=4 if exact else None)
+    more = {"exact": True, "shards": 4} if exact else {"accumulate": 2}  # each rank has several parts of a batch
+    spec = instep.TrainSpec(batch_size=8, epochs=1, seed=3, threads=1, **more)
     run_dir = RunDirectory(Path(folder) / f"{num_samples}-{world.world_size}-{exact}")
     with open_run(world, spec, run_dir, "loop") as run:
         torch.manual_seed(0)
@@ -78,14 +79,14 @@ def test_rows_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def uneven(world: World) -> Any:
-    """Give each rank as many pieces as its number, the last rank one that does not count."""
+    """Give each rank as many pieces as its number, in the order of the last one first, one that does not count."""
     rows = [torch.full((2, 3), float(10 * world.rank + i)) for i in range(world.rank)]
-    pieces = [Piece(100 * i + world.rank, 2, counted=(world.rank, i) != (2, 1)) for i in range(world.rank)]
+    pieces = [Piece(i - 10 * world.rank, 2, counted=(world.rank, i) != (2, 1)) for i in range(world.rank)]
     return gather_rows(world, pieces, [{"row": row} for row in rows])["row"][:, 0].tolist()
 
 
 def test_ranks_with_any_number_of_pieces() -> None:
-    assert run_ranks(uneven, 3) == [[10, 10, 20, 20]] * 3
+    assert run_ranks(uneven, 3) == [[20, 20, 10, 10]] * 3
 
 
 def refusals(world: World) -> list[str]:

@@ -64,7 +64,8 @@ class CheckpointRequest:
             task, source = self.task, TaskSource.of_value(self.task)
         else:
             task, path = trained.task(self.task, self.values)
-            source = TaskSource.of_file(path, task)
+            is_packaged = "." in type(task).__module__  # imported by this program: its file alone cannot be loaded
+            source = TaskSource.of_value(task) if is_packaged else TaskSource.of_file(path, task)
         check_fields(task)
         given = {key: value for key, value in self.options.items() if value is not None}
         job = CheckpointJob(

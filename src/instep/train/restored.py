@@ -31,7 +31,7 @@ from instep.train.train_state import load_saved, spread_model
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
-_ATTEMPTS = 5
+_ATTEMPTS = 20
 """A run that saves often deletes old checkpoints; how often to take the newest one again."""
 
 
@@ -111,13 +111,23 @@ def _agree_on_checkpoint(
 
 def _find(directory: RunDirectory, name: str | None) -> tuple[Checkpoint, list[str]]:
     """Return a verified checkpoint, and what is wrong with newer ones."""
-    if name is not None:
-        return Checkpoint(directory.checkpoints / name), []
-    newest, complaints = directory.newest()
-    if newest is None:
-        why = f" {complaints[0]}" if complaints else " Wait until the training has saved one."
-        raise CheckpointError(f"{directory.path} has no good checkpoint.{why}")
-    return newest, complaints
+    complaints: list[str] = []
+    for _ in range(_ATTEMPTS):
+        complaints = []
+        for path in [directory.checkpoints / known for known in ([name] if name else directory.names())]:
+            try:
+                return Checkpoint(path), complaints
+            except (CheckpointError, OSError, RuntimeError) as error:  # of safetensors, for a file that is gone
+                if path.exists():
+                    complaints.append(str(error))
+        if complaints or name:  # else the run has deleted all of them meanwhile, and has newer ones
+            break
+    if name and complaints:
+        raise CheckpointError(complaints[0])
+    if name:
+        raise CheckpointError(f"{directory.path} has deleted {name} meanwhile, as its --keep asks. Give another one.")
+    why = complaints[0] if complaints else "Wait until the training has saved one."
+    raise CheckpointError(f"{directory.path} has no good checkpoint. {why}")
 
 
 def _origin_of_frozen(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
