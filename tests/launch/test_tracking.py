@@ -31,6 +31,7 @@ ODD = {"failing": "Failing", "hanging": "Hanging", "holding": "HoldingTheInterpr
 def _odd_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cls in {**ODD, "lasting": "SlowToFinish"}.items():
         monkeypatch.setitem(TRACKERS, name, TrackerEntry(f"odd_trackers:{cls}"))
+    monkeypatch.setattr(tracking, "EVERY_S", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(TESTS / "launch"))
 
 
@@ -125,14 +126,14 @@ def test_it_ends_when_its_parent_is_killed(run_dir: Path) -> None:
 
 
 def test_two_do_not_send_at_once(run_dir: Path) -> None:
-    first = TrackerProcess(run_dir, "csv", once=False, hang_s=60)
+    first = TrackerProcess(run_dir, "csv", 0.2, hang_s=60)
     first.start()
     wait_for(lambda: (run_dir / "csv").exists())
-    second = TrackerProcess(run_dir, "csv", once=True, hang_s=60)
+    second = TrackerProcess(run_dir, "csv", 0.0, hang_s=60)
     second.start()
     wait_for(lambda: second.poll() or not second.is_running)
     assert second.error == "another process is sending this run to it right now"
-    third = TrackerProcess(run_dir, "csv", once=False, hang_s=60)  # of a new command: it waits for the first
+    third = TrackerProcess(run_dir, "csv", 0.2, hang_s=60)  # of a new command: it waits for the first
     third.start()
     third.ask_to_finish()
     first.ask_to_finish()
