@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -111,17 +113,22 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_it_ends_when_its_parent_is_killed(run_dir: Path) -> None:
-    """The process of a tracker sends what is in the log, and ends."""
+    """The process of a tracker sends what is in the log, and ends, also if a data worker holds its pipe open."""
     program = (
-        "import sys, time; from pathlib import Path; from instep.launch.tracking import Tracking\n"
-        "with Tracking(Path(sys.argv[1]), ['csv'], print): time.sleep(1000)"
+        "import os, sys, time; from pathlib import Path; from instep.launch.tracking import Tracking\n"
+        "with Tracking(Path(sys.argv[1]), ['csv'], print):\n"
+        "    os.fork()\n"
+        "    time.sleep(1000)"
     )
     parent = subprocess.Popen([str(commands.BIN / "python"), "-c", program, str(run_dir)])
-    wait_for(lambda: commands.descendants(parent.pid))
-    (child,) = commands.descendants(parent.pid)
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: not commands.is_alive(child))
+    wait_for(lambda: len(commands.descendants(parent.pid)) == 2)
+    tracker, worker = sorted(commands.descendants(parent.pid))
+    try:
+        parent.kill()
+        parent.wait()
+        wait_for(lambda: not commands.is_alive(tracker))
+    finally:
+        os.kill(worker, signal.SIGKILL)
     assert read_back("csv", run_dir) == expected(run_dir)
 
 

@@ -32,7 +32,7 @@ class TrackerProcess:
         self.is_done = False
         """Whether everything was sent."""
         self._hang_s = hang_s
-        words = [str(run_dir), name, TRACKERS[name].path, str(hang_s), str(every_s)]
+        words = [str(run_dir), name, TRACKERS[name].path, str(hang_s), str(every_s), str(os.getpid())]
         self._command = [sys.executable, "-P", "-m", _MODULE, *words]
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""

@@ -1,6 +1,6 @@
-"""The process of one tracker: python -P -m instep.monitor.tracking.process RUN NAME MODULE:CLASS HANG_S EVERY_S.
+"""The process of one tracker: python -P -m instep.monitor.tracking.process RUN NAME MODULE:CLASS HANG_S EVERY_S PARENT.
 
-EVERY_S: seconds between two sends; 0: send what is there, and end.
+EVERY_S: seconds between two sends; 0: send what is there, and end. PARENT: the pid of the process that started it.
 
 Standard output carries reports to the process that started it, one JSON object a line; what the tracker's library
 prints goes to the log, which is standard error. A line on standard input, or the end of the parent, asks to finish.
@@ -59,8 +59,8 @@ class Reports:
 class Parent:
     """Tells when to finish: when the parent says so, or is gone."""
 
-    def __init__(self) -> None:
-        self._pid = os.getppid()
+    def __init__(self, pid: int) -> None:
+        self._pid = pid  # not os.getppid(): the parent may have ended already
         self._is_open = True
 
     def is_done(self, wait_s: float) -> bool:
@@ -84,7 +84,7 @@ def main() -> int:
     if every_s:
         os.nice(NICE_WHILE_OPENING)
     faulthandler.enable()
-    report, parent = Reports(hang_s), Parent()
+    report, parent = Reports(hang_s), Parent(int(sys.argv[6]))
     try:
         while True:
             with sole_sender(run_dir, name) as is_sole:
