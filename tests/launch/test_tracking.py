@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -31,6 +33,7 @@ ODD = {"failing": "Failing", "hanging": "Hanging", "holding": "HoldingTheInterpr
 def _odd_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cls in {**ODD, "lasting": "SlowToFinish"}.items():
         monkeypatch.setitem(TRACKERS, name, TrackerEntry(f"odd_trackers:{cls}"))
+    monkeypatch.setattr(tracking, "EVERY_S", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(TESTS / "launch"))
 
 
@@ -110,29 +113,34 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_it_ends_when_its_parent_is_killed(run_dir: Path) -> None:
-    """The process of a tracker sends what is in the log, and ends."""
+    """The process of a tracker sends what is in the log, and ends, also if a data worker holds its pipe open."""
     program = (
-        "import sys, time; from pathlib import Path; from instep.launch.tracking import Tracking\n"
-        "with Tracking(Path(sys.argv[1]), ['csv'], print): time.sleep(1000)"
+        "import os, sys, time; from pathlib import Path; from instep.launch.tracking import Tracking\n"
+        "with Tracking(Path(sys.argv[1]), ['csv'], print):\n"
+        "    os.fork()\n"
+        "    time.sleep(1000)"
     )
     parent = subprocess.Popen([str(commands.BIN / "python"), "-c", program, str(run_dir)])
-    wait_for(lambda: commands.descendants(parent.pid))
-    (child,) = commands.descendants(parent.pid)
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: not commands.is_alive(child))
+    wait_for(lambda: len(commands.descendants(parent.pid)) == 2)
+    tracker, worker = sorted(commands.descendants(parent.pid))
+    try:
+        parent.kill()
+        parent.wait()
+        wait_for(lambda: not commands.is_alive(tracker))
+    finally:
+        os.kill(worker, signal.SIGKILL)
     assert read_back("csv", run_dir) == expected(run_dir)
 
 
 def test_two_do_not_send_at_once(run_dir: Path) -> None:
-    first = TrackerProcess(run_dir, "csv", once=False, hang_s=60)
+    first = TrackerProcess(run_dir, "csv", 0.2, hang_s=60)
     first.start()
     wait_for(lambda: (run_dir / "csv").exists())
-    second = TrackerProcess(run_dir, "csv", once=True, hang_s=60)
+    second = TrackerProcess(run_dir, "csv", 0.0, hang_s=60)
     second.start()
     wait_for(lambda: second.poll() or not second.is_running)
     assert second.error == "another process is sending this run to it right now"
-    third = TrackerProcess(run_dir, "csv", once=False, hang_s=60)  # of a new command: it waits for the first
+    third = TrackerProcess(run_dir, "csv", 0.2, hang_s=60)  # of a new command: it waits for the first
     third.start()
     third.ask_to_finish()
     first.ask_to_finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instep.monitor.tracking.rows import History, Position, Rewind, RowFold
@@ -75,9 +75,11 @@ def send(backend: Backend, events: list[Event], known: int, noted: int, can_rewi
     return fold.num_events
 
 
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # others may be using the machine
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 15)), min_size=1, max_size=6)
 
 
+@BUSY
 @given(attempts=ATTEMPTS, cut=st.integers(0, 200), lag=st.integers(0, 30), can_rewind=st.booleans())
 def test_each_step_once_and_none_lost(attempts: list[tuple[int, int]], cut: int, lag: int, can_rewind: bool) -> None:
     """A process sees a part of the log, is killed before it has noted all of that, and a second one follows."""
@@ -98,6 +100,7 @@ def test_each_step_once_and_none_lost(attempts: list[tuple[int, int]], cut: int,
         }
 
 
+@BUSY
 @given(attempts=ATTEMPTS, can_rewind=st.booleans())
 def test_a_run_that_is_sent_afterwards_has_its_last_values(attempts: list[tuple[int, int]], can_rewind: bool) -> None:
     events = attempts_to_events(attempts)

@@ -72,7 +72,7 @@ def test_killed_at_any_moment_and_continued(name: str, tmp_path: Path) -> None:
     describe(run_dir)
     step = 0
     for attempt in range(4):
-        tracker = TrackerProcess(run_dir, name, once=False, hang_s=HANG_S)
+        tracker = TrackerProcess(run_dir, name, 0.2, hang_s=HANG_S)
         tracker.start()
         first = max(0, step - 3)
         log = MadeUpLog(run_dir, attempt, first)
@@ -99,6 +99,24 @@ def _has_sent(tracker: TrackerProcess, step: int) -> bool:
     tracker.poll()
     assert tracker.is_running, tracker.error
     return tracker.step >= step - 1  # the newest row waits for its evaluation
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_killed_between_sending_and_noting_it(name: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    describe(run_dir)
+    log = MadeUpLog(run_dir)
+    log.steps(1, 9)
+    send(name, run_dir)
+    note = run_dir / "trackers" / f"{name}.json"
+    before = note.read_bytes()
+    log.steps(10, 15)
+    send(name, run_dir)
+    note.write_bytes(before)
+    log.steps(16, 20)
+    log.close()
+    send(name, run_dir)
+    assert read_back(name, run_dir) == rounded(name, expected(run_dir))
 
 
 def test_a_torn_line_and_a_new_column_of_a_table(tmp_path: Path) -> None:
@@ -168,7 +186,7 @@ def test_nothing_is_sent_or_listens_beyond_this_machine(name: str, tmp_path: Pat
     (run_dir / "trackers").mkdir()
     words = [sys.executable, "-P", "-m", "instep.monitor.tracking.process", str(run_dir), name, TRACKERS[name].path]
     trace = ["strace", "-f", "-qq", "-e", "trace=connect,bind,sendto", "-o", str(tmp_path / "trace")]
-    subprocess.run([*trace, *words, "120", "once"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([*trace, *words, "120", "0", "1"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
     calls = [line for line in (tmp_path / "trace").read_text().splitlines() if "AF_INET" in line]
     assert [line for line in calls if "127.0.0.1" not in line and '"::1"' not in line] == []
 

@@ -19,9 +19,9 @@ _EXIT_S = 5.0
 
 
 class TrackerProcess:
-    """Starts, hears and ends a tracker's process. `once`: it sends what is there; else it follows the run."""
+    """Starts, hears and ends a tracker's process. `every_s`: seconds between two sends; 0: it sends what is there."""
 
-    def __init__(self, run_dir: Path, name: str, once: bool, hang_s: float) -> None:
+    def __init__(self, run_dir: Path, name: str, every_s: float, hang_s: float) -> None:
         self.name = name
         self.log = run_dir / "trackers" / f"{name}.log"
         """What its library prints."""
@@ -32,7 +32,7 @@ class TrackerProcess:
         self.is_done = False
         """Whether everything was sent."""
         self._hang_s = hang_s
-        words = [str(run_dir), name, TRACKERS[name].path, str(hang_s), "once" if once else "follow"]
+        words = [str(run_dir), name, TRACKERS[name].path, str(hang_s), str(every_s), str(os.getpid())]
         self._command = [sys.executable, "-P", "-m", _MODULE, *words]
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""

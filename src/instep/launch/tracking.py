@@ -13,6 +13,8 @@ from pathlib import Path
 
 from instep.launch.tracker_process import TrackerProcess
 
+EVERY_S = 5.0
+"""Seconds between two sends: each costs about a millisecond of CPU, however few steps it has."""
 HANG_S = 300.0
 """How long a tracker's library may take for one call."""
 QUIET_S, END_S = 30.0, 60.0
@@ -38,7 +40,7 @@ class Tracking:
         hang_s: float = HANG_S,
     ) -> None:
         self._run_dir, self._say, self._is_quiet = run_dir, say, is_quiet
-        self._trackers = [TrackerProcess(run_dir, name, once=False, hang_s=hang_s) for name in names]
+        self._trackers = [TrackerProcess(run_dir, name, EVERY_S, hang_s) for name in names]
         self._retry_at: dict[str, float] = {}
         """Of trackers that have failed."""
         self._named: set[str] = set()
@@ -108,7 +110,7 @@ def send_once(
     run_dir: Path, names: Sequence[str], show: Callable[[Sequence[TrackerProcess]], None], hang_s: float = HANG_S
 ) -> list[TrackerProcess]:
     """Send what is in a run's log to trackers; call `show` several times a second; return how each one ended."""
-    trackers = [TrackerProcess(run_dir, name, once=True, hang_s=hang_s) for name in names]
+    trackers = [TrackerProcess(run_dir, name, 0.0, hang_s) for name in names]
     try:
         for tracker in trackers:
             tracker.start()

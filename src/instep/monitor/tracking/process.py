@@ -1,4 +1,6 @@
-"""The process of one tracker: python -P -m instep.monitor.tracking.process RUN NAME MODULE:CLASS HANG_S follow|once.
+"""The process of one tracker: python -P -m instep.monitor.tracking.process RUN NAME MODULE:CLASS HANG_S EVERY_S PARENT.
+
+EVERY_S: seconds between two sends; 0: send what is there, and end. PARENT: the pid of the process that started it.
 
 Standard output carries reports to the process that started it, one JSON object a line; what the tracker's library
 prints goes to the log, which is standard error. A line on standard input, or the end of the parent, asks to finish.
@@ -57,8 +59,8 @@ class Reports:
 class Parent:
     """Tells when to finish: when the parent says so, or is gone."""
 
-    def __init__(self) -> None:
-        self._pid = os.getppid()
+    def __init__(self, pid: int) -> None:
+        self._pid = pid  # not os.getppid(): the parent may have ended already
         self._is_open = True
 
     def is_done(self, wait_s: float) -> bool:
@@ -66,29 +68,32 @@ class Parent:
         deadline = time.monotonic() + wait_s
         while self._is_open and self._pid == os.getppid():
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            if select.select([0], [], [], min(left_s, POLL_S))[0]:
+            if select.select([0], [], [], min(max(left_s, 0.0), POLL_S))[0]:
                 self._is_open = False
+            elif left_s <= 0:
+                return False
         return True
 
 
 def main() -> int:
     """Send a run to a tracker until the parent asks to finish; return the exit code."""
-    run_dir, name, path, hang_s, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]), sys.argv[5]
+    run_dir, name, path = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    hang_s, every_s = float(sys.argv[4]), float(sys.argv[5])
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    if how == "follow":
+    if every_s:
         os.nice(NICE_WHILE_OPENING)
     faulthandler.enable()
-    report, parent = Reports(hang_s), Parent()
+    report, parent = Reports(hang_s), Parent(int(sys.argv[6]))
     try:
         while True:
             with sole_sender(run_dir, name) as is_sole:
                 if is_sole:
-                    _send(Sender(run_dir, name, lambda run: resolve_name(path)(run), report), parent, report)
+                    sender = Sender(run_dir, name, lambda run: resolve_name(path)(run), report)
+                    _send(sender, parent, every_s)
+                    report(done=True, where=sender.where)
                     return 0
-            if how == "once":
+            if not every_s:
                 report(error="another process is sending this run to it right now")
                 return 1
             time.sleep(LOCK_S)  # an earlier command's process is still sending the rest of its events
@@ -98,14 +103,14 @@ def main() -> int:
         return 1
 
 
-def _send(sender: Sender, parent: Parent, report: Reports) -> None:
-    if not (sender.is_done and parent.is_done(0.0)):
-        while not parent.is_done(POLL_S):
-            sender.advance()
-            if sender.where and os.nice(0) == NICE_WHILE_OPENING:
-                os.nice(NICE - NICE_WHILE_OPENING)
-        sender.finish()
-    report(done=True, where=sender.where)
+def _send(sender: Sender, parent: Parent, every_s: float) -> None:
+    if sender.is_done and parent.is_done(0.0):
+        return
+    while not parent.is_done(every_s if sender.is_open else min(every_s, POLL_S)):
+        sender.advance()
+        if sender.is_open and os.nice(0) == NICE_WHILE_OPENING:
+            os.nice(NICE - NICE_WHILE_OPENING)
+    sender.finish()
 
 
 if __name__ == "__main__":

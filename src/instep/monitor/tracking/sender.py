@@ -38,6 +38,11 @@ class Sender:
         return self._note.where
 
     @property
+    def is_open(self) -> bool:
+        """Whether the tracker is open: the run's plan was there."""
+        return self._tracker is not None
+
+    @property
     def is_done(self) -> bool:
         """Whether everything was sent by an earlier process, and nothing has happened since."""
         status = outcome_of(self._run_dir, None).status
