@@ -203,3 +203,20 @@ def test_without_an_average(tmp_path: Path) -> None:
     with instep.start(run_dir=str(tmp_path / "loop")) as run, pytest.raises(TaskError, match="keeps no average"):
         run.prepare(Averaged().model(), Averaged().optimizer)
         run.evaluate(Averaged().metrics, Averaged().eval_data(), ema=True)
+
+
+class Copied(Averaged):
+    """Its model's state_dict holds copies."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_state_dict_post_hook(
+            lambda _module, state, *_: state.update({name: value.clone() for name, value in state.items()})
+        )
+        return model
+
+
+def test_weights_that_would_have_no_name(tmp_path: Path) -> None:
+    spec = TrainSpec(steps=1, batch_size=8, ema=DECAY)
+    with pytest.raises(TaskError, match=r"state_dict does not hold the parameter first\.weight itself"):
+        worker_main(World.join(Place()), Copied(), spec, RunDirectory(tmp_path))
