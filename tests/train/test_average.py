@@ -21,6 +21,7 @@ from instep.core.errors import CheckpointError, SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
+from instep.train.average import WeightAverage
 from instep.train.result import load_model
 from instep.train.worker import process_settings, worker_main
 from instep.world.world import World
@@ -203,6 +204,23 @@ def test_without_an_average(tmp_path: Path) -> None:
     with instep.start(run_dir=str(tmp_path / "loop")) as run, pytest.raises(TaskError, match="keeps no average"):
         run.prepare(Averaged().model(), Averaged().optimizer)
         run.evaluate(Averaged().metrics, Averaged().eval_data(), ema=True)
+
+
+def drifting(world: World, run_dir: str) -> None:
+    original = WeightAverage.update
+
+    def update(self: WeightAverage) -> None:
+        original(self)
+        if self._num_updates == 3 and world.rank == 1:
+            self._averages[0].view(-1)[0] += 1e-6
+
+    WeightAverage.update = update  # type: ignore[method-assign]
+    train(world, run_dir, {"check_every": 4}, {})
+
+
+def test_averages_that_drift_apart_are_found(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"ranks 0, 1 differ in the average of first\.weight"):
+        run_ranks(drifting, 2, str(tmp_path))
 
 
 class Copied(Averaged):
