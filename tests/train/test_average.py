@@ -21,6 +21,7 @@ from instep.core.errors import CheckpointError, SpecError, TaskError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
+from instep.train.average import WeightAverage
 from instep.train.result import load_model
 from instep.train.worker import process_settings, worker_main
 from instep.world.world import World
@@ -203,3 +204,37 @@ def test_without_an_average(tmp_path: Path) -> None:
     with instep.start(run_dir=str(tmp_path / "loop")) as run, pytest.raises(TaskError, match="keeps no average"):
         run.prepare(Averaged().model(), Averaged().optimizer)
         run.evaluate(Averaged().metrics, Averaged().eval_data(), ema=True)
+
+
+def drifting(world: World, run_dir: str) -> None:
+    original = WeightAverage.update
+
+    def update(self: WeightAverage) -> None:
+        original(self)
+        if self._num_updates == 3 and world.rank == 1:
+            self._averages[0].view(-1)[0] += 1e-6
+
+    WeightAverage.update = update  # type: ignore[method-assign]
+    train(world, run_dir, {"check_every": 4}, {})
+
+
+def test_averages_that_drift_apart_are_found(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"ranks 0, 1 differ in the average of first\.weight"):
+        run_ranks(drifting, 2, str(tmp_path))
+
+
+class Copied(Averaged):
+    """Its model's state_dict holds copies."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_state_dict_post_hook(
+            lambda _module, state, *_: state.update({name: value.clone() for name, value in state.items()})
+        )
+        return model
+
+
+def test_weights_that_would_have_no_name(tmp_path: Path) -> None:
+    spec = TrainSpec(steps=1, batch_size=8, ema=DECAY)
+    with pytest.raises(TaskError, match=r"state_dict does not hold the parameter first\.weight itself"):
+        worker_main(World.join(Place()), Copied(), spec, RunDirectory(tmp_path))

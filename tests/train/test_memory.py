@@ -27,7 +27,7 @@ def test_a_peak_is_told_when_it_has_grown() -> None:
 
 
 def test_it_is_in_the_log(tmp_path: Path) -> None:
-    instep.train(Small(), steps=3, batch_size=8, run_dir=str(tmp_path), quiet=True)
+    instep.train(Small(), epochs=1, batch_size=8, run_dir=str(tmp_path), quiet=True)
     peaks = [event for event in read_events(tmp_path) if event["event"] == "memory"]
-    assert peaks[0]["step"] == 1
+    assert 1 <= peaks[0]["step"] <= 6  # at the latest with the epoch's end
     assert peaks[0]["host_bytes"] > 2**26

@@ -34,6 +34,13 @@ class WeightAverage:
         self._averages = [_wide(held).clone() for held in self._held()]
         """What this rank holds of each."""
         self._num_updates = 0
+        known = {id(value) for value in model.state_dict(keep_vars=True).values()}
+        for name, p in model.named_parameters():
+            if p.requires_grad and id(p) not in known:
+                raise TaskError(
+                    f"ema: the model's state_dict does not hold the parameter {name} itself, so its average would have "
+                    "no name in a checkpoint. Do not copy or leave out parameters in state_dict, or leave --ema out."
+                )
 
     @torch.no_grad()
     def update(self) -> None:

@@ -392,7 +392,7 @@ class Run(OwnEvaluation):
         self._pulse.end_step(self.step)
         epoch = self.epoch_means.take(record, ends_epoch)
         if self.is_main:
-            if self.log.step(record) and (memory := self._memory.news(self.step)) is not None:
+            if (self.log.step(record) or epoch) and (memory := self._memory.news(self.step)):
                 self.log.write(memory)
             if epoch is not None:
                 self.log.write(epoch)
