@@ -62,6 +62,11 @@ def test_the_model_comes_back_whole(lora: instep.Result, whole: instep.Result) -
     assert all(torch.equal(weights[name], value) for name, value in lora.load_model().state_dict().items())
 
 
+def test_a_checkpoint_without_its_base_is_evaluated(lora: instep.Result) -> None:
+    metrics = instep.evaluate(lora.run_dir, task=Lora(), processes=2, quiet=True).metrics
+    assert metrics == pytest.approx(lora.metrics, rel=1e-5)
+
+
 @pytest.mark.parametrize("more", [{"save_frozen": False}, {"save_frozen": True}, {"save_frozen": None}])
 def test_a_run_continues_as_if_undisturbed(more: dict[str, Any], lora: instep.Result, tmp_path: Path) -> None:
     before, after = (True, False) if more["save_frozen"] is None else (False, more["save_frozen"])

@@ -186,6 +186,16 @@ def test_exported_and_loaded(tmp_path: Path) -> None:
         load_weights(tmp_path / "averaged.safetensors", ema=True)
 
 
+def test_a_checkpoint_is_evaluated_as_the_run_was(tmp_path: Path) -> None:
+    task, run = Averaged(), tmp_path / "run"
+    result = instep.train(task, steps=STEPS, batch_size=8, ema=DECAY, run_dir=str(run), quiet=True)
+    scores = {ema: instep.evaluate(run, task=task, ema=ema, quiet=True).metrics for ema in (None, True, False)}
+    assert scores[None] == scores[True] == result.metrics
+    assert scores[False] != result.metrics
+    on_two = instep.evaluate(run, task=task, processes=2, strategy="fsdp", quiet=True)
+    assert on_two.metrics == pytest.approx(result.metrics, rel=1e-5)
+
+
 def test_half_precision_is_averaged_in_float32(tmp_path: Path) -> None:
     alone(tmp_path, {"ema": 0.999}, dtype="bfloat16")
     newest, _ = RunDirectory(tmp_path).newest()

@@ -59,36 +59,40 @@ def restore_model(
     if "run_dir" not in field_names(type(task)):
         object.__setattr__(task, "run_dir", directory.path)
     engine = Engine(world, spec, notice=notice)
-    strategy = engine.strategy
-    seed_everything(derive(spec.seed, "model"))  # as a training does: a model may draw what no checkpoint holds
-    hints = ModelHints(
-        partial(example_of, task, spec.seed),
-        method_of(task, "layers"),
-        method_of(task, "tensor_plan"),
-        method_of(task, "blocks"),
-    )
     found = _agree_on_checkpoint(world, directory, name, notice)
-    built = strategy.build(lambda: model_of(task))
     left_out = world.broadcast_object(_origin_of_frozen(found))
     origin = FrozenSpec(**left_out) if left_out is not None else None
-    if origin is not None and origin.init_from is not None:
-        load_first_weights(built, origin.init_from, origin.init_partial, notice)
-    model = spread_model(built, strategy, hints, engine.precision.prefers_channels_last)
-    frozen = FrozenWeights(model, strategy, origin) if origin is not None else None
+    model = _build(engine, task, origin)
+    frozen = FrozenWeights(model, engine.strategy, origin) if origin is not None else None
     for attempt in range(_ATTEMPTS):
         if attempt:
             found = _agree_on_checkpoint(world, directory, name, notice)
         try:
             checkpoint = open_on_all_ranks(world, directory, found)
             assert checkpoint is not None
-            _load(engine, model, task, checkpoint, frozen)
-            _use_average(engine, model, checkpoint, ema)
+            _load(engine, model, task, checkpoint, frozen, ema)
             return RestoredModel(engine, model, checkpoint)
         except CheckpointError:  # on all ranks
             is_gone = world.broadcast_object(found is not None and not found.path.exists())
             if name is not None or not is_gone or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
+
+
+def _build(engine: Engine, task: Task, origin: FrozenSpec | None) -> nn.Module:
+    """Build and distribute a Task's model; with the weights of `origin`, if a checkpoint leaves some out."""
+    spec, strategy = engine.spec, engine.strategy
+    hints = ModelHints(
+        partial(example_of, task, spec.seed),
+        method_of(task, "layers"),
+        method_of(task, "tensor_plan"),
+        method_of(task, "blocks"),
+    )
+    seed_everything(derive(spec.seed, "model"))  # as a training does: a model may draw what no checkpoint holds
+    built = strategy.build(lambda: model_of(task))
+    if origin is not None and origin.init_from is not None:
+        load_first_weights(built, origin.init_from, origin.init_partial, engine.notice)
+    return spread_model(built, strategy, hints, engine.precision.prefers_channels_last)
 
 
 def _agree_on_checkpoint(
@@ -149,11 +153,19 @@ def _use_average(engine: Engine, model: nn.Module, checkpoint: Checkpoint, ema: 
         average.put_in()
 
 
-def _load(engine: Engine, model: nn.Module, task: Task, checkpoint: Checkpoint, frozen: FrozenWeights | None) -> None:
+def _load(
+    engine: Engine,
+    model: nn.Module,
+    task: Task,
+    checkpoint: Checkpoint,
+    frozen: FrozenWeights | None,
+    ema: bool | None,
+) -> None:
     """Load the weights, and what the Task keeps; raise the first rank's problem on all ranks. Called on all ranks."""
     problem = ""
     try:
         load_saved(model, engine.strategy, checkpoint, "", frozen)
+        _use_average(engine, model, checkpoint, ema)
         if hasattr(task, "state_dict") and hasattr(task, "load_state_dict"):
             part = kept_part("task", task, engine.strategy)
             if part.name in checkpoint.parts and part.restore is not None:
