@@ -200,7 +200,7 @@ class Source:
                 if self._reader.draws is not False:
                     kept.enter_context(generators_kept())
                 if not self._reader.is_thread_safe:
-                    kept.enter_context(_one_thread())
+                    kept.enter_context(one_thread())
                 timed = read_timed(self._reader, request)
             yield timed
 
@@ -285,7 +285,7 @@ def _offsets() -> dict[tuple[str, str], str]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute on one thread, as worker processes do."""
     threads = torch.get_num_threads()
     if threads == 1:

@@ -20,7 +20,8 @@ class ProgressState:
     step: int = 0
     first_step: int = 0
     num_steps: int = 0
-    num_epochs: int = 0
+    num_epochs: int | None = 0
+    """None: not known."""
     epoch: int = 0
     loss: float | None = None
     scalars: dict[str, float] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class ProgressState:
         self.metrics, ended = event["metrics"], self._ended_epoch
         self._ended_epoch = None
         means = "" if ended is None else _means_text(ended) + "  "
-        return f"epoch {self.epoch + 1}/{self.num_epochs}  step {event['step']}  {means}" + metrics_text(self.metrics)
+        return f"{self._epoch_text(self.epoch)}  step {event['step']}  {means}" + metrics_text(self.metrics)
 
     def _epoch_line(self) -> str | None:
         """Return a line for an epoch that has ended, and was not shown; None: there is none, or it came too soon."""
@@ -77,15 +78,20 @@ class ProgressState:
         if not is_last and event["time"] - self._epoch_said_s < _EPOCH_LINES_S:
             return None
         self._epoch_said_s = event["time"]
-        return f"epoch {event['epoch'] + 1}/{self.num_epochs}  " + _means_text(event)
+        return f"{self._epoch_text(event['epoch'])}  " + _means_text(event)
+
+    def _epoch_text(self, epoch: int) -> str:
+        return f"epoch {epoch + 1}" + ("" if self.num_epochs is None else f"/{self.num_epochs}")
 
     def _take_plan(self, event: dict[str, Any]) -> str:
         self.task, self.first_step = event["task"], event["first_step"]
         self.step = event["first_step"]
         self.num_steps, self.num_epochs = event["num_steps"], event["num_epochs"]
         start = f", from step {self.first_step}" if self.first_step else ""
+        count = event["num_samples"]
+        samples = "samples" if count is None else f"{count:,} samples"
         return (
-            f"{self.task}: {event['num_parameters']:,} parameters, {event['num_samples']:,} samples "
+            f"{self.task}: {event['num_parameters']:,} parameters, {samples} "
             f"({event['reading']}), {plural(self.num_steps, 'step')} of {event['batch_size']}{start}"
         )
 
@@ -100,7 +106,7 @@ class ProgressState:
 
     def line(self) -> str:
         """Return one line that says where the run is."""
-        parts = [f"step {self.step}/{self.num_steps}", f"epoch {self.epoch + 1}/{self.num_epochs}"]
+        parts = [f"step {self.step}/{self.num_steps}", self._epoch_text(self.epoch)]
         if self.loss is not None:
             parts.append(metrics_text({"loss": self.loss, **self.scalars}))
         samples_per_s, left_s = self.speed()

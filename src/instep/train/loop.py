@@ -11,7 +11,7 @@ from torch import nn
 
 from instep.core.durations import Cadence
 from instep.core.errors import TaskError
-from instep.data.loader import first_rows
+from instep.data.kinds import first_rows
 from instep.events.schema import Record, StepRecord
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise import NoiseWatch
@@ -148,7 +148,7 @@ class Loop:
 
     def _example(self) -> Call:
         """Return the arguments that the model is called with, for the first rows of the data."""
-        batch = first_rows(self._task.train_data(), _EXAMPLE_ROWS, self._task.collate, self._run.spec.seed)
+        batch, _ = first_rows(self._task.train_data(), _EXAMPLE_ROWS, self._task.collate, self._run.spec.seed)
         return call_of(self._task.loss, batch)
 
 
