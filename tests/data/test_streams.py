@@ -166,7 +166,8 @@ def test_stopped_anywhere_and_continued_on_another_number_of_processes(
     assert rows_of([load(loader, stop, last) for loader in loaders]) == expected[stop:]
 
 
-def test_a_state_of_its_own_spares_reading() -> None:
+def test_a_state_of_its_own_spares_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_STATE_SHARE", 1e9)  # however long it takes on a busy machine
     first, loader = open_(Stateful(1000)), open_(Stateful(1000))
     load(first, 0, 150)
     loader.load_state(first.state())

@@ -326,6 +326,11 @@ class Run:
             self.log.write(NoticeRecord(text=text))
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Steps in an epoch; 0 before `steps` is called, and where it is not known."""
+        return self._reader.loader.steps_per_epoch or 0 if self._reader is not None else 0
+
+    @property
     def epochs(self) -> int:
         """Epochs completed so far."""
         return self._reader.loader.epochs(self.step) if self._reader is not None else 0
