@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from instep.core.errors import DataError, SpecError, TaskError
 from instep.data import stream
 from instep.data.digest import digest_of
+from instep.data.input_pace import Window
 from instep.data.kinds import count_samples, first_rows, open_chunks, open_loader
 from instep.data.loader import GlobalBatch, Loader, LoadOptions
 from instep.data.order import BatchPlan
@@ -189,6 +190,15 @@ def test_a_state_that_does_not_lead_back_is_noticed() -> None:
 
 def test_who_reads_does_not_matter() -> None:
     assert read(lambda: Numbers(33), 0, 14, workers=2) == read(lambda: Numbers(33), 0, 14)
+
+
+def test_a_process_that_reads_ahead_is_kept() -> None:
+    source = open_(Numbers(9), workers=None).source
+    waits, idle = Window(0.1, 0.001, 0.1, 0.1), Window(1e-6, 1e-6, 0.0, 1.0)
+    assert source._decide(waits, torch.zeros(1))
+    assert source._pace.readers == 1
+    assert not source._decide(idle, torch.zeros(1))
+    assert source._pace.readers == 1
 
 
 class Lines(Numbers):

@@ -46,6 +46,8 @@ class Reader(ABC):
     """Whether several threads may read at the same time; if not, worker processes read ahead."""
     draws: bool | None = True
     """Whether reading changes the global generators; None: not known before the first batch."""
+    is_sequential = False
+    """Whether only the process that reads knows what comes next: one that has begun to read ahead is kept."""
 
     def __init__(self) -> None:
         self.notices: list[str] = []

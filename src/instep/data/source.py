@@ -127,6 +127,8 @@ class Source:
     def _decide(self, window: Window, batch: Any) -> bool:
         """Decide how many readers there are from now on; return whether that changes."""
         self._window = window
+        if self._reader.is_sequential and self._pace.readers:
+            return False  # another process would have to read everything again up to here
         change = self._pace.decide(window, self._room(batch))
         if change is not None:
             self._note(change)

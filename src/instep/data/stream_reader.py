@@ -42,6 +42,8 @@ class StreamReader(Reader):
     by `follow`, which was told the place before it: another process may have read in between.
     """
 
+    is_sequential = True
+
     def __init__(
         self,
         dataset: Any,
