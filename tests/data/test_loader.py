@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.core.errors import DataError, TaskError
 from instep.data import BatchDataset
@@ -276,12 +276,27 @@ def test_noise_of_a_whole_batch_is_said_once_and_repeats() -> None:
     assert_same([b.parts[0].batch for b in load(Augmented(), 3)], [b.parts[0].batch for b in whole[3:]])
 
 
+class DrawnAtOnce(Squares):
+    """Samples with noise, read by the batch: as `datasets` with set_transform."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(i, torch.rand(2), random.random()) for i in indices]
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(N))], ids=["dataset", "Subset"])
+def test_samples_that_are_read_by_the_batch_and_drawn_have_their_own_noise(wrap: Any) -> None:
+    loader = make(wrap(DrawnAtOnce()))
+    whole = list(loader.steps(0, 5))
+    assert "read sample by sample" in loader.source.notices[0]
+    for world_size in (2, 3):
+        ranks = [load(wrap(DrawnAtOnce()), 0, 5, world_size=world_size, rank=rank) for rank in range(world_size)]
+        for step, batch in enumerate(whole):
+            parts = [part for own in ranks for part in own[step].parts if part.plan.counted]
+            for column, rows in enumerate(batch.parts[0].batch):
+                assert_same(torch.cat([part.batch[column] for part in parts]), rows)
+
+
 # --- what cannot be ----------------------------------------------------------------------------------------
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return itertools.count()
 
 
 class NoLength(Dataset[int]):
@@ -302,7 +317,6 @@ class TooFew(Squares):
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
-        (Endless(), TaskError, "Endless.*from its beginning to its end.*__getitem__"),
         (NoLength(), TaskError, "NoLength.*has no length.*__len__"),
         ({"a": [1, 2]}, TaskError, "keys .'a'.*tensors or NumPy"),
         (torch.zeros(0, 3), DataError, "no samples"),

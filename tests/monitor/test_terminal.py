@@ -252,3 +252,11 @@ def test_rate_and_time_to_go() -> None:
     assert state.speed() == (16, 45)
     assert state.line() == "step 10/100  epoch 1/1  loss 2  16 samples/s  45s left"
     assert [duration(s) for s in (5, 65, 3700)] == ["5.0s", "1m05s", "1h01m"]
+
+
+def test_a_stream_that_does_not_say_how_long_it_is() -> None:
+    state = ProgressState()
+    plan = {"event": "plan", "task": "T", "first_step": 0, "num_steps": 9, "num_epochs": None, "steps_per_epoch": None}
+    line = state.take({**plan, "batch_size": 8, "num_samples": None, "num_parameters": 12, "reading": "a stream"})
+    assert line == "T: 12 parameters, samples (a stream), 9 steps of 8"
+    assert state.line() == "step 0/9  epoch 1"

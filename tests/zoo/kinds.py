@@ -274,6 +274,11 @@ class Stream(IterableDataset[Any]):
         return iter(zip(*self.columns, strict=True))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+
 def padded(samples: list[Any]) -> Any:
     x = torch.zeros(len(samples), FEATURES, dtype=torch.float64)
     for row, (values, _) in enumerate(samples):
@@ -437,6 +442,7 @@ def kinds() -> list[Kind]:
     made += [Kind("loss", name, {"criterion": criterion}) for name, criterion in _losses().items()]
     made += [Kind("dataset", name, {"data": data}) for name, data in _datasets().items()]
     made += [
+        Kind("dataset", "IterableDataset", {"data": SizedStream}),
         Kind("dataset", "ragged samples and a collate", {"data": lambda c: Items(c, "ragged"), "gather": padded}),
         Kind(
             "model", "an average of the rows, synced", {"net": around(Stateful("average")), "rules": {"*state": "mean"}}
@@ -518,6 +524,6 @@ def _refused() -> list[Kind]:
             "is a DataLoader",
             "",
         ),
-        ("dataset", "IterableDataset", {"data": Stream}, "can only be read from its beginning", ""),
+        ("dataset", "IterableDataset without a length, and epochs", {"data": Stream}, "Give --steps", ""),
     ]
     return [Kind(group, name, options, refused=text, only=only) for group, name, options, text, only in rows]

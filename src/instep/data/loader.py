@@ -5,22 +5,22 @@ Ranks: all; no communication, because every rank can compute what all of them re
 
 from __future__ import annotations
 
-import contextlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from instep.core.errors import DataError, TaskError
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
 from instep.data.order import Batch, BatchPlan, Indices, PartPlan, SampleOrder
 from instep.data.pools import Request
-from instep.data.readers import Collate, find_reader
+from instep.data.readers import Collate, Reader, find_reader
 from instep.data.source import ReaderLimits, Source
 from instep.world.device import has_streams
 from instep.world.tensors import nested_tensors
@@ -45,9 +45,11 @@ class LoadOptions:
     local_world_size: int | None = None
     waited_s: Callable[[], float] = lambda: 0.0
     """Returns how long this rank has waited for others so far."""
+    say: Callable[[str], None] = lambda _text: None
+    """Tells the user something at once: that reading takes long."""
 
-    def open_source(self, dataset: Any, max_workers: int | None = None) -> Source:
-        """Return a source of a dataset's batches."""
+    def open_source(self, reader: Reader, max_workers: int | None = None) -> Source:
+        """Return a source of the batches that a reader reads."""
         ranks = self.local_world_size or self.world_size
         limits = ReaderLimits(
             fixed=self.workers,
@@ -56,7 +58,6 @@ class LoadOptions:
             compute_threads=torch.get_num_threads() if self.device.type == "cpu" else 1,
             local_world_size=ranks,
         )
-        reader = find_reader(dataset, self.collate, self.seed)
         return Source(reader, limits, self.waited_s, pins=has_streams(self.device))
 
 
@@ -78,24 +79,79 @@ class GlobalBatch(NamedTuple):
     parts: tuple[Part, ...]
     num_shards: int = 0
     """In exact mode, of the whole batch."""
+    ends_epoch: bool = False
 
 
-class TrainLoader:
-    """Loads this rank's parts of the global batches."""
+MakePlan = Callable[[int], BatchPlan]
+"""Returns the plan for a number of samples."""
+
+
+class Loader(ABC):
+    """Loads this rank's parts of the global batches of a kind of dataset."""
+
+    plan: BatchPlan
+    """How batches are cut into parts; where the number of samples is unknown, it is that of one batch."""
+    source: Source
+    num_samples: int | None
+    """In an epoch; None: not known before its end."""
+    steps_per_epoch: int | None
+
+    @abstractmethod
+    def num_steps(self, epochs: int) -> int:
+        """Return the number of steps of some epochs; raise SpecError if it is not known."""
+
+    @abstractmethod
+    def epochs(self, step: int) -> int:
+        """Return how many epochs have ended after `step` steps, the last one that was loaded."""
+
+    @abstractmethod
+    def steps(self, first: int, last: int) -> Iterator[GlobalBatch]:
+        """Load the steps first..last-1, counted over all epochs. One call at a time."""
+
+    @abstractmethod
+    def sample_indices(self, step: int) -> Indices:
+        """Return the sample indices of the whole global batch of a step, the last one that was loaded, row by row."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return where reading is after the last batch; None: that follows from the step."""
+        return None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where a state was taken."""
+        raise NotImplementedError
+
+    def evidence(self) -> list[Any] | None:
+        """Return what all ranks must have seen alike of the last batch; None: nothing that could differ."""
+        return None
+
+
+class TrainLoader(Loader):
+    """Loads this rank's parts of the global batches of a dataset whose samples have an index."""
 
     def __init__(self, dataset: Any, plan: BatchPlan, order: SampleOrder, options: LoadOptions) -> None:
         assert num_samples(dataset, options.collate) == plan.num_samples == order.num_samples
-        self.source = options.open_source(dataset)
+        self.source = options.open_source(find_reader(dataset, options.collate, options.seed))
+        self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
+
+    def num_steps(self, epochs: int) -> int:
+        """Return the number of steps of some epochs."""
+        return epochs * self._plan.num_batches
+
+    def epochs(self, step: int) -> int:
+        """Return how many epochs have ended after `step` steps."""
+        return step // self._plan.num_batches
 
     def steps(self, first: int, last: int) -> Iterator[GlobalBatch]:
         """Load the steps first..last-1, counted over all epochs. One call at a time."""
         batches = to_device(self.source.read(self._requests(first, last)), self._device)
+        num_batches = self._plan.num_batches
         for run in self._runs(first, last):
             for step in range(run.first_step, run.first_step + run.num_steps):
                 parts = tuple([Part(plan, next(batches)) for plan in run.parts])
-                yield GlobalBatch(step, run.start.epoch, run.start.size, parts, run.num_shards)
+                ends_epoch = (step + 1) % num_batches == 0
+                yield GlobalBatch(step, run.start.epoch, run.start.size, parts, run.num_shards, ends_epoch)
 
     def sample_indices(self, step: int) -> Indices:
         """Return the sample indices of the whole global batch of a step, row by row."""
@@ -141,12 +197,7 @@ class _Run(NamedTuple):
 def evaluation_chunks(
     dataset: Any, chunk_size: int, options: LoadOptions, in_step: bool = False
 ) -> Generator[tuple[Any, int]]:
-    """Yield this rank's chunks of an evaluation, each with its number of rows.
-
-    Chunk c holds the samples from c * chunk_size on and goes whole to rank c % world_size: the content of a chunk does
-    not depend on the world size, and every sample is in exactly one. `in_step` gives all ranks the same number of
-    chunks: a rank that has one less gets the first chunk of all at the end, with 0 rows, which counts nothing.
-    """
+    """Yield this rank's chunks of an evaluation on a dataset whose samples have an index, as `Chunks.read` does."""
     total = num_samples(dataset, options.collate)
     stride = options.world_size * chunk_size
     starts = [*range(options.rank * chunk_size, total, stride)]
@@ -155,19 +206,12 @@ def evaluation_chunks(
         starts, counted = [*starts, 0], [*counted, 0]
     if not starts:
         return
-    source = options.open_source(dataset, max_workers=len(starts))
+    source = options.open_source(find_reader(dataset, options.collate, options.seed), max_workers=len(starts))
     requests = ((0, torch.arange(start, min(start + chunk_size, total))) for start in starts)
     try:
         yield from zip(to_device(source.read(requests), options.device), counted, strict=True)
     finally:
         source.close()
-
-
-def first_rows(dataset: Any, count: int, collate: Collate | None, seed: int) -> Any:
-    """Return a batch of the first samples, as an example."""
-    chunks = evaluation_chunks(dataset, count, LoadOptions(collate=collate, workers=0, seed=seed))
-    with contextlib.closing(chunks):
-        return next(chunks)[0]
 
 
 def num_samples(dataset: Any, collate: Collate | None = None) -> int:
@@ -186,11 +230,10 @@ def _length(dataset: Any) -> int:
             f"The dataset is a {kind}, which makes batches and their order itself. Return its dataset instead; "
             "--batch-size is the global batch, and a Task's collate replaces collate_fn."
         )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if not hasattr(dataset, "__getitem__"):
         raise TaskError(
-            f"The dataset ({kind}) can only be read from its beginning to its end. The order of the samples "
-            f"must not depend on the number of processes, so any sample must be readable by its index: give "
-            f"a dataset with __len__ and __getitem__ (or a tensor, an array, or tuples and dicts of them)."
+            f"The dataset ({kind}) can be read neither by index nor from its beginning to its end: give one with "
+            "__len__ and __getitem__ (or a tensor, an array, or tuples and dicts of them), or one with __iter__."
         )
     if isinstance(dataset, Mapping):
         raise TaskError(

@@ -16,7 +16,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch.utils.data import Subset, default_collate
 from instep.core.errors import DataError
 from instep.data.columns import as_columns
 from instep.data.dataset import BatchDataset
+from instep.data.digest import shape_of
 from instep.data.nested import map_tensors
 from instep.world.tensors import nested_tensors
 
@@ -45,6 +46,8 @@ class Reader(ABC):
     """Whether several threads may read at the same time; if not, worker processes read ahead."""
     draws: bool | None = True
     """Whether reading changes the global generators; None: not known before the first batch."""
+    is_sequential = False
+    """Whether only the process that reads knows what comes next: one that has begun to read ahead is kept."""
 
     def __init__(self) -> None:
         self.notices: list[str] = []
@@ -65,7 +68,34 @@ def find_reader(dataset: Any, collate: Collate | None, seed: int) -> Reader:
     if gather is None:
         return SampleReader(dataset, collate or default_collate, seed)
     is_thread_safe = collate is None and _is_thread_safe(dataset)
-    return WholeBatchReader(gather, seed=seed, collated=collate is not None, is_thread_safe=is_thread_safe)
+    single = _one_by_one(dataset)
+    return WholeBatchReader(
+        gather,
+        seed=seed,
+        collated=collate is not None,
+        is_thread_safe=is_thread_safe,
+        by_sample=None if single is None else SampleReader(single, collate or default_collate, seed),
+    )
+
+
+class _OneByOne:
+    """Reads single samples with `__getitems__`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset.__getitems__([index])[0]
+
+
+def _one_by_one(dataset: Any) -> Any:
+    """Return the samples of a dataset that `find_gather` reads with `__getitems__`; None for others."""
+    if isinstance(dataset, BatchDataset) or as_columns(dataset, samples_wanted=False) is not None:
+        return None
+    if type(dataset) is Subset:
+        base = _one_by_one(dataset.dataset)
+        return None if base is None else Subset(base, dataset.indices)
+    return _OneByOne(dataset) if callable(getattr(dataset, "__getitems__", None)) else None
 
 
 def _is_thread_safe(dataset: Any) -> bool:
@@ -75,14 +105,35 @@ def _is_thread_safe(dataset: Any) -> bool:
     return getattr(dataset if columns is None else columns, "is_thread_safe", False) is True
 
 
+_DRAWS = (
+    "The dataset draws random numbers while it reads a whole batch. That noise depends on how the batch is split, so "
+    "another number of processes gives other samples. A dataset with only __getitem__ is read sample by sample, each "
+    "with its own noise."
+)
+_DRAWS_BY_SAMPLE = (
+    "The dataset draws random numbers while it reads a whole batch: from now on it is read sample by sample, each with "
+    "its own noise, which does not depend on how the batch is split."
+)
+
+
 class WholeBatchReader(Reader):
     """Reads a batch in one call."""
 
-    def __init__(self, gather: Gather, *, seed: int, collated: bool = False, is_thread_safe: bool = False) -> None:
+    def __init__(
+        self,
+        gather: Gather,
+        *,
+        seed: int,
+        collated: bool = False,
+        is_thread_safe: bool = False,
+        by_sample: Reader | None = None,
+    ) -> None:
+        """`by_sample` reads the same dataset if it turns out to draw, and to give samples rather than batches."""
         super().__init__()
         self.is_thread_safe = is_thread_safe
         self.draws = None
         self._gather = gather
+        self._by_sample = by_sample
         self._collated = collated  # a Task's own collate may return any number of rows
         self._seed = seed
 
@@ -90,6 +141,8 @@ class WholeBatchReader(Reader):
         """Read a batch; if that draws, from generators seeded for this part: a resumed run repeats its noise."""
         if self.draws is False:
             return self._gather(indices)
+        if self.draws and self._by_sample is not None:
+            return self._by_sample.read(epoch, indices)
         seed_sample(self._seed, epoch, int(indices[0]))
         before = fingerprint() if self.draws is None else None
         batch = self._gather(indices)
@@ -98,12 +151,19 @@ class WholeBatchReader(Reader):
             if not self._collated:
                 _check_rows(batch, len(indices))
             if self.draws:
-                self.notices.append(
-                    "The dataset draws random numbers while it reads a whole batch. That noise depends on how "
-                    "the batch is split, so another number of processes gives other samples. A dataset with only "
-                    "__getitem__ is read sample by sample, each with its own noise."
-                )
+                return self._read_by_sample(epoch, indices, batch)
         return batch
+
+    def _read_by_sample(self, epoch: int, indices: torch.Tensor, batch: Any) -> Any:
+        """Read sample by sample from now on, if that gives such a batch; say that the dataset draws."""
+        single: Any = None
+        if self._by_sample is not None:
+            with suppress(Exception):  # what it gives is a batch, which has no first sample
+                single = self._by_sample.read(epoch, indices)
+        if shape_of(single) != shape_of(batch):
+            self._by_sample = None
+        self.notices.append(_DRAWS if self._by_sample is None else _DRAWS_BY_SAMPLE)
+        return batch if self._by_sample is None else single
 
     def describe(self) -> str:
         """Return in a few words how the dataset is read."""

@@ -132,6 +132,8 @@ class Source:
     def _decide(self, window: Window, batch: Any) -> bool:
         """Decide how many readers there are from now on; return whether that changes."""
         self._window = window
+        if self._reader.is_sequential and self._pace.readers:
+            return False  # another process would have to read everything again up to here
         change = self._pace.decide(window, self._room(batch))
         if change is not None:
             self._note(change)
@@ -222,7 +224,7 @@ class Source:
                 if self._reader.draws is not False:
                     kept.enter_context(generators_kept())
                 if not self._reader.is_thread_safe:
-                    kept.enter_context(_one_thread())
+                    kept.enter_context(one_thread())
                 timed = read_timed(self._reader, request)
             yield timed
 
@@ -307,7 +309,7 @@ def _offsets() -> dict[tuple[str, str], str]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute on one thread, as worker processes do."""
     threads = torch.get_num_threads()
     if threads == 1:

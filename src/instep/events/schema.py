@@ -79,10 +79,11 @@ class PlanRecord(Record, event="plan"):
     strategy: str
     first_step: int
     num_steps: int
-    num_epochs: int
-    steps_per_epoch: int
+    num_epochs: int | None
+    """None, and so the next and `num_samples`: the data is a stream that does not say how long it is."""
+    steps_per_epoch: int | None
     batch_size: int
-    num_samples: int
+    num_samples: int | None
     num_parameters: int
     reading: str
 

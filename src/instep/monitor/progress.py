@@ -29,7 +29,8 @@ class ProgressState:
     step: int = 0
     first_step: int = 0
     num_steps: int = 0
-    num_epochs: int = 0
+    num_epochs: int | None = 0
+    """None: not known."""
     epoch: int = 0
     loss: float | None = None
     scalars: dict[str, float] = field(default_factory=dict)
@@ -96,7 +97,7 @@ class ProgressState:
         self.metrics, ended = event["metrics"], self._ended_epoch
         self._ended_epoch = None
         means = "" if ended is None else _means_text(ended) + "  "
-        return f"epoch {self.epoch + 1}/{self.num_epochs}  step {event['step']}  {means}" + metrics_text(self.metrics)
+        return f"{self._epoch_text(self.epoch)}  step {event['step']}  {means}" + metrics_text(self.metrics)
 
     def _epoch_line(self) -> str | None:
         """Return a line for an epoch that has ended, and was not shown; None: there is none, or it came too soon."""
@@ -107,7 +108,10 @@ class ProgressState:
         if not is_last and event["time"] - self._epoch_said_s < _EPOCH_LINES_S:
             return None
         self._epoch_said_s = event["time"]
-        return f"epoch {event['epoch'] + 1}/{self.num_epochs}  " + _means_text(event)
+        return f"{self._epoch_text(event['epoch'])}  " + _means_text(event)
+
+    def _epoch_text(self, epoch: int) -> str:
+        return f"epoch {epoch + 1}" + ("" if self.num_epochs is None else f"/{self.num_epochs}")
 
     def _take_plan(self, event: dict[str, Any]) -> str:
         self.task, self.first_step = event["task"], event["first_step"]
@@ -115,8 +119,10 @@ class ProgressState:
         self.num_steps, self.num_epochs = event["num_steps"], event["num_epochs"]
         self._steps_per_epoch, self._epoch_samples = event["steps_per_epoch"], None
         start = f", from step {self.first_step}" if self.first_step else ""
+        count = event["num_samples"]
+        samples = "samples" if count is None else f"{count:,} samples"
         return (
-            f"{self.task}: {event['num_parameters']:,} parameters, {event['num_samples']:,} samples "
+            f"{self.task}: {event['num_parameters']:,} parameters, {samples} "
             f"({event['reading']}), {plural(self.num_steps, 'step')} of {event['batch_size']}{start}"
         )
 
@@ -135,7 +141,7 @@ class ProgressState:
 
     def position(self) -> list[Item]:
         """Return where the run is: step, epoch, loss, scalars, speed, the time left."""
-        items = [Item(0, f"step {self.step}/{self.num_steps}"), Item(3, f"epoch {self.epoch + 1}/{self.num_epochs}")]
+        items = [Item(0, f"step {self.step}/{self.num_steps}"), Item(3, self._epoch_text(self.epoch))]
         if self.loss is not None:
             items.append(Item(1, metrics_text({"loss": self.loss})))
         items += [Item(5, metrics_text({name: value})) for name, value in self.scalars.items()]

@@ -6,6 +6,7 @@ Ranks: all, alike. The run's directory is only read; events go to a folder of th
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import SpecError, TaskError
 from instep.core.spec import TrainSpec
-from instep.data.loader import num_samples
+from instep.data.kinds import count_samples
 from instep.events.schema import NoticeRecord, RowsRecord
 from instep.events.write import EventLog
 from instep.train.data_choice import choose_sets
@@ -67,7 +68,7 @@ def evaluate_rank(world: World, task: Task, job: CheckpointJob) -> dict[str, Any
     """Return the metrics of a checkpoint. Called on all ranks."""
     with _restored(world, task, job) as (restored, log):
         sets = choose_sets(task, job.data)
-        total = sum(num_samples(dataset, task.collate) for dataset in sets.values())
+        total = sum(count_samples(dataset, task.collate, sys.maxsize) for dataset in sets.values())
         prepare_metrics(vars(task).values(), world.device)
         progress = _Progress(log, total, restored, job.spec)
 
@@ -88,7 +89,7 @@ def predict_rank(world: World, task: Task, job: CheckpointJob) -> dict[str, Any]
         if len(sets) > 1:
             raise SpecError(f"{type(task).__name__} has several evaluation sets. Give --data {' or '.join(sets)}.")
         (dataset,) = sets.values()
-        total = num_samples(dataset, task.collate)
+        total = count_samples(dataset, task.collate, sys.maxsize)
         columns = _write_part(restored, task, job, dataset, _Progress(log, total, restored, job.spec))
         by_rank = world.all_gather_object([column.to_json() for column in columns])
         joined: dict[str, Column] = {}

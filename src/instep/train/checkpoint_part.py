@@ -15,13 +15,14 @@ import torch
 from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.shards import reshard
 from instep.core.errors import CheckpointError, TaskError
+from instep.data.loader import Loader
 from instep.parallel.strategy import Strategy
 from instep.world.determinism import platform_of
 
 if TYPE_CHECKING:
     from instep.train.run import Run
 
-RUN_PARTS = ("rng", "progress", "platform", "spec")
+RUN_PARTS = ("rng", "data", "progress", "platform", "spec")
 """The parts of the run itself; they follow the models' parts in a checkpoint."""
 
 
@@ -103,6 +104,13 @@ def progress_part(run: Run) -> CheckpointPart:
             run.engine.loss_scale.restore(progress["loss_scale"])
 
     return CheckpointPart("progress", save, restore)
+
+
+def data_part(loader: Loader) -> CheckpointPart | None:
+    """Return the part for where the data is, if that does not follow from the step."""
+    if loader.state() is None:
+        return None
+    return CheckpointPart("data", loader.state, lambda found: loader.load_state(found.part("data")), is_optional=True)
 
 
 def kept_part(name: str, thing: Any, strategy: Strategy) -> CheckpointPart:

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from instep.core.errors import TaskError
-from instep.data.loader import first_rows, num_samples
+from instep.data.kinds import count_samples, first_rows
 from instep.train.reading import Collate
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class DataCheck:
 
     def compare(self, run: Run, dataset: Any, collate: Collate | None) -> None:
         """Raise TaskError if ranks have other samples; notice if the run began with others. Called on all ranks."""
-        rows = min(_ROWS, num_samples(dataset, collate))
+        rows = min(_ROWS, count_samples(dataset, collate, _ROWS))
         watched = None if collate is None else _WatchedCollate(collate)
 
         def read() -> str:
-            return digest_of(first_rows(dataset, rows, watched, run.spec.seed))
+            return digest_of(first_rows(dataset, rows, watched, run.spec.seed)[0])
 
         own = read()
         if watched is not None and watched.draws and not run.spec.exact:

@@ -11,7 +11,8 @@ from typing import Any
 
 from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
-from instep.data.loader import Part, num_samples
+from instep.data.kinds import count_samples
+from instep.data.loader import Part
 from instep.train.engine import Engine
 from instep.train.evaluation import read_evaluation
 from instep.train.gather import Piece, gather_rows
@@ -38,7 +39,8 @@ class OwnEvaluation:
         if not self.engine.trained:
             raise TaskError("run.batches() before run.prepare(): there is no model to evaluate yet.")
         models = [trained.model for trained in self.engine.trained]
-        first_rows = min(chunk_rows(self.spec), num_samples(dataset, collate))
+        most_rows = chunk_rows(self.spec)
+        first_rows = min(most_rows, count_samples(dataset, collate, most_rows))
         chunks = read_evaluation(self.engine, models, self.spec, self.step, dataset, collate, in_step=True)
         rank = self.engine.grid.data.rank
         with contextlib.closing(chunks):

@@ -6,41 +6,61 @@ Ranks: all, each its own share.
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from instep.core.errors import TaskError
+from instep.core.errors import DataError, TaskError
 from instep.core.microbatches import cut
 from instep.core.spec import TrainSpec
-from instep.data.loader import GlobalBatch, LoadOptions, TrainLoader, evaluation_chunks
+from instep.data.kinds import open_chunks, open_loader
+from instep.data.loader import GlobalBatch, LoadOptions
 from instep.data.nested import map_tensors
-from instep.data.order import BatchPlan, SampleOrder
+from instep.data.order import BatchPlan, Indices
 from instep.events.schema import InputRecord
+from instep.guard.pulse import Phase, here
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
+from instep.world.world import World
 
 _LEAST_CHUNK_ROWS = 8
 Collate = Callable[[list[Any]], Any]
 
 
-class BatchReader(TrainLoader):
+class BatchReader:
     """Reads the global batches of a run's steps."""
 
-    def __init__(self, engine: Engine, spec: TrainSpec, dataset: Any, plan: BatchPlan, collate: Collate | None) -> None:
-        order = SampleOrder(spec.seed, plan.num_samples)
-        super().__init__(dataset, plan, order, _load_options(engine, spec, collate))
+    def __init__(self, engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None) -> None:
+        make_plan = partial(
+            BatchPlan,
+            batch_size=spec.batch_size,
+            accumulate=spec.accumulate,
+            drop_last=spec.drop_last,
+            shards=spec.num_shards,
+        )
+        self.loader = open_loader(dataset, make_plan, _load_options(engine, spec, collate))
+        self.source = self.loader.source
+        self._dataset = dataset
         self._engine = engine
         self._reported = set(engine.context.doubts)
+
+    def follow(self, earlier: "BatchReader | None") -> None:
+        """Continue where an earlier reader of the same dataset has stopped."""
+        state = earlier.loader.state() if earlier is not None and earlier._dataset is self._dataset else None
+        if state is not None:
+            self.loader.load_state(state)
 
     def batches(self, first: int, last: int) -> Iterator[GlobalBatch]:
         """Yield the batches of steps first..last-1; count how long this rank waits for them, and their rows."""
         pace, witness = self._engine.pace, self._engine.witness
         begun = time.perf_counter()
-        for batch in self.steps(first, last):
+        for batch in self.loader.steps(first, last):
             pace.data_s += time.perf_counter() - begun
             pace.num_steps += 1
             pace.num_rows += sum([part.plan.num_rows for part in batch.parts])
+            if (evidence := self.loader.evidence()) is not None:
+                _compare(evidence, self._engine.world)
             if witness is not None:
                 indices = self.sample_indices(batch.step).tolist()
                 for plan, rows in batch.parts:
@@ -48,6 +68,10 @@ class BatchReader(TrainLoader):
                     witness.part(batch.step + 1, plan, own, rows)
             yield batch
             begun = time.perf_counter()
+
+    def sample_indices(self, step: int) -> Indices:
+        """Return the sample indices, or positions in a stream, of the whole global batch of a step, row by row."""
+        return self.loader.sample_indices(step)
 
     def new_notices(self) -> list[str]:
         """Return what a person should know of the data, and of how layers saw it, and was not told yet."""
@@ -74,8 +98,23 @@ def read_chunks(
     engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None, in_step: bool = False
 ) -> Generator[tuple[Any, int]]:
     """Yield this rank's chunks of an evaluation set, each with its number of rows; `in_step`: as many on all ranks."""
-    in_step |= engine.strategy.gathers_weights
-    return evaluation_chunks(dataset, chunk_rows(spec), _load_options(engine, spec, collate), in_step=in_step)
+    chunks = open_chunks(dataset, chunk_rows(spec), _load_options(engine, spec, collate))
+    yield from chunks.read(in_step=in_step or engine.strategy.gathers_weights)
+    if chunks.evidence is not None:
+        _compare(chunks.evidence, engine.grid.data)
+
+
+def _compare(evidence: list[Any], world: World) -> None:
+    """Raise DataError if the ranks have not read the same elements of a stream. Called on all ranks."""
+    everybody = world.all_gather_object(evidence)
+    other = next((rank for rank, seen in enumerate(everybody) if seen != everybody[0]), None)
+    if other is not None:
+        raise DataError(
+            f"Ranks 0 and {other} read different elements from the stream. Every rank must see the whole stream in one "
+            "order: instep gives each its part of every batch. Do not split it by rank (split_dataset_by_node, "
+            "get_worker_info, RANK). Let it draw from the global generators of torch, Python or NumPy, which are "
+            "seeded for each element, but not in threads of its own (in datasets: map after shuffle and interleave)."
+        )
 
 
 def chunk_rows(spec: TrainSpec) -> int:
@@ -96,7 +135,13 @@ def _load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> L
         workers=spec.data_workers,
         seed=spec.seed,
         waited_s=lambda: engine.world.waited_s,
+        say=partial(_say, engine),
     )
+
+
+def _say(engine: Engine, text: str) -> None:
+    here().beat(Phase.DATA)
+    engine.notice(text)
 
 
 def cut_batch(batch: Any, num_rows: int, count: int) -> list[tuple[int, int, Any]]:

@@ -16,15 +16,13 @@ from instep.core.errors import NumericsError, Preempted, TaskError, UnfitCheckpo
 from instep.core.metric_goal import MetricGoal
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
-from instep.data.loader import num_samples
-from instep.data.order import BatchPlan
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, SaveRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
 from instep.train.average import evaluated_weights
-from instep.train.checkpoint_part import CheckpointPart, kept_part, platform_part, progress_part, rng_part
+from instep.train.checkpoint_part import CheckpointPart, data_part, kept_part, platform_part, progress_part, rng_part
 from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
@@ -92,7 +90,6 @@ class Run(OwnEvaluation):
         self._evaluated_at: int | None = None
         self.epoch_means = EpochMeans()
         self.patience = Patience.of(spec)
-        self.steps_per_epoch = 0
         self.compiled = False
         """Whether what a step computes is compiled."""
         self.stopped = False
@@ -194,20 +191,15 @@ class Run(OwnEvaluation):
             raise TaskError("run.steps() before run.prepare(): there is no model to train yet.")
         self._complete_spec(batch_size, epochs, steps)
         self.spec.check_world(self.world.world_size)
-        plan = BatchPlan(
-            num_samples=num_samples(dataset, collate),
-            batch_size=self.spec.batch_size,
-            accumulate=self.spec.accumulate,
-            drop_last=self.spec.drop_last,
-            shards=self.spec.num_shards,
-        )
-        num_steps = self.spec.steps or plan.num_batches * (self.spec.resolved_epochs() or 1)
-        reader = self._reader = BatchReader(self.engine, self.spec, dataset, plan, collate)
-        self._begin(plan, num_steps, reader)
+        reader = BatchReader(self.engine, self.spec, dataset, collate)
+        reader.follow(self._reader)
+        self._reader, plan = reader, reader.loader.plan
+        num_steps = self.spec.steps or reader.loader.num_steps(self.spec.resolved_epochs() or 1)
+        self._begin(num_steps, reader)
         engine, witness = self.engine, self.engine.witness
         full_batch = min(plan.batch_size, plan.num_samples)
         for batch in reader.batches(self.step, num_steps):
-            ends_epoch = (batch.step + 1) % plan.num_batches == 0
+            ends_epoch = batch.ends_epoch
             if self._freezing is not None:
                 self._freezing.begin_step(batch.step + 1, batch.epoch)
             step = Step(engine, batch, ends_epoch, batch.size == full_batch, self._hooks)
@@ -245,12 +237,12 @@ class Run(OwnEvaluation):
             describe_own_loop(self.world, self.directory, self.name, self.spec, may_extend=not has_schedule)
             self._is_described = True
 
-    def _begin(self, plan: BatchPlan, num_steps: int, reader: BatchReader) -> None:
+    def _begin(self, num_steps: int, reader: BatchReader) -> None:
         """Restore what is left to restore, and report what is about to happen. Called on all ranks."""
-        self.steps_per_epoch = plan.num_batches
+        loader, plan = reader.loader, reader.loader.plan
         self.engine.begin(plan)
         schedulers = [trained.begin(num_steps) for trained in self.engine.trained]
-        self._saver.restore(*filter(None, schedulers), self._rng)
+        self._saver.restore(*filter(None, [*schedulers, data_part(loader)]), self._rng)
         self._saver.end_restore()  # a second call of steps() continues from here
         strategy = self.engine.strategy
         self.log.write(
@@ -259,10 +251,10 @@ class Run(OwnEvaluation):
                 strategy=strategy.name,
                 first_step=self.step,
                 num_steps=num_steps,
-                num_epochs=-(-num_steps // plan.num_batches),
-                steps_per_epoch=plan.num_batches,
+                num_epochs=-(-num_steps // loader.steps_per_epoch) if loader.steps_per_epoch else None,
+                steps_per_epoch=loader.steps_per_epoch,
                 batch_size=plan.batch_size,
-                num_samples=plan.num_samples,
+                num_samples=loader.num_samples,
                 num_parameters=strategy.num_parameters(self.engine.trained[0].model),
                 reading=reader.source.describe(),
             )
@@ -356,9 +348,14 @@ class Run(OwnEvaluation):
             self.log.write(NoticeRecord(text=text))
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Steps in an epoch; 0 before `steps` is called, and where it is not known."""
+        return self._reader.loader.steps_per_epoch or 0 if self._reader is not None else 0
+
+    @property
     def epochs(self) -> int:
         """Epochs completed so far."""
-        return self.step // self.steps_per_epoch if self.steps_per_epoch else 0
+        return self._reader.loader.epochs(self.step) if self._reader is not None else 0
 
     def close_data(self) -> None:
         """End the processes that load samples."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from instep.core.errors import TaskError
-from instep.data.loader import first_rows
+from instep.data.kinds import first_rows
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise_patches import torchs_own_functions
 from instep.train.scalars import loss_parts
@@ -22,7 +22,7 @@ HOW_TO_PREDICT = """Add to the Task what to predict, for instance
 
 def example_of(task: Task, seed: int) -> Call:
     """Return the arguments that a Task's loss calls its model with, for the first rows of the data."""
-    batch = first_rows(task.train_data(), _EXAMPLE_ROWS, task.collate, seed)
+    batch, _ = first_rows(task.train_data(), _EXAMPLE_ROWS, task.collate, seed)
     return call_of(task.loss, batch)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from instep.core.errors import TaskError
-from instep.data.loader import first_rows, num_samples
+from instep.data.kinds import first_rows
 from instep.data.nested import map_tensors
 from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import HALF_DTYPES
@@ -50,10 +50,11 @@ Loss = tuple[float, float | None]
 
 def try_loss(run: Run, task: Task, model: nn.Module, dataset: Any) -> None:
     """Raise TaskError for a loss that is a sum; log a notice if it depends on the split. Called on all ranks."""
-    rows = min(_ROWS, run.spec.batch_size, num_samples(dataset, task.collate)) // 2 * 2
-    if not rows:
+    batch, rows = _rows_of(run, dataset, min(_ROWS, run.spec.batch_size), task.collate)
+    if rows == 1:
         return
-    batch = _rows_of(run, dataset, rows, task.collate)
+    if rows % 2:
+        batch, rows = _rows_of(run, dataset, rows - 1, task.collate)
     try:
         halves = [half for _, _, half in cut_batch(batch, rows, 2)]
     except TaskError:  # its rows cannot be told apart
@@ -90,8 +91,7 @@ def try_metrics(run: Run, metrics: Callable[[nn.Module, Any], Any], dataset: Any
     sets, model = evaluation_sets(dataset, collate), run.engine.trained[0].model
     names: list[str] = []
     for name, data in sets.items():
-        rows = min(_ROWS, chunk_rows(run.spec), num_samples(data, collate))
-        batch = _rows_of(run, data, rows, collate)
+        batch, rows = _rows_of(run, data, min(_ROWS, chunk_rows(run.spec)), collate)
         with _on_the_side(run, model) as seed:
             seed()
             names += named_metrics([name], check_metrics(metrics(model, batch), rows, run.spec.exact))
@@ -142,9 +142,10 @@ def _loss(value: Any) -> Loss:
     return float(mean.detach()), None if weight is None else float(weight)
 
 
-def _rows_of(run: Run, dataset: Any, rows: int, collate: Collate | None) -> Any:
-    batch = first_rows(dataset, rows, collate, run.spec.seed)
-    return map_tensors(lambda tensor: tensor.to(run.world.device), batch)
+def _rows_of(run: Run, dataset: Any, most: int, collate: Collate | None) -> tuple[Any, int]:
+    """Return the first rows of a dataset, and their number."""
+    batch, rows = first_rows(dataset, most, collate, run.spec.seed)
+    return map_tensors(lambda tensor: tensor.to(run.world.device), batch), rows
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
 from instep.core.plural import plural
 from instep.core.spec import TrainSpec
-from instep.data.loader import num_samples
+from instep.data.kinds import count_samples
 from instep.events.read import read_events
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
@@ -100,7 +100,8 @@ def verify(
 
 def _num_samples(task: Task, spec: TrainSpec) -> int:
     """Return the number of samples of an epoch."""
-    count = num_samples(task.train_data(), task.collate)
+    assert spec.steps is not None
+    count = count_samples(task.train_data(), task.collate, spec.steps * spec.batch_size + 1)
     return count - count % spec.batch_size if spec.drop_last else count
 
 

@@ -1,0 +1,63 @@
+"""The kinds of datasets: those whose samples have an index, and streams.
+
+To add a kind: a `Loader`, a `Chunks`, and a line in KINDS. Nothing else asks of which kind a dataset is.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from instep.data.chunks import Chunks, IndexedChunks
+from instep.data.loader import Loader, LoadOptions, MakePlan, TrainLoader, num_samples
+from instep.data.order import SampleOrder
+from instep.data.readers import Collate
+from instep.data.stream import count_elements, is_stream
+from instep.data.stream_loader import StreamChunks, StreamLoader
+
+
+class Kind(NamedTuple):
+    """How datasets of a kind are loaded."""
+
+    serves: Callable[[Any], bool]
+    loader: Callable[[Any, MakePlan, LoadOptions], Loader]
+    chunks: Callable[[Any, int, LoadOptions], Chunks]
+    count_samples: Callable[[Any, Collate | None, int], int]
+    """Returns the number of samples, or a given number if there are more and it is not known."""
+
+
+def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
+    plan = make_plan(num_samples(dataset, options.collate))
+    return TrainLoader(dataset, plan, SampleOrder(options.seed, plan.num_samples), options)
+
+
+KINDS = (
+    Kind(is_stream, StreamLoader, StreamChunks, count_elements),
+    Kind(lambda _dataset: True, _indexed, IndexedChunks, lambda dataset, collate, _most: num_samples(dataset, collate)),
+)
+"""The first that serves a dataset is its kind."""
+
+
+def open_loader(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
+    """Return the loader of this rank's parts of a dataset's global batches."""
+    return _kind_of(dataset).loader(dataset, make_plan, options)
+
+
+def open_chunks(dataset: Any, chunk_size: int, options: LoadOptions) -> Chunks:
+    """Return this rank's chunks of an evaluation on a dataset."""
+    return _kind_of(dataset).chunks(dataset, chunk_size, options)
+
+
+def first_rows(dataset: Any, most: int, collate: Collate | None, seed: int) -> tuple[Any, int]:
+    """Return a batch of the first samples, as an example, and their number."""
+    chunks = open_chunks(dataset, most, LoadOptions(collate=collate, workers=0, seed=seed)).read()
+    with contextlib.closing(chunks):
+        return next(chunks)
+
+
+def count_samples(dataset: Any, collate: Collate | None, most: int) -> int:
+    """Return the number of samples; of a stream that does not say it, `most` if it has more."""
+    return _kind_of(dataset).count_samples(dataset, collate, most)
+
+
+def _kind_of(dataset: Any) -> Kind:
+    return next(kind for kind in KINDS if kind.serves(dataset))
