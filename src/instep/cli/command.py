@@ -101,10 +101,16 @@ def command(
         guard.__signature__ = signature  # type: ignore[attr-defined]
         guard.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         parser = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        parser.command(cls=cls if spec else TyperCommand, help=help, context_settings=context_settings)(guard)
+        settings = {"token_normalize_func": _with_dashes, **context_settings}
+        parser.command(cls=cls if spec else TyperCommand, help=help, context_settings=settings)(guard)
         return typer.main.get_command(parser)
 
     return decorate
+
+
+def _with_dashes(name: str) -> str:
+    """Return the name of an option as it is declared: torchrun also accepts --nproc_per_node for --nproc-per-node."""
+    return name.replace("_", "-")
 
 
 def _spec_option(field: Option, instead: Mapping[str, Any]) -> inspect.Parameter:

@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.cli.command import TASK, VALUES, command, find_task, make_spec
+from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option
 from instep.cli.early import keep_early_stops
 from instep.core.errors import EXIT_DONE
 from instep.core.spec import TrainSpec
 from instep.launch.preload import fork_forkserver
+from instep.world.environment import check_local_rank_here
 
 if TYPE_CHECKING:
     from instep.train.task import Task
+
+
+LOCAL_RANK = option("local_rank", int | None, None, "appended by torch.distributed.launch; ignored", hidden=True)
 
 
 @command("Train the Task that a file defines.", TASK, VALUES, spec=TrainSpec)
@@ -38,8 +42,9 @@ def main(task: type[Task], argv: list[str] | None = None) -> None:
 
     refuse_while_loading("instep.main()")
 
-    @command(_task_help(task), VALUES, spec=TrainSpec)
-    def train_task(values: list[str] | None, **options: Any) -> int:
+    @command(_task_help(task), VALUES, LOCAL_RANK, spec=TrainSpec)
+    def train_task(values: list[str] | None, local_rank: int | None, **options: Any) -> int:
+        check_local_rank_here(local_rank)
         spec = make_spec(TrainSpec, options)
         from instep.train.source import make_task
 
