@@ -54,7 +54,12 @@ ready:
 test: ready ## check, then every test that CI runs
 	$(PYTEST) -m 'not slow and not gpu'
 
-test-all: ready ## the long campaigns too
+# What the guides compare instep with (docs/from-*.md). Not in make test: it takes a minute to install.
+.venv/installed-guides: .venv/installed-dev
+	$(PIP) -e '.[guides]'
+	touch $@
+
+test-all: ready .venv/installed-guides ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 
 # The peers have an environment of their own: what they pull in is nobody else's business.
