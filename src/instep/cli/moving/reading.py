@@ -12,6 +12,7 @@ import re
 from instep.cli.moving.frameworks import read_lightning, read_trainer
 from instep.cli.moving.loss import loss_parts
 from instep.cli.moving.parts import ScriptParts, calls, keyword, name_of
+from instep.world.device import ACCELERATORS
 
 OPTIMIZERS = frozenset(
     (
@@ -162,11 +163,11 @@ def _is_preparation(call: ast.Call) -> bool:
 
 
 def unwrapped(value: ast.expr) -> ast.expr:
-    """Return what a model is before it is wrapped (DDP, compile) and moved (to, cuda)."""
+    """Return what a model is before it is wrapped (DDP, compile) and moved (to)."""
     while isinstance(value, ast.Call):
         if name_of(value) in _WRAPPERS and value.args:
             value = value.args[0]
-        elif isinstance(value.func, ast.Attribute) and value.func.attr in ("to", "cuda", "cpu", "float"):
+        elif isinstance(value.func, ast.Attribute) and value.func.attr in ("to", "cpu", "float", *ACCELERATORS):
             value = value.func.value
         else:
             break

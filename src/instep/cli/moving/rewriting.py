@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instep.cli.moving.parts import ScriptParts, constant, name_of
+from instep.world.device import ACCELERATORS
 
 MARK = "COMPLETE"
 """Marks what the user has to complete."""
@@ -67,7 +68,7 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if (
             isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("to", "cuda")
+            and node.func.attr in ("to", *ACCELERATORS)
             and name_of(node.func.value) != "torch"
         ):
             return self.visit(node.func.value)  # type: ignore[no-any-return]
