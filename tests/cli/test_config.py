@@ -14,6 +14,8 @@ import pytest
 
 import instep
 from instep.cli.config import Assignment, config_text, read_configs, resolved, without_rivals
+from instep.cli.submit_kubernetes import kubernetes
+from instep.cli.verify import verify
 from instep.core.errors import SpecError
 from instep.core.options import OptionScope, options_of
 from instep.core.spec import TrainSpec
@@ -172,6 +174,13 @@ def test_jobs_are_submitted_with_a_config(command: Any, tmp_path: Path) -> None:
     assert "train examples/digits.py lr=0.5 hidden=8 hidden=9" in out
     assert "--epochs 2 --seed 3" in out
     assert "--config" not in out
+
+
+def test_a_commands_own_options_are_not_those_of_a_config(tmp_path: Path) -> None:
+    config = written(tmp_path, "c.toml", "seed = 3\nsteps = 1000\nrun_dir = 'here'\n[task]\nlr = 0.5\n")
+    params = verify.make_context("verify", [DIGITS, "--config", config]).params
+    assert (params["seed"], params["steps"], params["values"]) == (3, None, ["lr=0.5"])
+    assert kubernetes.make_context("k", [DIGITS, "--image", "i", "--config", config]).params["run_dir"] is None
 
 
 def test_rivals() -> None:

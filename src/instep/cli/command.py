@@ -70,7 +70,10 @@ class Grouped(TyperCommand):
         """Parse the command line, on top of what the files of --config say."""
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         config = read_configs(given.get("config") or ())
-        ctx.default_map = without_rivals(config.options, given)
+        # Only options of the spec: one of this command may have the same name, and mean something else.
+        shared = {parameter.name for parameter in self.get_params(ctx) if _heading(parameter) in GROUPS}
+        options = without_rivals(config.options, given)
+        ctx.default_map = {name: value for name, value in options.items() if name in shared}
         rest = list(super().parse_args(ctx, args))
         if config.assignments:
             ctx.params["values"] = [*config.assignments, *(ctx.params["values"] or [])]
