@@ -55,12 +55,12 @@ ready:
 test: ready ## check, then every test that CI runs
 	$(PYTEST) -m 'not slow and not gpu'
 
-# The trackers' packages are large: only the long campaigns use all of them.
-.venv/installed-trackers: .venv/installed-dev
-	$(PIP) -e '.[trackers]'
+# What the long campaigns need besides: the trackers' packages, and what the guides compare instep with (docs/from-*.md).
+.venv/installed-all: .venv/installed-dev
+	$(PIP) -e '.[trackers,guides]'
 	touch $@
 
-test-all: .venv/installed-trackers ready ## the long campaigns too
+test-all: .venv/installed-all ready ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 
 # The peers have an environment of their own: what they pull in is nobody else's business.

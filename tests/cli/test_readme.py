@@ -39,7 +39,7 @@ def test_json() -> None:
 
 def test_every_page_is_listed_once() -> None:
     table = (ROOT / "README.md").read_text().partition("\n## Documentation\n")[2]
-    linked = re.findall(r"\]\((docs/\w+\.md)\)", table)
+    linked = re.findall(r"\]\((docs/[\w-]+\.md)\)", table)
     assert sorted(linked) == sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 
 

@@ -59,13 +59,18 @@ def child(tmp_path: Path):
     process.wait()
 
 
+def test_a_spawned_process_has_a_main_thread_of_its_own():
+    known, other = parse_stack(TEXT, 0x7F0000000002), parse_stack(TEXT, 0x7F0000000009)
+    assert [frame.function for frame in known] == ["wait"]
+    assert [frame.function for frame in other] == ["__getitem__", "<module>"]
+
+
 def test_the_main_threads_stack_is_read() -> None:
     stack = parse_stack(TEXT, 0x7F0000000001)
     assert [(frame.file, frame.line, frame.function, frame.users) for frame in stack] == [
         ("/home/me/my data.py", 41, "__getitem__", True),
         ("/home/me/train.py", 0, "<module>", True),
     ]
-    assert parse_stack(TEXT, 5) == ()
     assert not is_users(os.__file__)
     assert not is_users(pytest.__file__)
     assert is_users(__file__)

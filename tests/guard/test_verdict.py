@@ -235,3 +235,26 @@ def test_the_rest_of_a_compiled_function_has_its_name() -> None:
     process = Process(pid=1, state="S", stack=(frame,), system_call="clock_nanosleep")
     stuck = Observation(rank=1, process=process, step=3, phase=Phase.COMPUTE, quiet_s=6.0)
     assert judge([stuck]).sentence.startswith("rank 1 is in train.py:69 loss of step 4 (blocked 6 s")
+
+
+SPAWN_JOIN = (
+    Frame("/lib/python3.11/multiprocessing/connection.py", 930, "wait"),
+    Frame(f"{LIB}/multiprocessing/spawn.py", 140, "join"),
+    Frame(f"{LIB}/multiprocessing/spawn.py", 300, "start_processes"),
+    users(60, "<module>"),
+)
+
+
+def test_ranks_that_a_script_has_spawned() -> None:
+    helpers = (
+        Process(pid=9, stack=(users(7, "work"), Frame(f"{LIB}/multiprocessing/spawn.py", 87, "_wrap"))),
+        Process(pid=8, stack=ALL_REDUCE),
+    )
+    assert judge([seen(0, SPAWN_JOIN, phase=Phase.STARTING, helpers=helpers)]).sentence == (
+        "rank 0 waits at train.py:60 <module> for the processes that it spawned, of which rank 1 is in train.py:7 work "
+        "(for 63 s); rank 0 waits for it in all_reduce (train.py:44 main)"
+    )
+    stopped = (Process(pid=8, stack=ALL_REDUCE), Process(pid=9, state="T"))
+    assert (
+        "of which rank 1 is stopped (SIGSTOP); rank 0 waits" in judge([seen(0, SPAWN_JOIN, helpers=stopped)]).sentence
+    )

@@ -141,7 +141,7 @@ def test_an_array(tmp_path: Path) -> None:
         ({"values": ("a=b\nrm -rf x",)}, "line break"),
         ({"sbatch_options": ("--account=a\n#SBATCH --x",)}, "line break"),
         ({"run_dir": Path("/a\rb")}, "line break"),
-        ({"prelude": ("a\nb",)}, "line break"),
+        ({"prelude": ("a\nb",)}, "source FILE"),
         ({"env": ("A-B=1",)}, "Write NAME=VALUE"),
         ({"env": ("A",)}, "Write NAME=VALUE"),
         ({"nodes": 0}, "nodes=0"),
@@ -250,4 +250,22 @@ def test_a_prelude_that_fails(tmp_path: Path) -> None:
     done = run_script(replace(PLAIN, prelude=("true", "ls 'no such' # file", "true")), tmp_path, "RUNNING/None")
     assert done.returncode == 2
     assert "--prelude: 'ls 'no such' # file' ended with exit code 2" in done.stderr
+    assert not (tmp_path / "trained").exists()
+
+
+def test_preludes_as_documented(tmp_path: Path) -> None:
+    """conda and modules are shell functions that a file defines; what they export reaches the training."""
+    (tmp_path / "it's conda.sh").write_text(
+        'conda() { [[ $1 == activate && $2 == "my env" ]] && export CONDA_ENV=$2; }\n'
+    )
+    (tmp_path / "modules.sh").write_text("module() { [[ $2 != none/* ]] && export LOADED=$LOADED:$2; }\n")
+    stub(tmp_path, "srun", 'echo "$CONDA_ENV $LOADED" > trained')
+    conda = (f'source "{tmp_path}/it\'s conda.sh"', "conda activate 'my env'")
+    modules = (f"source {tmp_path}/modules.sh", "module load gcc/13", "module load cuda/12.4")
+    run_script(replace(PLAIN, prelude=(*conda, *modules)), tmp_path, "RUNNING/None")
+    assert (tmp_path / "trained").read_text() == "my env :gcc/13:cuda/12.4\n"
+    (tmp_path / "trained").unlink()
+    done = run_script(replace(PLAIN, prelude=(*modules, "module load none/1")), tmp_path, "RUNNING/None")
+    assert done.returncode == 2
+    assert "--prelude: 'module load none/1' ended with exit code 1, so the training was not started" in done.stderr
     assert not (tmp_path / "trained").exists()

@@ -18,6 +18,7 @@ from instep.core.version import __version__
 COMMANDS = {
     "train": ("instep.cli.train:train", "Train the Task that a file defines."),
     "run": ("instep.cli.run:run", "Launch any script as torchrun does, and explain failures."),
+    "init": ("instep.cli.init:init", "Start the file of a Task, also from a script of yours."),
     "verify": ("instep.cli.verify:verify", "Check that the number of processes does not change a training's result."),
     "doctor": ("instep.cli.doctor:doctor", "Check this machine, or the network between several nodes."),
     "submit": ("instep.cli.app:submit", "Submit a training to SLURM or Kubernetes."),

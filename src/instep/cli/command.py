@@ -22,6 +22,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from instep.cli.config import read_configs, without_rivals
 from instep.core.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -34,6 +35,7 @@ from instep.core.errors import (
 )
 from instep.core.launch_spec import LaunchSpec
 from instep.core.options import GROUPS, OUTPUT, Option, options_of
+from instep.core.spec import TrainSpec
 from instep.launch.failures import describe, users_traceback
 from instep.world.environment import launcher_here
 
@@ -59,6 +61,23 @@ class Grouped(TyperCommand):
             if wants_json:
                 _print_failure(EXIT_SPEC, error.format_message())
             raise
+        except SpecError as error:
+            if wants_json:
+                _print_failure(EXIT_SPEC, str(error))
+            leave(EXIT_SPEC, f"instep: {error}")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line, on top of what the files of --config say."""
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        config = read_configs(given.get("config") or ())
+        # Only options of the spec: one of this command may have the same name, and mean something else.
+        shared = {parameter.name for parameter in self.get_params(ctx) if _heading(parameter) in GROUPS}
+        options = without_rivals(config.options, given)
+        ctx.default_map = {name: value for name, value in options.items() if name in shared}
+        rest = list(super().parse_args(ctx, args))
+        if config.assignments:
+            ctx.params["values"] = [*config.assignments, *(ctx.params["values"] or [])]
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a heading for each group that has options here."""
@@ -90,21 +109,29 @@ def command(
 ) -> Callable[[Callable[..., int | None]], Any]:
     """Turn a function that returns an exit code into a command.
 
-    The command has `parameters`, then one option for each field of a spec, or for those that `takes` selects. `instead`
-    replaces the help text or default of options that mean something else to this command.
+    The command has `parameters`, then one option for each field of a spec, or for those that `takes` selects, and
+    --config if they are a training's; it gets what the files say as options and values. `instead` replaces the help
+    text or default of options that mean something else to this command.
     """
 
     def decorate(function: Callable[..., int | None]) -> Any:
         guard = _guarded(function)
+        files = (CONFIG,) if spec is not None and issubclass(spec, TrainSpec) else ()
         options = [_spec_option(o, instead.get(o.name, {})) for o in (options_of(spec) if spec else ()) if takes(o)]
-        signature = inspect.Signature([*parameters, *options])
+        signature = inspect.Signature([*parameters, *files, *options])
         guard.__signature__ = signature  # type: ignore[attr-defined]
         guard.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         parser = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        parser.command(cls=cls if spec else TyperCommand, help=help, context_settings=context_settings)(guard)
+        settings = {"token_normalize_func": _with_dashes, **context_settings}
+        parser.command(cls=cls if spec else TyperCommand, help=help, context_settings=settings)(guard)
         return typer.main.get_command(parser)
 
     return decorate
+
+
+def _with_dashes(name: str) -> str:
+    """Return the name of an option as it is declared: torchrun also accepts --nproc_per_node for --nproc-per-node."""
+    return name.replace("_", "-")
 
 
 def _spec_option(field: Option, instead: Mapping[str, Any]) -> inspect.Parameter:
@@ -141,6 +168,15 @@ TASK = argument("task", str, "TASK.py[:Class]", "the file that defines the Task"
 VALUES = argument("values", list[str] | None, "NAME=VALUE", "values for the Task's fields", default=None)
 
 
+CONFIG = option(
+    "config",
+    list[str],
+    (),
+    "read options and the Task's fields from this file: .toml, .yaml, .json, a run's spec.json; may be repeated",
+    metavar="FILE",
+)
+
+
 def make_spec(kind: type[S], values: Mapping[str, Any]) -> S:
     """Build a spec from parsed options."""
     processes = values.get("processes", 1)
@@ -167,6 +203,8 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def guard(*arguments: Any, **options: Any) -> None:
+        options.pop("config", None)  # was read when the command line was parsed
+
         def fail(exit_code: int, error: str, rank: int | None = None) -> int:
             if options.get("json"):
                 _print_failure(exit_code, error, rank)

@@ -130,6 +130,7 @@ def _findings(progress: Console) -> Iterator[Finding]:
     yield findings.judge_torch(build, machine)
     yield findings.judge_cpu(machine)
     yield findings.judge_memory(machine)
+    yield findings.judge_accelerators({a.type: a.why_unavailable() for a in ACCELERATORS.values()})
     yield findings.judge_devices(build)
     yield findings.judge_launcher(_outcome(place_here, SpecError))
     yield findings.judge_disk(check_folder(Path.cwd() / "runs"))
@@ -139,7 +140,7 @@ def _findings(progress: Console) -> Iterator[Finding]:
     yield findings.judge_ports(_outcome(lambda: free_ports(_PORTS), OSError))
     backends = ["gloo", "shared-memory"]
     accelerator = current_accelerator()
-    if accelerator is not None and len(build.gpus) > 1:
+    if accelerator is not None and accelerator.backend and len(build.gpus) > 1:
         backends.append(accelerator.backend)
     for backend in backends:
         with _shown_while_waiting(progress, f"starting two processes for an all-reduce over {backend}"):

@@ -91,6 +91,12 @@ def judge_memory(machine: NodeResources) -> Finding:
     return Finding("memory", "green", text)
 
 
+def judge_accelerators(unavailable: Mapping[str, str]) -> Finding:
+    """List the kinds of accelerators, by type; each with why torch cannot use one, or nothing where it can."""
+    shown = [f"{kind}: {f'not found ({why})' if why else 'found'}" for kind, why in unavailable.items()]
+    return Finding("accelerators", "green", "; ".join(shown))
+
+
 def judge_devices(build: TorchBuild) -> Finding:
     """List the GPUs."""
     if not build.gpus:
@@ -104,7 +110,7 @@ _PROBE_ADVICE = {
         "Check that the loopback interface is up (ip addr show lo), that no firewall blocks it, and that "
         "GLOO_SOCKET_IFNAME is unset or names an interface of this machine."
     ),
-    **{accelerator.backend: accelerator.backend_advice for accelerator in ACCELERATORS.values()},
+    **{accelerator.backend: accelerator.backend_advice for accelerator in ACCELERATORS.values() if accelerator.backend},
     "shared-memory": "Processes on CPU use gloo instead, which takes several times as long.",
 }
 

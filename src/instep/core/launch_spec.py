@@ -9,6 +9,8 @@ from instep.core.errors import SpecError
 from instep.core.options import FAILURES, NODES, PROCESSES, check_at_least, node_option, operational_option, options_of
 
 _SHORTEST_LOST_S = 5.0
+_MASTER_PORT = 29500
+"""torchrun's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,11 @@ class LaunchSpec:
     rdzv_endpoint: str = node_option("", NODES, "HOST:PORT of the rendezvous; empty: a free port on this node")
     rdzv_id: str = node_option("", NODES, "name of this job at the rendezvous; empty: a new one")
     rdzv_conf: str = node_option("", NODES, "more rendezvous settings: KEY=VALUE,KEY=VALUE")
+    master_addr: str = node_option("", NODES, "torchrun's other spelling: host of a static rendezvous (node 0)")
+    master_port: int | None = node_option(None, NODES, "port of --master-addr (29500)", at_least=0)
+    standalone: bool = node_option(
+        False, NODES, "this node alone, with a free port; what happens without --nnodes, too", "--standalone"
+    )
     local_addr: str = node_option("", NODES, "address at which the other nodes reach this one")
     max_restarts: int = operational_option(0, FAILURES, "restarts allowed after a failure", at_least=0)
     hang_after: str = operational_option(
@@ -50,20 +57,46 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         for declared in options_of(type(self)):
             declared.check(getattr(self, declared.name))
+        self._check_nodes()
         if self.processes not in ("auto", "gpu", "cpu"):
             if not re.fullmatch(r"-?\d+", str(self.processes)):
                 raise SpecError(f"processes={self.processes!r} is neither a number nor auto, gpu or cpu.")
             check_at_least("processes", int(self.processes), 1)
+        _ = self.hang_after_s
+        _ = self.lost_after_s
+        if not self.hosts and (self.allow_differences or self.ssh != "ssh"):
+            raise SpecError("--ssh and --allow-differences are for --hosts, which is not given. Leave them out.")
+
+    def _check_nodes(self) -> None:
+        """Raise SpecError for nodes that cannot meet; read --master-addr and --master-port as an endpoint."""
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nnodes):
             raise SpecError(f"nnodes={self.nnodes!r} is neither a number nor MIN:MAX. Use for instance 2, or 1:4.")
         if self.min_nodes > self.max_nodes:
             raise SpecError(
                 f"nnodes={self.nnodes!r}: the smaller number comes first, {self.max_nodes}:{self.min_nodes}."
             )
-        _ = self.hang_after_s
-        _ = self.lost_after_s
-        if not self.hosts and (self.allow_differences or self.ssh != "ssh"):
-            raise SpecError("--ssh and --allow-differences are for --hosts, which is not given. Leave them out.")
+        if self.standalone and (self.max_nodes > 1 or self.rdzv_endpoint or self.master_addr):
+            raise SpecError("standalone is for this node alone, and others are named. Leave --standalone out.")
+        if not self.master_addr and self.master_port is None:
+            return
+        if not self.master_addr and self.max_nodes > 1:
+            raise SpecError(
+                f"master_port={self.master_port} says at which port the {self.nnodes} nodes meet, not where. Add "
+                "--master-addr HOST, the address of node 0."
+            )
+        port = _MASTER_PORT if self.master_port is None else self.master_port
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr or "127.0.0.1"
+        endpoint = f"{host}:{port}"
+        if self.rdzv_endpoint not in ("", endpoint):
+            raise SpecError(
+                f"master_addr and master_port name {endpoint}, and rdzv_endpoint={self.rdzv_endpoint}: both say where "
+                "the nodes meet. Give one of them."
+            )
+        # One way to say it from here on: these are other spellings, as torchrun reads them.
+        for name, value in {"rdzv_endpoint": endpoint, "rdzv_backend": "static"}.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "master_addr", "")
+        object.__setattr__(self, "master_port", None)
 
     def words(self) -> list[str]:
         """Return the spec as options of a command line, without those that have their default value."""

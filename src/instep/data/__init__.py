@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from instep.data.datasets.mnist import mnist
     from instep.data.datasets.text import text
     from instep.data.datasets.tokens import tokens
+    from instep.data.sampler import OrderSampler
 
-__all__ = ["BatchDataset", "digits", "mnist", "text", "tokens"]
+__all__ = ["BatchDataset", "OrderSampler", "digits", "mnist", "text", "tokens"]
 
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import instep` does not import torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "instep.data.dataset" if name == "BatchDataset" else f"instep.data.datasets.{name}"
-    return getattr(import_module(home), name)
+    home = {"BatchDataset": "instep.data.dataset", "OrderSampler": "instep.data.sampler"}.get(name)
+    return getattr(import_module(home or f"instep.data.datasets.{name}"), name)
 
 
 def __dir__() -> list[str]:

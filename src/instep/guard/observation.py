@@ -42,7 +42,7 @@ class Observation:
     process: Process | None
     """None: it has ended."""
     step: int = 0
-    """Steps it has completed."""
+    """Steps it has completed; -1: unknown."""
     phase: Phase = Phase.STARTING
     quiet_s: float = 0.0
     """How long ago it last moved."""

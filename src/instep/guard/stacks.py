@@ -38,6 +38,11 @@ def register_stacks(path: Path) -> None:
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
+def stacks_file() -> Path | None:
+    """Return the file that this process appends its stacks to; None: it has registered none."""
+    return Path(os.fsdecode(_files[-1].name)) if _files else None
+
+
 @dataclass(frozen=True)
 class Asked:
     """A process to ask for its stack."""
@@ -71,12 +76,16 @@ def collect_stacks(processes: Mapping[int, Asked]) -> dict[int, tuple[tuple[Fram
 
 
 def parse_stack(text: str, main_thread: int) -> tuple[Frame, ...]:
-    """Return the main thread's stack from faulthandler's text, the innermost call first."""
+    """Return the main thread's stack from faulthandler's text, the innermost call first.
+
+    A process that was spawned, not forked, has threads of its own: there the thread that answered is the main one.
+    """
     stack: list[Frame] = []
     is_main = False
+    is_known = f"0x{main_thread:016x}" in text
     for line in text.splitlines():
         if thread := _THREAD.match(line):
-            is_main = int(thread["ident"], 16) == main_thread
+            is_main = int(thread["ident"], 16) == main_thread if is_known else line.startswith("Current")
         elif is_main and (frame := _FRAME.match(line)):
             if frame["file"].endswith(_WORKER):
                 break  # below are its parents' calls at the time of the fork

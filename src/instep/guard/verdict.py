@@ -118,13 +118,16 @@ def _where(observation: Observation) -> _Where:
         finished = observation.phase == Phase.DONE
         return _Where("ended", f"{'finished' if finished else 'ended'} {_after(observation.step)}")
     if process.is_stopped:
-        return _Where("stopped", f"stopped (SIGSTOP) {_moment(observation, 'in')}")
+        return _Where("stopped", f"stopped (SIGSTOP) {_moment(observation, 'in')}".rstrip())
     users = user_frame(process.stack)
     queued = observation.phase == Phase.REDUCE and users is None  # it waits until its GPU has completed it
     if name := collective_of(process.stack) or "all_reduce" * queued:
-        return _Where("waiting", f"{name} {_moment(observation)}" + (f" ({_place(users)})" if users else ""))
+        where = f"{name} {_moment(observation)}".rstrip()
+        return _Where("waiting", where + (f" ({_place(users)})" if users else ""))
     if _waits_for_data(process.stack):
         return _Where("elsewhere", *_data_worker(observation, f" at {_place(users)}" if users else ""))
+    if observation.helpers and _waits_for_spawned(process.stack):
+        return _Where("elsewhere", _spawned(observation, f" at {_place(users)}" if users else ""))
     if observation.phase == Phase.DONE and users is None:
         return _Where(
             "elsewhere", f"at its end, {_after(observation.step)}, where a thread of its own or an exit handler waits"
@@ -147,6 +150,19 @@ def _data_worker(observation: Observation, at: str) -> tuple[str, str]:
     return f"wait{at} for its data workers, {'none of which is reading' if known else 'whose stacks are unknown'}", ""
 
 
+def _waits_for_spawned(stack: tuple[Frame, ...]) -> bool:
+    return any(frame.file.endswith("torch/multiprocessing/spawn.py") for frame in library_frames(stack))
+
+
+def _spawned(observation: Observation, at: str) -> str:
+    """Return which of the ranks that a script has spawned itself the others wait for; they are numbered as started."""
+    ranks = [
+        Observation(rank=number, process=process, step=-1, quiet_s=observation.quiet_s)
+        for number, process in enumerate(sorted(observation.helpers, key=lambda process: process.pid))
+    ]
+    return f"wait{at} for the processes that it spawned, of which {judge(ranks).sentence}"
+
+
 def _within_worker(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Return a data worker's own calls; below are its parent's at the time of the fork."""
     functions = [frame.function for frame in stack]
@@ -166,7 +182,7 @@ def _position(stack: tuple[Frame, ...], observation: Observation) -> str:
         return _place(users)
     ours = next((frame for frame in stack if f"{os.sep}instep{os.sep}" in frame.file), None)
     frame = ours or (stack[0] if stack else None)
-    return f"{_place(frame) if frame else 'an unknown place'} {_moment(observation)}"
+    return f"{_place(frame) if frame else 'an unknown place'} {_moment(observation)}".rstrip()
 
 
 def _blocked(process: Process, quiet_s: float) -> str:
@@ -185,6 +201,8 @@ def _place(frame: Frame) -> str:
 
 def _moment(observation: Observation, link: str = "of") -> str:
     after = _after(observation.step)
+    if observation.step < 0:
+        return ""
     if observation.phase == Phase.STARTING:
         return "before the first step"
     if observation.phase == Phase.DONE:

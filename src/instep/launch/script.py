@@ -11,6 +11,7 @@ import sys
 
 from instep.core.errors import SpecError
 from instep.guard.pulse import here
+from instep.launch.own_ranks import refuse_spawn, watch_spawned
 
 
 def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> None:  # noqa: ARG001
@@ -24,26 +25,14 @@ def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> N
     destroyed_groups.keep_destroyed_groups()
     _count_steps()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _refuse_spawn()
+        refuse_spawn()
+    else:
+        watch_spawned()
     sys.argv[:] = [target, *argv]
     if as_module:
         _run_module(target)
     else:
         _run_file(target)
-
-
-def _refuse_spawn() -> None:
-    """Make torch.multiprocessing.spawn raise: this script is one of several ranks already."""
-    import torch.multiprocessing
-
-    def spawn(*_: object, **__: object) -> None:
-        size = os.environ["WORLD_SIZE"]
-        raise SpecError(
-            f"the script starts its own ranks (torch.multiprocessing.spawn), and instep has started {size} of it "
-            "already. Run it with python, or leave spawn out and call its function: RANK and WORLD_SIZE are set."
-        )
-
-    setattr(torch.multiprocessing, "spawn", spawn)  # noqa: B010 - torch does not export it
 
 
 def _count_steps() -> None:

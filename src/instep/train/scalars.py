@@ -21,6 +21,7 @@ from instep.core.errors import TaskError
 from instep.data.loader import Part
 from instep.events.schema import EpochRecord, StepRecord
 from instep.parallel.strategy import NO_SCALARS, NUM_SCALARS, StepSums
+from instep.world.device import wide_dtype
 from instep.world.world import World
 
 
@@ -138,7 +139,7 @@ class ScalarSums:
 def number_of(name: str, value: Any) -> Any:
     """Return a scalar as a float, or on a GPU as a tensor; raise TaskError for what is no number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        wide = value.detach().reshape(()).double()
+        wide = value.detach().reshape(()).to(wide_dtype(value.device))
         return wide.item() if wide.device.type == "cpu" else wide
     if isinstance(value, int | float):
         return float(value)

@@ -6,6 +6,7 @@ that was defined in a notebook, or made in a program, is pickled and passed to o
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import enum
@@ -21,6 +22,7 @@ from typing import Any
 import cloudpickle
 
 from instep.core.errors import SpecError
+from instep.core.nearest import nearest
 from instep.train.task import Task, field_names, fields_of
 
 _LOADING: list[Path] = []
@@ -155,16 +157,28 @@ def make_task(cls: type[Task], assignments: Sequence[str], known: Mapping[str, A
     values: dict[str, Any] = dict(known or {})
     for text in assignments:
         name, equals, value = text.partition("=")
+        where = f"{origin}: " if (origin := getattr(text, "origin", "")) else ""  # a file of --config
         if not equals:
             raise SpecError(f"{text!r} is neither an option nor name=value. Fields of {cls.__name__}: {listed}.")
         if name not in names:
-            raise SpecError(f"{cls.__name__} has no field {name!r}. Its fields: {listed}.")
-        values[name] = parse_value(name, value, hints[name])
+            raise SpecError(f"{where}{cls.__name__} has no field {name!r}.{nearest(name, names)} Its fields: {listed}.")
+        try:
+            values[name] = parse_value(name, value, hints[name])
+        except SpecError as error:
+            raise SpecError(f"{where}{error}") from None
     unset = [f.name for f in fields_of(cls) if f.default is f.default_factory is dataclasses.MISSING]
     missing = [name for name in unset if name not in values]
     if missing:
         raise SpecError(f"{cls.__name__} needs values for {', '.join(missing)}: give {missing[0]}=VALUE.")
     return cls(**values)
+
+
+def _items(text: str) -> list[str]:
+    """Return the items of `1,2`, `[1, 2]`, or, with commas in them, `["a,b", "c"]`."""
+    if text[:1] in ("[", "(") and ("'" in text or '"' in text):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return [str(item) for item in ast.literal_eval(text)]
+    return [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
 
 
 def parse_value(name: str, text: str, kind: Any) -> Any:
@@ -185,8 +199,7 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
                 return choice
         raise SpecError(f"{name}={text!r} is not one of {', '.join(map(str, arguments))}.")
     if origin in (list, tuple):
-        items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
-        return origin(parse_value(name, item, arguments[0] if arguments else str) for item in items)
+        return origin(parse_value(name, item, arguments[0] if arguments else str) for item in _items(text))
     if kind is bool:
         if text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
             return text.lower() in ("true", "yes", "on", "1")

@@ -6,11 +6,6 @@ rows, so it counts with its share of the rows; every rank knows that share, and 
 the user gives weights (tokens), their total is known only after the reduction: losses count as mean times weight, and
 gradients are divided by the total afterwards. A part of weight 0 contributes nothing, even if its mean is 0/0
 ([Note: Parts of weight 0]).
-
-[Note: Reading the loss]
-A step's loss is known after its forward pass, and the host needs it before the update. If it were read there, the host
-would wait for the whole backward pass, and the GPU, with nothing queued, for the host. So the loss is copied to the
-host before the backward pass is queued: it arrives while the GPU still works, and the host stays ahead.
 """
 
 from __future__ import annotations
@@ -32,6 +27,7 @@ from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
 from instep.parallel.regional import raising_compile_errors
 from instep.parallel.strategy import HALF_DTYPES, LossOf, StepSums
+from instep.train.arriving import ArrivingNumbers
 from instep.train.compile import CompiledLoss, is_compiled, note_state
 from instep.train.engine import Engine
 from instep.train.reading import cut_batch
@@ -52,22 +48,6 @@ class StepHooks(NamedTuple):
     wants_save: Callable[[], bool]
     """Returns whether this rank would have all ranks save after this step."""
     stop_request: StopRequest
-
-
-class _ArrivingNumbers:
-    """Numbers on their way to the host ([Note: Reading the loss])."""
-
-    def __init__(self, numbers: list[torch.Tensor]) -> None:
-        row = torch.stack([number.reshape(()).double() for number in numbers])
-        self._host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-        self._host.copy_(row, non_blocking=True)
-        self._event = torch.get_device_module(row.device).Event()
-        self._event.record()
-
-    def tolist(self) -> list[float]:
-        """Wait for them."""
-        self._event.synchronize()
-        return list(self._host.tolist())
 
 
 class Step:
@@ -99,7 +79,7 @@ class Step:
         """Whether there was a backward pass since the last update."""
         self._loss_sum: Any = 0.0
         self._scalars = ScalarSums(engine.scalar_names)
-        self._arriving: _ArrivingNumbers | None = None
+        self._arriving: ArrivingNumbers | None = None
         """The sum of losses, and those of scalars, on their way to the host."""
         self._weight_sum = 0.0
         self._total_weight: float | None = None
@@ -302,7 +282,7 @@ class Step:
             # Not in place: a trial of compiled code may have to restore the sum before.
             self._loss_sum = self._loss_sum + (wide.item() if self._engine.on_cpu else wide.detach()) * scale
             if self._engine.reads_early:
-                self._arriving = _ArrivingNumbers([self._loss_sum, *self._scalars.on_device()])
+                self._arriving = ArrivingNumbers([self._loss_sum, *self._scalars.on_device()])
         return scale
 
     @property

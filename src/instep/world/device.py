@@ -11,102 +11,17 @@ torch is imported when a function needs it, not with this module: launchers read
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.core.errors import SpecError
+from instep.world.accelerator import Accelerator
+
 if TYPE_CHECKING:
     import torch
-
-
-class Accelerator(ABC):
-    """One accelerator type. Methods that ask torch use the module `torch.get_device_module` returns."""
-
-    type: str
-    """As in `torch.device(type, index)`."""
-    backend: str
-    """The process group backend that moves tensors between such devices without the host."""
-    dispatch_key: str
-    """PyTorch's name for kernels of this type."""
-    vendor: str
-    toolkit: str
-    """What torch must be built with to use the device."""
-    visible_devices: str
-    """The environment variable that restricts which devices a process sees."""
-    socket_variable: str
-    """The environment variable from which the backend reads its network interface."""
-    settings: tuple[str, ...]
-    """Prefixes of the environment variables that configure the backend."""
-    torchrun_variables: tuple[str, ...] = ()
-    """Environment variables that torchrun sets for this backend."""
-    kubernetes_resource: str
-    has_streams = True
-    """Whether copies between the device and pinned host memory run on streams, beside the host."""
-    prefers_channels_last = False
-    """Whether convolutions in half precision are fastest in that memory format."""
-    deterministic_variables: Mapping[str, str] = {}
-    """Environment variables that deterministic kernels need."""
-    unseen_advice: str
-    """What to do where torch is built for the device and sees none."""
-    backend_advice: str
-    """What to do where the backend does not work."""
-
-    @property
-    def module(self) -> Any:
-        """torch's module for this device type."""
-        import torch
-
-        return torch.get_device_module(self.type)
-
-    def is_available(self) -> bool:
-        """Return whether torch can use a device of this type."""
-        return bool(self.module.is_available())
-
-    def device_count(self) -> int:
-        """Return how many devices of this type this process sees."""
-        return int(self.module.device_count())
-
-    def default_generator(self, device: torch.device) -> torch.Generator:
-        """Return a device's global random generator."""
-        generator: torch.Generator = self.module.default_generators[device.index or 0]
-        return generator
-
-    def device_name(self, device: torch.device) -> str:
-        """Return the model name of a device."""
-        return str(self.module.get_device_name(device))
-
-    def peak_memory_bytes(self, device: torch.device) -> int:
-        """Return the most memory of a device that this process has reserved so far, without waiting for it."""
-        return int(self.module.max_memory_reserved(device))
-
-    def devices(self) -> tuple[tuple[str, int], ...]:
-        """Return name and bytes of memory of each device."""
-        properties = [self.module.get_device_properties(index) for index in range(self.device_count())]
-        return tuple((each.name, each.total_memory) for each in properties)
-
-    def deterministic_settings(self) -> tuple[tuple[Any, str, Any], ...]:
-        """Return the attributes to set for deterministic kernels, as (object, name, value)."""
-        return ()
-
-    def prepare_deterministic(self, device: torch.device) -> None:  # noqa: B027 - most types need nothing
-        """Do what must be done once on a device, with deterministic kernels on, before the first step."""
-
-    @abstractmethod
-    def supports_bf16(self) -> bool:
-        """Return whether the current device computes in bfloat16 itself."""
-
-    @abstractmethod
-    def toolkit_version(self) -> str:
-        """Return the version of the toolkit that torch was built with; empty: with none."""
-
-    @abstractmethod
-    def is_installed(self) -> bool:
-        """Return whether the kernel knows a device of this type, whether or not torch can use it."""
-
-    @abstractmethod
-    def models(self) -> str:
-        """Return the models of the devices that the kernel knows, without touching them."""
 
 
 class Cuda(Accelerator):
@@ -169,7 +84,88 @@ class Cuda(Accelerator):
         return ", ".join(sorted(models))
 
 
-ACCELERATORS: dict[str, Accelerator] = {accelerator.type: accelerator for accelerator in (Cuda(),)}
+class Xpu(Accelerator):
+    """GPUs by Intel."""
+
+    type, backend, dispatch_key = "xpu", "xccl", "XPU"
+    vendor, toolkit = "Intel", "oneAPI"
+    visible_devices = "ZE_AFFINITY_MASK"
+    socket_variable = "CCL_SOCKET_IFNAME"
+    settings = ("CCL",)
+    kubernetes_resource = "gpu.intel.com/xe"
+    unseen_advice = "Unset ZE_AFFINITY_MASK if it hides them. Otherwise install Intel's compute runtime (Level Zero)."
+    backend_advice = "Run again with CCL_LOG_LEVEL=info to see why, and check that torch was built with XCCL."
+    driver = Path("/sys/bus/pci/drivers/xe")
+    """Not i915: it also drives integrated graphics that torch cannot use."""
+
+    def supports_bf16(self) -> bool:
+        return bool(self.module.is_bf16_supported())
+
+    def toolkit_version(self) -> str:
+        import torch
+
+        return getattr(torch.version, "xpu", None) or ""
+
+    def is_installed(self) -> bool:
+        return any(self.driver.glob("*:*"))
+
+    def models(self) -> str:
+        numbers = {path.read_text().strip().removeprefix("0x") for path in self.driver.glob("*:*/device")}
+        return ", ".join(f"Intel {number}" for number in sorted(numbers))
+
+
+class Mps(Accelerator):
+    """The GPU of a Mac: one, without a process group of its own and without float64."""
+
+    type, backend, dispatch_key = "mps", "", "MPS"
+    vendor, toolkit = "Apple", "Metal"
+    visible_devices = socket_variable = kubernetes_resource = ""
+    settings = ()
+    has_streams = has_float64 = False
+    unseen_advice = "Update macOS: torch needs version 14 or newer."
+    backend_advice = ""
+
+    def default_generator(self, _device: torch.device) -> torch.Generator:
+        generator: torch.Generator = self.module._get_default_mps_generator()
+        return generator
+
+    def device_name(self, _device: torch.device) -> str:
+        return f"Apple {platform.machine()}"
+
+    def devices(self) -> tuple[tuple[str, int], ...]:
+        if not self.is_available():
+            return ()
+        return ((f"Apple {platform.machine()}", int(self.module.recommended_max_memory())),)
+
+    def peak_memory_bytes(self, _device: torch.device) -> int:
+        return int(self.module.driver_allocated_memory())  # torch keeps no peak there
+
+    def set_device(self, device: torch.device) -> None:
+        """Do nothing: there is one."""
+
+    def prepare_deterministic(self, device: torch.device) -> None:
+        raise SpecError(
+            f"exact mode adds in float64, which {device} does not have. Train without --exact, or on another device."
+        )
+
+    def supports_bf16(self) -> bool:
+        import torch
+
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+
+    def toolkit_version(self) -> str:
+        import torch
+
+        return (platform.mac_ver()[0] or "built in") if torch.backends.mps.is_built() else ""
+
+    def is_installed(self) -> bool:
+        return sys.platform == "darwin" and platform.machine() == "arm64"
+
+    def models(self) -> str:
+        return f"Apple {platform.machine()}" if self.is_installed() else ""
+
+
+ACCELERATORS: dict[str, Accelerator] = {accelerator.type: accelerator for accelerator in (Cuda(), Xpu(), Mps())}
 """By device type. Where torch sees several types, the first one is used."""
 
 
@@ -183,6 +179,24 @@ def has_streams(device: torch.device) -> bool:
     """Return whether copies between a device and pinned host memory run beside the host."""
     accelerator = ACCELERATORS.get(device.type)
     return accelerator is not None and accelerator.has_streams
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point dtype that a device computes in."""
+    import torch
+
+    accelerator = ACCELERATORS.get(device.type)
+    return torch.float64 if accelerator is None or accelerator.has_float64 else torch.float32
+
+
+def check_world_size(device: str, world_size: int) -> None:
+    """Raise SpecError for several ranks on a kind of device that has no process group."""
+    accelerator = accelerator_of(device)
+    if accelerator is not None and not accelerator.backend and world_size > 1:
+        raise SpecError(
+            f"{world_size} processes would share {device}, the only {accelerator.vendor} GPU of a machine, and torch "
+            "has no process group for it. Train with one process."
+        )
 
 
 def current_accelerator() -> Accelerator | None:
@@ -203,7 +217,7 @@ def device_of(local_rank: int) -> str:
 
 def device_backends() -> list[str]:
     """Return the process group backends that move tensors between accelerators without the host."""
-    return [accelerator.backend for accelerator in ACCELERATORS.values()]
+    return [accelerator.backend for accelerator in ACCELERATORS.values() if accelerator.backend]
 
 
 def dispatch_key_of(device: torch.device) -> str | None:

@@ -66,6 +66,28 @@ def launcher_here() -> Launcher:
         return "none"
 
 
+def check_local_rank(given: int | None, environ: Mapping[str, str]) -> None:
+    """Raise SpecError for a --local-rank, which torch.distributed.launch appends, that contradicts LOCAL_RANK."""
+    if given is None:
+        return
+    actual = environ.get("LOCAL_RANK")
+    if actual is None:
+        raise SpecError(
+            f"--local-rank={given} is what torch.distributed.launch appends to a script's arguments, and LOCAL_RANK, "
+            "which it sets, too, is not set. Leave --local-rank out: the launcher decides about ranks."
+        )
+    if actual != str(given):
+        raise SpecError(
+            f"--local-rank={given} contradicts LOCAL_RANK={actual}: both describe this process. Leave "
+            "--local-rank out, or unset LOCAL_RANK."
+        )
+
+
+def check_local_rank_here(given: int | None) -> None:
+    """Check a --local-rank against this process's environment."""
+    check_local_rank(given, os.environ)
+
+
 def _scheduler(environ: Mapping[str, str]) -> Launcher | None:
     """Return the innermost scheduler whose variables are set."""
     if "OMPI_COMM_WORLD_RANK" in environ:

@@ -75,7 +75,8 @@ def interface_of(address: str) -> str:
 
 def socket_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make the backends use an interface, without those that the user has set. Pure."""
-    names = ("GLOO_SOCKET_IFNAME", *(a.socket_variable for a in ACCELERATORS.values()), "TP_SOCKET_IFNAME")
+    own = filter(None, (accelerator.socket_variable for accelerator in ACCELERATORS.values()))
+    names = ("GLOO_SOCKET_IFNAME", *own, "TP_SOCKET_IFNAME")
     return {name: interface for name in names if interface and name not in environ}
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from instep.core.errors import EnvironmentFailed, PeerLost, SpecError
 from instep.core.topology import Place
 from instep.world import autoload
-from instep.world.device import accelerator_of, device_backends, device_count, device_of
+from instep.world.device import accelerator_of, check_world_size, device_backends, device_count, device_of
 from instep.world.environment import detect
 from instep.world.exchange import Channel, Exchange, Reduction
 from instep.world.group import SharedGroup
@@ -120,7 +120,8 @@ class World(contextlib.AbstractContextManager["World"]):
         `tcp_timeout_s` is the timeout of connections to other nodes.
         """
         if (accelerator := accelerator_of(place.device)) is not None:
-            accelerator.module.set_device(torch.device(place.device))
+            accelerator.set_device(torch.device(place.device))
+        check_world_size(place.device, place.world_size)
         if place.world_size == 1:
             return cls(place, "none")
         backend = backend_for(place, comm)

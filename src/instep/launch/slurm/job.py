@@ -111,6 +111,12 @@ class SubmitSpec:
                 raise SpecError(f"{option} after -- and instep's {ours} set the same. Give one of them.")
 
     def _check_characters(self) -> None:
+        for text in self.prelude:
+            if "\n" in text:
+                raise SpecError(
+                    f"prelude={text!r} has several lines, and each --prelude is one, so that the one that fails can be "
+                    "named. Repeat --prelude, or put the lines into a file: --prelude 'source FILE'."
+                )
         words = (*self.values, *self.options, *self.env, *self.prelude, *self.sbatch_options)
         sweep = self.sweep.words if self.sweep else ()
         plain = (self.name, self.task, self.time, self.partition, str(self.cwd), str(self.run_dir))

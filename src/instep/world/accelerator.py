@@ -1,0 +1,116 @@
+"""What instep must know about a kind of device: one abstract class. device.py has the table of them.
+
+torch is imported when a method needs it, not with this module: launchers read names from here without torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Accelerator(ABC):
+    """One accelerator type. Methods that ask torch use the module `torch.get_device_module` returns."""
+
+    type: str
+    """As in `torch.device(type, index)`."""
+    backend: str
+    """The process group backend that moves tensors between such devices without the host; empty: there is none."""
+    dispatch_key: str
+    """PyTorch's name for kernels of this type."""
+    vendor: str
+    toolkit: str
+    """What torch must be built with to use the device."""
+    visible_devices: str
+    """The environment variable that restricts which devices a process sees."""
+    socket_variable: str
+    """The environment variable from which the backend reads its network interface."""
+    settings: tuple[str, ...]
+    """Prefixes of the environment variables that configure the backend."""
+    torchrun_variables: tuple[str, ...] = ()
+    """Environment variables that torchrun sets for this backend."""
+    kubernetes_resource: str
+    has_streams = True
+    """Whether copies between the device and pinned host memory run on streams, beside the host."""
+    has_float64 = True
+    """Whether it computes in float64, in which losses and scalars are added up."""
+    prefers_channels_last = False
+    """Whether convolutions in half precision are fastest in that memory format."""
+    deterministic_variables: Mapping[str, str] = {}
+    """Environment variables that deterministic kernels need."""
+    unseen_advice: str
+    """What to do where torch is built for the device and sees none."""
+    backend_advice: str
+    """What to do where the backend does not work."""
+
+    @property
+    def module(self) -> Any:
+        """torch's module for this device type."""
+        import torch
+
+        return torch.get_device_module(self.type)
+
+    def is_available(self) -> bool:
+        """Return whether torch can use a device of this type."""
+        return bool(self.module.is_available())
+
+    def device_count(self) -> int:
+        """Return how many devices of this type this process sees."""
+        return int(self.module.device_count())
+
+    def default_generator(self, device: torch.device) -> torch.Generator:
+        """Return a device's global random generator."""
+        generator: torch.Generator = self.module.default_generators[device.index or 0]
+        return generator
+
+    def device_name(self, device: torch.device) -> str:
+        """Return the model name of a device."""
+        return str(self.module.get_device_name(device))
+
+    def peak_memory_bytes(self, device: torch.device) -> int:
+        """Return the most memory of a device that this process has reserved so far, without waiting for it."""
+        return int(self.module.max_memory_reserved(device))
+
+    def devices(self) -> tuple[tuple[str, int], ...]:
+        """Return name and bytes of memory of each device."""
+        properties = [self.module.get_device_properties(index) for index in range(self.device_count())]
+        return tuple((each.name, each.total_memory) for each in properties)
+
+    def deterministic_settings(self) -> tuple[tuple[Any, str, Any], ...]:
+        """Return the attributes to set for deterministic kernels, as (object, name, value)."""
+        return ()
+
+    def prepare_deterministic(self, device: torch.device) -> None:  # noqa: B027 - most types need nothing
+        """Do what must be done once on a device, with deterministic kernels on, before the first step."""
+
+    def set_device(self, device: torch.device) -> None:
+        """Make a device the current one of this process."""
+        self.module.set_device(device)
+
+    def why_unavailable(self) -> str:
+        """Return why torch cannot use a device of this type; empty: it can."""
+        if self.is_available():
+            return ""
+        if not self.toolkit_version():
+            return f"this torch is built without {self.toolkit}"
+        return "torch sees no device" if self.is_installed() else f"this machine has no {self.vendor} GPU"
+
+    @abstractmethod
+    def supports_bf16(self) -> bool:
+        """Return whether the current device computes in bfloat16 itself."""
+
+    @abstractmethod
+    def toolkit_version(self) -> str:
+        """Return the version of the toolkit that torch was built with; empty: with none."""
+
+    @abstractmethod
+    def is_installed(self) -> bool:
+        """Return whether the kernel knows a device of this type, whether or not torch can use it."""
+
+    @abstractmethod
+    def models(self) -> str:
+        """Return the models of the devices that the kernel knows, without touching them."""
