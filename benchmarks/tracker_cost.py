@@ -71,7 +71,10 @@ def cpu_share(kind, track, seconds):
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         (words, _), *_ = command(kind, track, run_dir)
-        job = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        job, trackers = (
+            subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL),
+            [],
+        )
         try:
             ranks = wait_for_ranks([run_dir], [job])
             trackers = trackers_of([job.pid], [run_dir])
@@ -82,8 +85,7 @@ def cpu_share(kind, track, seconds):
         finally:
             job.kill()
             job.wait()
-            signal_all(ranks_of([run_dir]), signal.SIGKILL)
-            time.sleep(2)  # the trackers end by themselves
+            signal_all([*ranks_of([run_dir]), *trackers], signal.SIGKILL)
     of_ranks, of_trackers = (1000 * (b - a) / (last - first) for a, b in zip(before, after, strict=True))
     return [f"{of_ranks:.2f}", f"{of_trackers:.3f}", f"{100 * of_trackers / of_ranks:.2f} %"]
 

@@ -45,8 +45,8 @@ def step_times(ways, rounds, turn_s):
             for job in jobs:
                 job.kill()
                 job.wait()
-            for dirs in folders.values():
-                signal_all(ranks_of(dirs), signal.SIGKILL)
+            for name, dirs in folders.items():
+                signal_all([*ranks_of(dirs), *trackers.get(name, ())], signal.SIGKILL)
     return {name: [in_step([within(each, turn) for each in ends[name]]) for turn in turns[name]] for name in ways}
 
 

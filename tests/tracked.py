@@ -75,6 +75,8 @@ class MadeUpLog:
                 reading="indexed by the batch",
             )
         )
+        if first_step == 0:  # an evaluation before the first step
+            self._log.write(EvalRecord(step=0, metrics={"accuracy": 0.125}, seconds=0.1))
 
     def steps(self, first: int, last: int) -> None:
         """Write these steps, and what follows each of them."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from instep.launch.tracker_process import TrackerProcess
 
-EVERY_S = 5.0
-"""Seconds between two sends: each costs about a millisecond of CPU, however few steps it has."""
+EVERY_S = 10.0
+"""Seconds between two sends: each costs milliseconds of CPU, however few steps it has."""
 HANG_S = 300.0
 """How long a tracker's library may take for one call."""
 QUIET_S, END_S = 30.0, 60.0

@@ -106,9 +106,11 @@ def main() -> int:
 def _send(sender: Sender, parent: Parent, every_s: float) -> None:
     if sender.is_done and parent.is_done(0.0):
         return
-    while not parent.is_done(every_s if sender.is_open else min(every_s, POLL_S)):
+    is_open = False
+    while not parent.is_done(every_s if is_open else min(every_s, POLL_S)):
         sender.advance()
-        if sender.is_open and os.nice(0) == NICE_WHILE_OPENING:
+        if sender.is_open and not is_open:
+            is_open = True
             os.nice(NICE - NICE_WHILE_OPENING)
     sender.finish()
 

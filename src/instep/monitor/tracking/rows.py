@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from instep.monitor.tracking.tracker import KINDS, Incident, Row
+from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Row
 
 _KIND_OF = {"step": "train", "epoch": "epoch", "eval": "eval"}
 _FAILED = ("failed",)
@@ -56,7 +56,7 @@ class RowFold:
     """
 
     def __init__(self, position: Position, can_rewind: bool, history: History) -> None:
-        self._sent = {kind: (position.steps or {}).get(kind, 0) for kind in KINDS}
+        self._sent = {kind: (position.steps or {}).get(kind, NONE) for kind in KINDS}
         self._num_old, self._can_rewind, self._history = position.num_events, can_rewind, history
         self._pending: Row | None = None
         self._num_starts, self._step = 0, 0

@@ -11,7 +11,7 @@ from typing import Any
 from instep.events.read import EventTail, path_of
 from instep.monitor.tracking.note import TrackerNote
 from instep.monitor.tracking.rows import History, Position, Rewind, RowFold
-from instep.monitor.tracking.tracker import Outcome, Row, TrackedRun, Tracker
+from instep.monitor.tracking.tracker import NONE, Outcome, Row, TrackedRun, Tracker
 
 BATCH_ROWS = 500
 Report = Callable[..., None]
@@ -47,7 +47,7 @@ class Sender:
         """Whether everything was sent by an earlier process, and nothing has happened since."""
         status = outcome_of(self._run_dir, None).status
         same = self._note.status == status or (status == "unfinished" and self._note.status)
-        return bool(same) and self._note.num_events == self._history.num_events
+        return bool(same) and self._note.num_events == self._history.num_events and _is_there(self._note.where)
 
     def advance(self) -> None:
         """Send what is new in the log."""
@@ -88,7 +88,8 @@ class Sender:
         )
         is_same = self._note.identity == self._tracker.identity
         steps = {**self._note.steps, **self._tracker.sent()} if is_same else {}
-        num_events, num_incidents = (self._note.num_events, self._note.num_incidents) if is_same else (0, 0)
+        has_rows = max(steps.values(), default=NONE) > NONE  # else it is new, or somebody has deleted what it had
+        num_events, num_incidents = (self._note.num_events, self._note.num_incidents) if has_rows else (0, 0)
         identity, where = self._tracker.identity, self._tracker.where
         self._write_note(identity=identity, where=where, steps=steps, num_incidents=num_incidents)
         self._fold = RowFold(Position(num_events, steps), self._tracker.can_rewind, self._history)
@@ -137,6 +138,12 @@ class Sender:
 
 def _newest(rows: Sequence[Row]) -> dict[str, int]:
     return {kind: row.step for row in rows for kind in row.values}
+
+
+def _is_there(where: str) -> bool:
+    """Return whether what a tracker has written is still there; of a server that is not asked."""
+    path = where.removeprefix("sqlite:///")
+    return "://" in path or Path(path).exists()
 
 
 def hyperparameters(run_dir: Path) -> tuple[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from instep.monitor.tracking.tracker import KINDS, Incident, Outcome, Row, TrackedRun, Tracker
+from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker
 
 _FILES = {"train": "steps.csv", "epoch": "epochs.csv", "eval": "evaluations.csv"}
 _FIRST = {"train": ("step", "time", "epoch"), "epoch": ("step", "time", "epoch"), "eval": ("step", "time")}
@@ -35,7 +35,7 @@ class CsvTracker(Tracker):
     def sent(self) -> dict[str, int]:
         """Return the last step of each table."""
         rows = {kind: table.rows() for kind, table in self._tables.items()}
-        return {kind: int(of_kind[-1]["step"]) if of_kind else 0 for kind, of_kind in rows.items()}
+        return {kind: int(of_kind[-1]["step"]) if of_kind else NONE for kind, of_kind in rows.items()}
 
     def send(self, rows: Sequence[Row]) -> None:
         """Append rows to the tables that they have values for."""

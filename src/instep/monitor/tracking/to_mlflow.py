@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from instep.monitor.tracking.tracker import KINDS, Incident, Outcome, Row, TrackedRun, Tracker, text_of
+from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker, text_of
 
 _METRICS_PER_REQUEST, _PARAMS_PER_REQUEST, _TEXT = 1000, 100, 5000
 """Limits of MLflow's."""
@@ -43,7 +43,7 @@ class MlflowTracker(Tracker):
         of_kind = {kind: next((key for key in keys if key.startswith(f"{kind}/")), None) for kind in KINDS}
         of_kind["train"] = "train/loss" if "train/loss" in keys else None
         histories = {k: self._client.get_metric_history(self._run_id, key) for k, key in of_kind.items() if key}
-        return {kind: max((metric.step for metric in histories.get(kind, ())), default=0) for kind in KINDS}
+        return {kind: max((metric.step for metric in histories.get(kind, ())), default=NONE) for kind in KINDS}
 
     def send(self, rows: Sequence[Row]) -> None:
         """Log rows; no row is split over two requests."""

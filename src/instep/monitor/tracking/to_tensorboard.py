@@ -17,7 +17,7 @@ from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from instep.monitor.tracking.tracker import KINDS, Incident, Outcome, Row, TrackedRun, Tracker, text_of
+from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker, text_of
 
 _STATUS = {"complete": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}
 
@@ -35,9 +35,9 @@ class TensorboardTracker(Tracker):
         self._folder.mkdir(exist_ok=True)
         self.where, self.identity = str(self._folder), {"folder": "tensorboard"}
         self._sent = self._read_back() if run.identity else {}
-        self._step = self._sent.get("train", 0)
+        self._step = max(0, *self._sent.values()) if self._sent else 0
         self._writer = EventFileWriter(str(self._folder), max_queue_size=1000)
-        if not run.identity:
+        if not self._step:
             plain = {name: _plain(value) for name, value in run.hyperparameters.items()}
             self._add(hparams_pb(plain, trial_id=run.path.name, start_time_secs=time.time()), 0)
             lines = [f"| {name} | {value} |" for name, value in plain.items()]
@@ -85,7 +85,7 @@ class TensorboardTracker(Tracker):
 
     def _read_back(self) -> dict[str, int]:
         """Return the newest step by kind in the files that are there; a torn record ends its file."""
-        steps = dict.fromkeys(KINDS, 0)
+        steps = dict.fromkeys(KINDS, NONE)
         for event in self._events():
             if event.session_log.status == SessionLog.START:
                 steps = {kind: min(step, event.step - 1) for kind, step in steps.items()}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.monitor.tracking.tracker import KINDS, Incident, Outcome, Row, TrackedRun, Tracker
+from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker
 
 _REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _FLUSH_S = 30.0
@@ -44,7 +44,7 @@ class TrackioTracker(Tracker):
         """Return the newest steps in the local database."""
         if not self._is_local:
             return {}
-        steps = dict.fromkeys(KINDS, 0)
+        steps = dict.fromkeys(KINDS, NONE)
         for entry in self._trackio.SQLiteStorage.get_logs(self._project, self._name):
             for kind in {name.partition("/")[0] for name in entry} & {*steps}:
                 steps[kind] = max(steps[kind], entry["step"])
@@ -56,7 +56,7 @@ class TrackioTracker(Tracker):
             self._run.log(row.flat(), step=row.step)
         deadline = time.monotonic() + _FLUSH_S
         newest = rows[-1].step
-        while self._is_local and (self._stored() or 0) < newest:
+        while self._is_local and self._stored() < newest:
             if time.monotonic() > deadline:  # trackio only prints what goes wrong
                 raise OSError(f"trackio has not stored step {newest} in {Path(self.where)} within {_FLUSH_S:.0f} s")
             time.sleep(0.05)
@@ -74,6 +74,6 @@ class TrackioTracker(Tracker):
         self._run.alert(title=outcome.status, text=text, level=level)
         self._run.finish()
 
-    def _stored(self) -> int | None:
+    def _stored(self) -> int:
         step: int | None = self._trackio.SQLiteStorage.get_max_step_for_run(self._project, self._name)
-        return step
+        return NONE if step is None else step

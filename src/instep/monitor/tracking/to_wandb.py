@@ -10,7 +10,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 import wandb
 
-from instep.monitor.tracking.tracker import KINDS, Incident, Outcome, Row, TrackedRun, Tracker, text_of
+from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker, text_of
 from instep.monitor.tracking.wandb_file import read_history
 
 
@@ -60,7 +60,7 @@ class WandbTracker(Tracker):
 
     def _read_back(self, key: str) -> dict[str, int]:
         """Return the newest step by kind in the files of this run."""
-        steps = dict.fromkeys(KINDS, 0)
+        steps = dict.fromkeys(KINDS, NONE)
         for path in sorted(self._folder.glob(f"offline-run-*-{key}/run-{key}.wandb")):
             for values in read_history(path):
                 for name in values:

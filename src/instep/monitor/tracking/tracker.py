@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 KINDS = ("train", "epoch", "eval")
 """What a row has values of: the step, the means of the epoch that it ended, the evaluation after it."""
 
+NONE = -1
+"""Before any step: an evaluation may come before the first one, as that of step 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
