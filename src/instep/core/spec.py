@@ -6,11 +6,9 @@ Each field declares its option (core/options.py).
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from instep.core.durations import Cadence
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
 from instep.core.mesh import STRATEGIES, Mesh
-from instep.core.metric_goal import MetricGoal
 from instep.core.microbatches import check_microbatches
 from instep.core.options import (
     FAILURES,
@@ -27,10 +25,10 @@ from instep.core.options import (
     output_option,
     recipe_option,
 )
+from instep.core.spec_checks import DEFAULT_PATIENCE, check_spec
 from instep.core.trackers import parse_trackers
 
 DEFAULT_SHARDS = 16
-DEFAULT_PATIENCE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,100 +216,7 @@ class TrainSpec(LaunchSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_launcher()
-        self._check_strategy()
-        if self.shards is not None and not self.exact:
-            raise SpecError(f"shards={self.shards} is for exact mode, which is off. Add --exact.")
-        if self.shards is not None and self.shards > self.batch_size:
-            raise SpecError(
-                f"batch_size={self.batch_size} cannot be split into shards={self.shards}: some would be empty. "
-                f"Use shards <= {self.batch_size}."
-            )
-        if self.epochs is not None and self.steps is not None:
-            raise SpecError(f"epochs={self.epochs} and steps={self.steps} both say when to end. Give one of them.")
-        if self.preempted_exit not in range(256):
-            raise SpecError(f"preempted_exit={self.preempted_exit} is not an exit code. Use 0 to 255.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise SpecError(f"clip_norm={self.clip_norm} would clip every gradient to zero. Use a number above 0.")
-        if self.clip_value is not None and not self.clip_value > 0:
-            raise SpecError(f"clip_value={self.clip_value} would clip every gradient to zero. Use a number above 0.")
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise SpecError(
-                f"clip_norm={self.clip_norm} and clip_value={self.clip_value} both clip the gradient, and the result "
-                "would depend on which comes first. Give one of them."
-            )
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise SpecError(f"ema={self.ema} is not a decay. Use a number between 0 and 1, such as 0.999.")
-        if self.compile and self.recompute:
-            raise SpecError("compile and recompute cannot be combined: recomputed blocks are not compiled. Give one.")
-        self._check_schedule()
-        if self.narrow_gather and (self.exact or self.precision not in ("auto", "bf16", "fp16")):
-            what = "exact mode" if self.exact else f"precision={self.precision}"
-            raise SpecError(f"narrow_gather rounds parameters to bf16 or fp16, and {what} does not. Leave it out.")
-        if self.meta_init and (self.exact or self.init_from is not None):
-            other = "exact" if self.exact else "init_from"
-            raise SpecError(f"meta_init and {other} cannot be combined. Leave --meta-init out.")
-        if self.init_partial and self.init_from is None:
-            raise SpecError("init_partial is for --init-from, which is not given. Add --init-from, or leave it out.")
-        if self.batch_size < self.accumulate:
-            raise SpecError(
-                f"batch_size={self.batch_size} cannot be split into accumulate={self.accumulate} micro-batches: "
-                f"some would be empty. Use accumulate <= {self.batch_size}."
-            )
-        Cadence.parse("save_every", self.save_every)
-        Cadence.parse("eval_every", self.eval_every)
-        parse_trackers(self.track)
-
-    def _check_schedule(self) -> None:
-        """Raise SpecError for metrics that are none, and for options without the one that they belong to."""
-        MetricGoal.parse("keep_best", self.keep_best)
-        goal = MetricGoal.parse("stop_when", self.stop_when)
-        if goal is not None and goal.name.endswith("loss") and goal.name == self.stop_when:
-            raise SpecError(
-                f"stop_when={self.stop_when} would end the run because its loss gets lower. Write {goal.name}:min, or "
-                f"{goal.name}:max if more is better."
-            )
-        if goal is None and self.patience != DEFAULT_PATIENCE:
-            raise SpecError(f"patience={self.patience} is for --stop-when, and no metric is named. Add --stop-when.")
-        if self.warmup and self.lr_schedule == "task":
-            raise SpecError(
-                f"warmup={self.warmup} belongs to a schedule by name. Add --lr-schedule constant, cosine or linear."
-            )
-
-    def _check_launcher(self) -> None:
-        """Raise SpecError for options that would be ignored by what starts the processes."""
-        if self.on == "here":
-            if self.address:
-                raise SpecError(f"address={self.address} is a Ray cluster's, and Ray is not used. Add --on ray.")
-            return
-        if self.address.startswith("ray://"):
-            raise SpecError(
-                f"address={self.address} goes through Ray Client, which Ray Train does not fully support. Run the "
-                "command on a node of the cluster with --address auto, or submit it with `ray job submit`."
-            )
-        for declared in options_of(LaunchSpec):
-            value = getattr(self, declared.name)
-            if value != declared.default and (declared.scope is OptionScope.NODE or declared.name == "hang_after"):
-                raise SpecError(
-                    f"{declared.name}={value} is for processes that instep starts itself. With on={self.on}, the "
-                    f"cluster places and watches them. Leave {declared.flag} out."
-                )
-
-    def _check_strategy(self) -> None:
-        """Raise SpecError for a mesh that cannot be, and for a pipeline's options without a pipeline."""
-        mesh = None if self.mesh is None else Mesh.parse(self.mesh)
-        if mesh is not None and self.strategy != "auto":
-            raise SpecError(
-                f"strategy={self.strategy} and mesh={self.mesh} both say how to distribute the model. Give one of them."
-            )
-        if self.strategy == "pipeline" or (mesh is not None and mesh.pp > 1):
-            return
-        for name, default in (("schedule", "1f1b"), ("microbatches", None)):
-            if (value := getattr(self, name)) != default:
-                raise SpecError(
-                    f"{name}={value} is for a pipeline, and there is none. Add --strategy pipeline, or --mesh with "
-                    "pp=2 or more."
-                )
+        check_spec(self)
 
     @property
     def trackers(self) -> tuple[str, ...]:

@@ -61,14 +61,18 @@ def rng_part() -> CheckpointPart:
 
 
 def platform_part(device: torch.device, on_change: Callable[[str], None]) -> CheckpointPart:
-    """Return the part for the platform (torch, processor, GPU); restored, it reports in words what has changed."""
+    """Return the part for the platform (torch, processor, GPU); restored, it says what a change means."""
     platform = platform_of(device)
 
     def compare(checkpoint: Checkpoint) -> None:
         before = dict(checkpoint.part("platform"))
         changed = [name for name, value in before.items() if platform.get(name) != value]
         if changed:
-            on_change(", ".join(f"{name} {platform.get(name)} instead of {before[name]}" for name in changed))
+            words = ", ".join(f"{name} {platform.get(name)} instead of {before[name]}" for name in changed)
+            on_change(
+                f"exact mode: this run continues with {words}. Kernels may round differently there, so its weights may "
+                "not be those of a run that stayed."
+            )
 
     return CheckpointPart("platform", lambda: platform, compare, is_optional=True)
 

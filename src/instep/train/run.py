@@ -99,7 +99,7 @@ class Run(OwnEvaluation):
         self._is_described = not own_loop
         """Whether spec.json describes this run."""
         self._moves: list[str] = []
-        """What of the platform has changed since the checkpoint, in words."""
+        """What of the platform has changed since the checkpoint: a sentence each."""
         self._reader: BatchReader | None = None
         self._freezing: Freezing | None = None
         self._memory = PeakMemory(world.device)
@@ -267,10 +267,7 @@ class Run(OwnEvaluation):
         if plan.batch_size > plan.num_samples:
             self.notice(f"batch_size={plan.batch_size} is more than the {plan.num_samples} samples: each batch is all.")
         while self._moves and self.spec.exact:
-            self.notice(
-                f"exact mode: this run continues with {self._moves.pop()}. Kernels may round differently there, so its "
-                "weights may not be those of a run that stayed."
-            )
+            self.notice(self._moves.pop())
         if self.engine.witness is not None:
             self.engine.witness.begin(self.engine.trained[0].model)
         self._pulse.begin_steps(self.step)
