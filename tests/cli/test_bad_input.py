@@ -145,7 +145,7 @@ class TestInTheWorkers:
         ("more", "parts"),
         [
             ("    def train_data(self): return torch.randn(0, 4)", ("no samples",)),
-            ("    def train_data(self): return (x for x in range(3))", ("by its index",)),
+            ("    def train_data(self): return (x for x in range(3))", ("is a generator", "only once")),
             ("    def train_data(self): return torch.randn(20, 4), torch.randn(19)", ("20", "19")),
             ("    def loss(self, model, batch): return model(batch[0]).sum(1)", ("tensor of shape", ".mean()")),
             ("    def optimizer(self, params): return 3", ("the optimizer is a int",)),
