@@ -57,7 +57,9 @@ def options(name: str) -> dict[str, object]:
 def train_right(name: str, folder: Path, **more: object) -> tuple[list[float], float]:
     path = GUIDES / f"{name}_after.py"
     task = task_class(load_file(path), path)()
-    result = instep.train(task, **options(name) | {"quiet": True, "run_dir": str(folder / "right")} | more)
+    result = instep.train(
+        task, **options(name) | {"quiet": True, "threads": 1, "run_dir": str(folder / "right")} | more
+    )
     return right_losses(folder / "right"), result.metrics["accuracy"]
 
 
