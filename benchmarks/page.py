@@ -14,6 +14,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 ORDER = [
     *(
         "mnist_speed",
+        "accelerate_examples",
         "one_process",
         "overhead",
         "scaling",

@@ -48,6 +48,7 @@ def training_function(config):
         accelerator.print(f"epoch {epoch}: {100 * accurate / num_elems:.2f}")
     if accelerator.is_main_process:
         watch.report(accurate / num_elems)
+    watch.leave(accelerator)
     accelerator.end_training()
 
 

@@ -71,6 +71,7 @@ def training_function(config):
         accelerator.print(f"epoch {epoch}: {correct / total:.4f}")
     if accelerator.is_main_process:
         watch.report(correct / total)
+    watch.leave(accelerator)
     accelerator.end_training()
 
 
