@@ -1,4 +1,6 @@
-"""The seam for everything that looks at a run in progress: a terminal display, a tracker, a page.
+"""The seam for everything that looks at a run in progress, within the command: a terminal display, a page.
+
+Trackers have their own seam and their own processes: monitor/tracking.
 
 A reader is a subclass of `EventReader` in a file of its own and one line of `READERS` in monitor/follow.py.
 """
