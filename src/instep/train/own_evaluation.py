@@ -40,7 +40,7 @@ class OwnEvaluation:
             raise TaskError("run.batches() before run.prepare(): there is no model to evaluate yet.")
         models = [trained.model for trained in self.engine.trained]
         most_rows = chunk_rows(self.spec)
-        first_rows = min(most_rows, count_samples(dataset, collate, most_rows))
+        first_rows = min(most_rows, count_samples(dataset, collate, most_rows, self.spec.seed))
         chunks = read_evaluation(self.engine, models, self.spec, self.step, dataset, collate, in_step=True)
         rank = self.engine.grid.data.rank
         with contextlib.closing(chunks):
