@@ -321,7 +321,39 @@ def test_epochs_of_a_stream_without_a_length_need_steps() -> None:
     assert open_(Sized(12)).num_steps(2) == 6
     with pytest.raises(SpecError, match=r"Numbers.*Give --steps, or give the stream a __len__"):
         open_(Numbers(12)).num_steps(2)
-    assert (count_samples(Numbers(12), None, 50), count_samples(Numbers(12), None, 5)) == (12, 5)
+    assert (count_samples(Numbers(12), None, 50, 0), count_samples(Numbers(12), None, 5, 0)) == (12, 5)
+
+
+class Held(IterableDataset[Any]):
+    """Holds one iterator, so that whoever reads first takes elements from all others."""
+
+    def __init__(self) -> None:
+        self._elements = (i for i in range(40))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._elements
+
+
+@pytest.mark.parametrize("dataset", [Held(), (i for i in range(40))], ids=["held", "generator"])
+def test_what_can_be_read_once_is_refused_by_the_first_look(dataset: Any) -> None:
+    for look in (lambda: count_samples(dataset, None, 8, 0), lambda: first_rows(dataset, 8, None, 0)):
+        with pytest.raises(TaskError, match=r"a generator.*can be read only once"):
+            look()
+
+
+class Sieve(IterableDataset[Any]):
+    """Draws which elements it gives."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (i for i in range(200) if torch.rand(()) < 0.5)
+
+
+def test_counting_reads_as_an_evaluation_does_and_leaves_the_generators() -> None:
+    before = torch.get_rng_state()
+    counted = count_samples(Sieve(), None, 1000, 3)
+    rows = sum(num_rows for _, num_rows in open_chunks(Sieve(), 8, LoadOptions(seed=3)).read())
+    assert counted == rows
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Moody(Numbers):

@@ -156,6 +156,9 @@ def own_loop(run_dir: Path, bad_at: int) -> dict[str, torch.Tensor]:
         expected = [_confidence(each, task) for each in (average.module, average.module, copy.deepcopy(model))]
         assert scores == [pytest.approx(each, rel=1e-6) for each in expected]
         assert scores[0] == scores[1] != scores[2]
+        for ema, score in zip((None, True, False), scores, strict=True):
+            rows = [run.gather(task.metrics(model, batch)) for batch in run.batches(task.eval_data(), ema=ema)]
+            assert float(torch.cat([each["confidence"] for each in rows]).mean()) == pytest.approx(score["confidence"])
     return average.module.state_dict()
 
 

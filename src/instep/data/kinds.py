@@ -11,8 +11,8 @@ from instep.data.chunks import Chunks, IndexedChunks
 from instep.data.loader import Loader, LoadOptions, MakePlan, TrainLoader, num_samples
 from instep.data.order import SampleOrder
 from instep.data.readers import Collate
-from instep.data.stream import count_elements, is_stream
-from instep.data.stream_loader import StreamChunks, StreamLoader
+from instep.data.stream import is_stream
+from instep.data.stream_loader import StreamChunks, StreamLoader, count_elements
 
 
 class Kind(NamedTuple):
@@ -21,8 +21,8 @@ class Kind(NamedTuple):
     serves: Callable[[Any], bool]
     loader: Callable[[Any, MakePlan, LoadOptions], Loader]
     chunks: Callable[[Any, int, LoadOptions], Chunks]
-    count_samples: Callable[[Any, Collate | None, int], int]
-    """Returns the number of samples, or a given number if there are more and it is not known."""
+    count_samples: Callable[[Any, Collate | None, int, int], int]
+    """Returns the number of samples, or a given number if there are more and it is not known; the last is a seed."""
 
 
 def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
@@ -32,7 +32,7 @@ def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
 
 KINDS = (
     Kind(is_stream, StreamLoader, StreamChunks, count_elements),
-    Kind(lambda _dataset: True, _indexed, IndexedChunks, lambda dataset, collate, _most: num_samples(dataset, collate)),
+    Kind(lambda _dataset: True, _indexed, IndexedChunks, lambda dataset, collate, *_: num_samples(dataset, collate)),
 )
 """The first that serves a dataset is its kind."""
 
@@ -54,9 +54,12 @@ def first_rows(dataset: Any, most: int, collate: Collate | None, seed: int) -> t
         return next(chunks)
 
 
-def count_samples(dataset: Any, collate: Collate | None, most: int) -> int:
-    """Return the number of samples; of a stream that does not say it, `most` if it has more."""
-    return _kind_of(dataset).count_samples(dataset, collate, most)
+def count_samples(dataset: Any, collate: Collate | None, most: int, seed: int) -> int:
+    """Return the number of samples; of a stream that does not say it, `most` if it has more.
+
+    What a stream draws may decide how many it has, so it is read with the run's seed, as an evaluation reads it.
+    """
+    return _kind_of(dataset).count_samples(dataset, collate, most, seed)
 
 
 def _kind_of(dataset: Any) -> Kind:

@@ -19,7 +19,6 @@ the stream gives other elements each time, and that is an error.
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +40,12 @@ _DIGESTS = 8
 """Elements of a batch that are looked at."""
 _MOST_DIGESTS = 64
 """Of the newest elements; they are part of each checkpoint."""
+_NEVER_ANEW = ("builtins", "itertools", "_io")
+"""Modules whose iterators, generators among them, cannot begin anew."""
+_READ_ONCE = (
+    ", which can be read only once: a second epoch, or a continued run, would find it empty. Return an object whose "
+    "__iter__ begins anew, for example an IterableDataset."
+)
 _SAY_AFTER_S, _SAY_EVERY_S = 2.0, 10.0
 
 
@@ -60,19 +65,10 @@ def stream_length(dataset: Any) -> int | None:
         return None
 
 
-def count_elements(dataset: Any, _collate: object, most: int) -> int:
-    """Return the number of elements of a stream, or `most` if it has more and does not say it."""
-    length = stream_length(dataset)
-    return sum(1 for _ in itertools.islice(copy.copy(dataset), most)) if length is None else length
-
-
 def check_stream(dataset: Any) -> None:
     """Raise TaskError for an iterator, which cannot be read a second time."""
     if isinstance(dataset, Iterator):
-        raise TaskError(
-            f"The dataset is a {type(dataset).__name__}, which can be read only once: a second epoch, or a continued "
-            "run, would find it empty. Return an object whose __iter__ begins anew, for example an IterableDataset."
-        )
+        raise TaskError(f"The dataset is a {type(dataset).__name__}{_READ_ONCE}")
 
 
 class Place(NamedTuple):
@@ -118,7 +114,10 @@ class StreamEpoch:
     def _begin(self, dataset: Any, start: Place | None) -> tuple[Iterator[Any], Any]:
         """Return the iterator, and what of it or the dataset has a state, or None; restore that."""
         seed_sample(self._seed, self.epoch, -1)
+        held = [id(value) for value in getattr(dataset, "__dict__", {}).values()]
         iterator = iter(dataset)
+        if id(iterator) in held and type(iterator).__module__ in _NEVER_ANEW:
+            raise TaskError(f"The dataset's __iter__ returns a {type(iterator).__name__} that it holds{_READ_ONCE}")
         owner = next((thing for thing in (iterator, dataset) if _has_state(thing)), None)
         if start is not None:
             assert owner is not None, "it had a state when the place was noted"

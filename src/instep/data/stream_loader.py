@@ -126,6 +126,14 @@ _PROMISE = (
 )
 
 
+_COUNT_AT_ONCE = 1024
+
+
+def count_elements(dataset: Any, _collate: object, most: int, seed: int) -> int:
+    """Return the number of elements that an evaluation reads, or `most` if there are more and nobody says it."""
+    return StreamChunks(dataset, min(most, _COUNT_AT_ONCE), LoadOptions(workers=0, seed=seed)).count(most)
+
+
 class StreamChunks(Chunks):
     """The chunks of an evaluation on a stream; chunk c holds the elements from c * chunk_size on."""
 
@@ -149,6 +157,16 @@ class StreamChunks(Chunks):
         if first is not None and 0 < number % world_size <= rank:
             yield self._batch_of(first, 0), 0
         self.evidence = [epoch.position, *digests]
+
+    def count(self, most: int) -> int:
+        """Return the number of elements, or `most` if there are more and the stream does not say it."""
+        length = stream_length(self._dataset)
+        if length is not None:
+            return length
+        epoch = self._open()
+        while epoch.position < most and self._take(epoch):
+            pass
+        return min(epoch.position, most)
 
     def _open(self) -> StreamEpoch:
         with generators_kept():

@@ -111,7 +111,7 @@ def evaluated_weights(average: WeightAverage | None, wanted: bool | None) -> con
     `wanted=False`: the weights themselves, `True`: no others than the averaged ones.
     """
     if wanted and average is None:
-        raise TaskError("run.evaluate(ema=True): this run keeps no average. Give instep.start an ema=0.999.")
+        raise TaskError("ema=True: this run keeps no average. Give instep.start an ema=0.999.")
     return contextlib.nullcontext() if average is None or wanted is False else average.in_place()
 
 

@@ -68,7 +68,7 @@ def evaluate_rank(world: World, task: Task, job: CheckpointJob) -> dict[str, Any
     """Return the metrics of a checkpoint. Called on all ranks."""
     with _restored(world, task, job) as (restored, log):
         sets = choose_sets(task, job.data)
-        total = sum(count_samples(dataset, task.collate, sys.maxsize) for dataset in sets.values())
+        total = sum(count_samples(dataset, task.collate, sys.maxsize, job.spec.seed) for dataset in sets.values())
         prepare_metrics(vars(task).values(), world.device)
         progress = _Progress(log, total, restored, job.spec)
 
@@ -89,7 +89,7 @@ def predict_rank(world: World, task: Task, job: CheckpointJob) -> dict[str, Any]
         if len(sets) > 1:
             raise SpecError(f"{type(task).__name__} has several evaluation sets. Give --data {' or '.join(sets)}.")
         (dataset,) = sets.values()
-        total = count_samples(dataset, task.collate, sys.maxsize)
+        total = count_samples(dataset, task.collate, sys.maxsize, job.spec.seed)
         columns = _write_part(restored, task, job, dataset, _Progress(log, total, restored, job.spec))
         by_rank = world.all_gather_object([column.to_json() for column in columns])
         joined: dict[str, Column] = {}

@@ -44,7 +44,7 @@ class DataCheck:
 
     def compare(self, run: Run, dataset: Any, collate: Collate | None) -> None:
         """Raise TaskError if ranks have other samples; notice if the run began with others. Called on all ranks."""
-        rows = min(_ROWS, count_samples(dataset, collate, _ROWS))
+        rows = min(_ROWS, count_samples(dataset, collate, _ROWS, run.spec.seed))
         watched = None if collate is None else _WatchedCollate(collate)
 
         def read() -> str:

@@ -57,8 +57,14 @@ class WeightsFit(NamedTuple):
 
 
 def load_first_weights(model: nn.Module, source: str, is_partial: bool, notice: Callable[[str], None]) -> None:
-    """Load the weights that `init_from` names into a new model; `is_partial`: what fits, with a notice of the rest."""
-    saved = with_names_of(model, completed(model, load_weights(Path(source))))
+    """Load the weights that `init_from` names into a new model; `is_partial`: what fits, with a notice of the rest.
+
+    Those that a checkpoint leaves out come from where that run had them from.
+    """
+    weights = load_weights(Path(source))
+    if weights.frozen is not None and (origin := weights.frozen["init_from"]) is not None:
+        load_first_weights(model, origin, is_partial or bool(weights.frozen.get("init_partial")), lambda _text: None)
+    saved = with_names_of(model, completed(model, weights))
     try:
         model.load_state_dict(saved)
         return

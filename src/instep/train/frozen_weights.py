@@ -43,7 +43,8 @@ class FrozenSpec(NamedTuple):
     def of(cls, spec: TrainSpec, checkpoint: Checkpoint | None, suffix: str) -> FrozenSpec | None:
         """Return it for the model of a suffix; None if checkpoints hold all of it."""
         is_left_out = checkpoint is not None and FROZEN + suffix in checkpoint.parts
-        if spec.save_frozen and not is_left_out:
+        is_whole = checkpoint is not None and not is_left_out  # and stays so: it held the values, not where they are
+        if is_whole or (spec.save_frozen and not is_left_out):
             return None
         return cls(spec.seed, None if suffix else spec.init_from, spec.init_partial, not spec.save_frozen)
 

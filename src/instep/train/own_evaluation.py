@@ -13,6 +13,7 @@ from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.data.kinds import count_samples
 from instep.data.loader import Part
+from instep.train.average import evaluated_weights
 from instep.train.engine import Engine
 from instep.train.evaluation import read_evaluation
 from instep.train.gather import Piece, gather_rows
@@ -30,20 +31,24 @@ class OwnEvaluation:
     _step_pieces: Sequence[Piece] | None = None
     """This rank's parts of the step under way."""
 
-    def batches(self, dataset: Any, collate: Collate | None = None) -> Iterator[Any]:
+    def batches(self, dataset: Any, collate: Collate | None = None, ema: bool | None = None) -> Iterator[Any]:
         """Yield this rank's batches of a whole dataset, for an evaluation of one's own; as many on all ranks.
 
         Every sample is in one batch that counts. A rank that has none left gets the first one again, which `gather`
-        does not count. Meanwhile the models are in evaluation mode, without gradients. Called on all ranks.
+        does not count. Meanwhile the models are in evaluation mode, without gradients, and have the averaged weights,
+        if there are any; `ema=False`: their own. Called on all ranks.
         """
         if not self.engine.trained:
             raise TaskError("run.batches() before run.prepare(): there is no model to evaluate yet.")
         models = [trained.model for trained in self.engine.trained]
         most_rows = chunk_rows(self.spec)
-        first_rows = min(most_rows, count_samples(dataset, collate, most_rows))
+        first_rows = min(most_rows, count_samples(dataset, collate, most_rows, self.spec.seed))
         chunks = read_evaluation(self.engine, models, self.spec, self.step, dataset, collate, in_step=True)
         rank = self.engine.grid.data.rank
-        with contextlib.closing(chunks):
+        with contextlib.ExitStack() as stack:
+            for trained in self.engine.trained:
+                stack.enter_context(evaluated_weights(trained.average, ema))
+            stack.enter_context(contextlib.closing(chunks))
             try:
                 for batch, num_rows in chunks:
                     self._batch = Piece(rank, num_rows or first_rows, counted=num_rows > 0)

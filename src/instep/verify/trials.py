@@ -101,7 +101,7 @@ def verify(
 def _num_samples(task: Task, spec: TrainSpec) -> int:
     """Return the number of samples of an epoch."""
     assert spec.steps is not None
-    count = count_samples(task.train_data(), task.collate, spec.steps * spec.batch_size + 1)
+    count = count_samples(task.train_data(), task.collate, spec.steps * spec.batch_size + 1, spec.seed)
     return count - count % spec.batch_size if spec.drop_last else count
 
 
