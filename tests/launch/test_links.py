@@ -119,6 +119,7 @@ def test_own_addresses() -> None:
     assert interface_of("192.0.2.77") == ""
     assert [is_loopback(each) for each in ("127.0.1.1", "::1", "localhost", "10.0.0.1")] == [True, True, True, False]
     assert socket_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {
+        "CCL_SOCKET_IFNAME": "eth1",
         "GLOO_SOCKET_IFNAME": "eth1",
         "TP_SOCKET_IFNAME": "eth1",
     }

@@ -23,6 +23,8 @@ class Kind(NamedTuple):
     chunks: Callable[[Any, int, LoadOptions], Chunks]
     count_samples: Callable[[Any, Collate | None, int, int], int]
     """Returns the number of samples, or a given number if there are more and it is not known; the last is a seed."""
+    has_evidence: bool
+    """Whether its loader has evidence of what was read, which ranks and attempts compare."""
 
 
 def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
@@ -31,8 +33,8 @@ def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
 
 
 KINDS = (
-    Kind(is_stream, StreamLoader, StreamChunks, count_elements),
-    Kind(lambda _dataset: True, _indexed, IndexedChunks, lambda dataset, collate, *_: num_samples(dataset, collate)),
+    Kind(is_stream, StreamLoader, StreamChunks, count_elements, True),
+    Kind(lambda _: True, _indexed, IndexedChunks, lambda dataset, collate, *_: num_samples(dataset, collate), False),
 )
 """The first that serves a dataset is its kind."""
 
@@ -60,6 +62,11 @@ def count_samples(dataset: Any, collate: Collate | None, most: int, seed: int) -
     What a stream draws may decide how many it has, so it is read with the run's seed, as an evaluation reads it.
     """
     return _kind_of(dataset).count_samples(dataset, collate, most, seed)
+
+
+def has_evidence(dataset: Any) -> bool:
+    """Return whether what a loader reads of it is compared anyway, between ranks and after a resume."""
+    return _kind_of(dataset).has_evidence
 
 
 def _kind_of(dataset: Any) -> Kind:
