@@ -35,6 +35,7 @@ class Overfits(instep.Task):
     """Its evaluation gets better for some epochs, and then worse."""
 
     schedule: str = ""
+    sets: bool = False
     dies_at: int = 0
 
     def model(self) -> nn.Module:
@@ -58,8 +59,9 @@ class Overfits(instep.Task):
         return x, x @ torch.tensor([1.0, 3.0], dtype=torch.float64)
 
     def eval_data(self) -> Any:
-        x, _ = self.train_data()
-        return x, x @ torch.tensor([0.7, 1.0], dtype=torch.float64)
+        x, y = self.train_data()
+        other = x, x @ torch.tensor([0.7, 1.0], dtype=torch.float64)
+        return {"same": (x, y), "other": other} if self.sets else other
 
     def loss(self, model: Any, batch: Any) -> Any:
         return (model(batch[0])[:, 0] - batch[1]).square().mean()
@@ -79,18 +81,19 @@ class Plain(Overfits):
 
 
 def train(world: World, run_dir: str, options: dict[str, Any], fields: dict[str, Any]) -> tuple[Any, ...]:
-    """Train; return how many steps were made, the weights, and the learning rate of each step."""
+    """Train; return how many steps were made, the weights, the learning rate of each step, and the metrics."""
     spec = TrainSpec(**{"batch_size": 8, "epochs": 12, "seed": 5, "save_every": "never", **options})
     cls = Plain if "lr_schedule" in options else Overfits
     result = worker_main(world, cls(**fields), spec, RunDirectory(Path(run_dir)))
     world.barrier()
     rates = {event["step"]: event["lr"] for event in read_events(Path(run_dir)) if event["event"] == "step"}
-    return result.steps, result.weights_sha256, list(rates.values())
+    return result.steps, result.weights_sha256, list(rates.values()), result.metrics
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "patience": ({"stop_when": "eval_loss:min", "patience": 2}, {}),
     "patience, more is better": ({"stop_when": "closeness", "patience": 1}, {}),
+    "patience by one of several sets": ({"stop_when": "other/eval_loss:min", "patience": 2}, {"sets": True}),
     "plateau": ({}, {"schedule": "plateau"}),
     "plateau by a metric that is named": ({"keep_best": "eval_loss:min"}, {"schedule": "plateau"}),
     "by epochs": ({"epochs": 3}, {"schedule": "epochs"}),
@@ -103,7 +106,8 @@ def test_the_same_at_any_world_size_and_after_a_kill(case: str, tmp_path: Path) 
     options, fields = CASES[case]
     options = {**options, "exact": True, "shards": 4}
     expected = run_ranks(train, 1, str(tmp_path / "1"), options, fields)[0]
-    steps, _, rates = expected
+    steps, _, rates, metrics = expected
+    assert ("other/closeness" in metrics) is ("same/eval_loss" in metrics) is fields.get("sets", False)
     if "stop_when" in options:
         assert 3 * PER_EPOCH <= steps < 12 * PER_EPOCH
     if fields.get("schedule") == "plateau":
@@ -123,7 +127,7 @@ def test_why_it_stopped(tmp_path: Path) -> None:
 
 
 def test_rates_by_epoch(tmp_path: Path) -> None:
-    _, _, rates = train(World.join(Place()), str(tmp_path), {"epochs": 3}, {"schedule": "epochs"})
+    _, _, rates, _ = train(World.join(Place()), str(tmp_path), {"epochs": 3}, {"schedule": "epochs"})
     assert rates == [LR] * PER_EPOCH + [LR / 2] * PER_EPOCH + [LR / 4] * PER_EPOCH
 
 

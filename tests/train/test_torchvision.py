@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
+from instep.checkpoint.export import ExportSpec, export
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
+from instep.train.result import load_model
 from instep.train.worker import worker_main
 from instep.world.world import World
 from loading import assert_same, load
@@ -70,12 +73,27 @@ def train(world: World, run_dir: str, exact: bool) -> tuple[str, list[float], di
     return result.weights_sha256, losses, result.metrics
 
 
+def check_export(folder: Path) -> None:
+    """Check that torchvision's own model has the trained one's output with the exported weights."""
+    from torchvision.models import get_model
+
+    newest, _ = RunDirectory(folder / "2").newest()
+    assert newest is not None
+    export(newest.path, ExportSpec(folder / "resnet.safetensors"))
+    loaded = get_model("resnet18", num_classes=load_example("resnet").CLASSES)
+    loaded.load_state_dict(load_file(folder / "resnet.safetensors"))
+    trained = load_model(load_example("resnet").ResNet(arch="resnet18"), folder / "2")
+    images = torch.rand(2, 3, 24, 24)
+    assert torch.equal(loaded.eval()(images), trained(images))
+
+
 # Slow: a ResNet on two cores. parity/test_parity.py and parity/test_exact_bits.py protect the same with smaller models.
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True], ids=["normal", "exact"])
 def test_a_resnet_on_two_processes_is_that_of_one(exact: bool, tmp_path: Path) -> None:
     weights, losses, metrics = train(World.join(Place()), str(tmp_path / "1"), exact)
     two = run_ranks(train, 2, str(tmp_path / "2"), exact, timeout_s=100)[0]
+    check_export(tmp_path)
     if exact:
         assert two == (weights, losses, metrics)
     assert two[1] == pytest.approx(losses, rel=1e-3)
