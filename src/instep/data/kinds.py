@@ -23,6 +23,8 @@ class Kind(NamedTuple):
     chunks: Callable[[Any, int, LoadOptions], Chunks]
     count_samples: Callable[[Any, Collate | None, int, int], int]
     """Returns the number of samples, or a given number if there are more and it is not known; the last is a seed."""
+    is_compared: bool = False
+    """Whether what the ranks load is compared (`Loader.evidence`), and a difference explained."""
 
 
 def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
@@ -31,7 +33,7 @@ def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
 
 
 KINDS = (
-    Kind(is_stream, StreamLoader, StreamChunks, count_elements),
+    Kind(is_stream, StreamLoader, StreamChunks, count_elements, is_compared=True),
     Kind(lambda _dataset: True, _indexed, IndexedChunks, lambda dataset, collate, *_: num_samples(dataset, collate)),
 )
 """The first that serves a dataset is its kind."""
@@ -60,6 +62,11 @@ def count_samples(dataset: Any, collate: Collate | None, most: int, seed: int) -
     What a stream draws may decide how many it has, so it is read with the run's seed, as an evaluation reads it.
     """
     return _kind_of(dataset).count_samples(dataset, collate, most, seed)
+
+
+def is_compared(dataset: Any) -> bool:
+    """Return whether the first batch shows, and explains, that ranks have other samples."""
+    return _kind_of(dataset).is_compared
 
 
 def _kind_of(dataset: Any) -> Kind:
