@@ -341,6 +341,33 @@ def test_what_can_be_read_once_is_refused_by_the_first_look(dataset: Any) -> Non
             look()
 
 
+class Nested(IterableDataset[Any]):
+    """Keeps its position in what it is made of."""
+
+    def __init__(self, count: int) -> None:
+        self._inner = {"next": 0, "count": count}
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._inner["next"] < self._inner["count"]:
+            self._inner["next"] += 1
+            yield self._inner["next"] - 1
+        self._inner["next"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._inner)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner = dict(state)
+
+
+def test_a_look_at_the_first_elements_takes_none_away() -> None:
+    dataset = Nested(12)
+    assert first_rows(dataset, 3, None, 0)[0].tolist() == [0, 1, 2]
+    assert count_samples(dataset, None, 5, 0) == 5
+    batches = load(open_(dataset), 0, 6)
+    assert [row for batch in batches for part in batch.parts for row in part.batch.tolist()] == [*range(12)] * 2
+
+
 class Sieve(IterableDataset[Any]):
     """Draws which elements it gives."""
 

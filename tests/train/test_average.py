@@ -212,6 +212,8 @@ def test_without_an_average(tmp_path: Path) -> None:
     instep.train(Averaged(), steps=1, batch_size=8, run_dir=str(tmp_path), quiet=True)
     with pytest.raises(CheckpointError, match="holds no averaged weights: the run was trained without --ema"):
         load_weights(tmp_path, ema=True)
+    with pytest.raises(CheckpointError, match=r"^\S+ holds no averaged weights: the run was trained without --ema\.$"):
+        instep.evaluate(tmp_path, task=Averaged(), ema=True, processes=1, quiet=True)
     with pytest.raises(SpecError, match=r"ema=1\.5 is not a decay"):
         TrainSpec(ema=1.5)
     with instep.start(run_dir=str(tmp_path / "loop")) as run, pytest.raises(TaskError, match="keeps no average"):

@@ -23,8 +23,8 @@ class Kind(NamedTuple):
     chunks: Callable[[Any, int, LoadOptions], Chunks]
     count_samples: Callable[[Any, Collate | None, int, int], int]
     """Returns the number of samples, or a given number if there are more and it is not known; the last is a seed."""
-    has_evidence: bool
-    """Whether its loader has evidence of what was read, which ranks and attempts compare."""
+    is_compared: bool = False
+    """Whether what the ranks load is compared (`Loader.evidence`), and a difference explained."""
 
 
 def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
@@ -33,8 +33,8 @@ def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
 
 
 KINDS = (
-    Kind(is_stream, StreamLoader, StreamChunks, count_elements, True),
-    Kind(lambda _: True, _indexed, IndexedChunks, lambda dataset, collate, *_: num_samples(dataset, collate), False),
+    Kind(is_stream, StreamLoader, StreamChunks, count_elements, is_compared=True),
+    Kind(lambda _dataset: True, _indexed, IndexedChunks, lambda dataset, collate, *_: num_samples(dataset, collate)),
 )
 """The first that serves a dataset is its kind."""
 
@@ -64,9 +64,9 @@ def count_samples(dataset: Any, collate: Collate | None, most: int, seed: int) -
     return _kind_of(dataset).count_samples(dataset, collate, most, seed)
 
 
-def has_evidence(dataset: Any) -> bool:
-    """Return whether what a loader reads of it is compared anyway, between ranks and after a resume."""
-    return _kind_of(dataset).has_evidence
+def is_compared(dataset: Any) -> bool:
+    """Return whether the first batch shows, and explains, that ranks have other samples."""
+    return _kind_of(dataset).is_compared
 
 
 def _kind_of(dataset: Any) -> Kind:

@@ -18,6 +18,7 @@ the stream gives other elements each time, and that is an error.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections import deque
@@ -104,9 +105,7 @@ class StreamEpoch:
         self._first_digest = 0
         self.state_problem = ""
         """Why the stream's state cannot be saved, if it has one."""
-        # A copy: streams that have a state keep their position in themselves, where a look at the first elements, or
-        # an epoch that was left in the middle, would leave it. A state goes deeper, into what the stream is made of.
-        dataset = copy.copy(dataset) if start is None else copy.deepcopy(dataset)
+        dataset = _copy_of(dataset) if start is None else copy.deepcopy(dataset)
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         self._iterator, self._owner = self._begin(dataset, start)
@@ -210,6 +209,18 @@ class StreamEpoch:
         if position % self._stride == 0 and position >= self._first_digest:
             self._digests.append((position, digest_of(element)))
         return element
+
+
+def _copy_of(dataset: Any) -> Any:
+    """Return a copy of a stream to read from.
+
+    Streams that have a state keep their position in themselves, or in what they are made of, where a look at the first
+    elements, or an epoch that was left in the middle, would leave it.
+    """
+    if _has_state(dataset):
+        with contextlib.suppress(Exception):  # an open file, for example, cannot be copied
+            return copy.deepcopy(dataset)
+    return copy.copy(dataset)
 
 
 def _has_state(thing: Any) -> bool:

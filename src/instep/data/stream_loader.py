@@ -153,7 +153,7 @@ class StreamChunks(Chunks):
                 yield self._batch_of(elements, begin), len(elements)
             number += 1
         if number == 0:
-            raise DataError("The stream has no elements to evaluate. Its __iter__ must give all of them each time.")
+            raise DataError("The stream has no elements. Its __iter__ must give all of them each time.")
         if first is not None and 0 < number % world_size <= rank:
             yield self._batch_of(first, 0), 0
         self.evidence = [epoch.position, *digests]

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from instep.core.errors import TaskError
-from instep.data.kinds import count_samples, first_rows, has_evidence
+from instep.data.kinds import count_samples, first_rows, is_compared
 from instep.train.reading import Collate
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ class DataCheck:
         self._digest = str(state["digest"])
 
     def compare(self, run: Run, dataset: Any, collate: Collate | None) -> None:
-        """Raise TaskError if ranks have other samples; notice if the run began with others. Called on all ranks."""
-        if has_evidence(dataset):
-            return
+        """Raise TaskError if ranks have other samples; notice if the run began with others. Called on all ranks.
+
+        Where the first step compares them, too (a stream), it raises, and says more.
+        """
         rows = min(_ROWS, count_samples(dataset, collate, _ROWS, run.spec.seed))
         watched = None if collate is None else _WatchedCollate(collate)
 
@@ -61,7 +62,7 @@ class DataCheck:
         by_rank = run.world.all_gather_object(own)
         others = [rank for rank, digest in enumerate(by_rank) if digest != by_rank[0]]
         is_stable = all(run.world.all_gather_object(read() == own)) if others else True
-        if others and is_stable:
+        if others and is_stable and not is_compared(dataset):
             raise TaskError(
                 f"train_data() gives rank {others[0]} other samples than rank 0: the first {rows} differ. Each rank "
                 "builds the dataset itself, so it must come out the same in every process. Sort what comes from a set "

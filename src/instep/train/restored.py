@@ -70,6 +70,8 @@ def restore_model(
         try:
             checkpoint = open_on_all_ranks(world, directory, found)
             assert checkpoint is not None
+            if ema:
+                check_averaged(checkpoint)
             _load(engine, model, task, checkpoint, frozen, ema)
             return RestoredModel(engine, model, checkpoint)
         except CheckpointError:  # on all ranks
@@ -145,8 +147,6 @@ def _origin_of_frozen(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
 
 def _use_average(engine: Engine, model: nn.Module, checkpoint: Checkpoint, ema: bool | None) -> None:
     """Replace the weights by the averaged ones of a checkpoint, if these are wanted. Called on all ranks."""
-    if ema:
-        check_averaged(checkpoint)
     if EMA in checkpoint.parts and ema is not False:
         average = WeightAverage(model, engine.strategy, decay=0.0)
         average.restore(checkpoint.stored(EMA))
