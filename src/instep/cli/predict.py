@@ -62,7 +62,7 @@ def predict_here(
 
 
 def _predict(request: CheckpointRequest, out: Path, force: bool) -> tuple[PredictResult, bool]:
-    """Let the ranks predict, and write their parts to one file; return also whether this is the process that speaks."""
+    """Predict on all ranks, and write their parts to one file; return also whether this process reports the result."""
     from instep.train.checkpoint_job import predict_rank
     from instep.train.checkpoint_result import PredictResult
     from instep.train.predictions.columns import Column

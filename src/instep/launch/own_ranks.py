@@ -35,7 +35,7 @@ def refuse_spawn() -> None:
 
 
 def watch_spawned() -> None:
-    """Let the processes of torch.multiprocessing.spawn say where they are, and how they failed."""
+    """Record where the processes of torch.multiprocessing.spawn are, and how they failed."""
     import torch.multiprocessing
     from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
