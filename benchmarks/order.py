@@ -12,7 +12,8 @@ import tracemalloc
 import numpy as np
 from machine import table, write_result
 
-from instep.data.order import BatchPlan, SampleOrder
+from instep.data.batch_plan import BatchPlan
+from instep.data.order import SampleOrder
 
 BATCH_SIZE = 256
 

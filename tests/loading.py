@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from instep.data.batch_plan import BatchPlan
 from instep.data.loader import GlobalBatch, LoadOptions, TrainLoader, num_samples
-from instep.data.order import BatchPlan, SampleOrder
+from instep.data.order import SampleOrder
 
 CPU = torch.device("cpu")
 N = 23

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instep.core.errors import DataError, SpecError
-from instep.data.order import BatchPlan, PartPlan, SampleOrder
+from instep.data.batch_plan import BatchPlan, PartPlan
+from instep.data.order import SampleOrder
 
 plans = st.builds(BatchPlan, st.integers(1, 200), st.integers(1, 70), st.integers(1, 9))
 worlds = st.integers(1, 17)

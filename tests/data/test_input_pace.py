@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from instep.data import BatchDataset
 from instep.data.input_pace import Change, InputPace, Limits, Window
-from instep.data.readers import find_reader
+from instep.data.readers import Request, find_reader
 from instep.data.source import ReaderLimits, Source
 from loading import N, Squares, load, make
 
@@ -123,8 +123,8 @@ class Sums(Squares):
         return (torch.arange(200_000) * (index + 0.1)).sum(), torch.get_num_threads()
 
 
-def requests() -> list[tuple[int, torch.Tensor]]:
-    return [(epoch, torch.arange(first, min(first + 3, N))) for epoch in (0, 1) for first in range(0, N, 3)]
+def requests() -> list[Request]:
+    return [Request(epoch, torch.arange(first, min(first + 3, N))) for epoch in (0, 1) for first in range(0, N, 3)]
 
 
 @pytest.mark.parametrize(("dataset", "most"), [(Noisy(), 2), ((torch.arange(N), torch.arange(N) * 2.5), 4)])

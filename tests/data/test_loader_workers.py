@@ -100,7 +100,8 @@ def test_workers_end_soon_after_a_killed_parent() -> None:
     script = """
         import os, time, torch
         from instep.data.loader import LoadOptions, TrainLoader
-        from instep.data.order import BatchPlan, SampleOrder
+        from instep.data.batch_plan import BatchPlan
+        from instep.data.order import SampleOrder
         class WhoReads:
             def __len__(self): return 8
             def __getitem__(self, index): return os.getpid()

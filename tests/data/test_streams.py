@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from instep.core.errors import DataError, SpecError, TaskError
 from instep.data import stream
+from instep.data.batch_plan import BatchPlan, BatchSpec
 from instep.data.digest import digest_of
 from instep.data.input_pace import Window
 from instep.data.kinds import count_samples, first_rows, open_chunks, open_loader
 from instep.data.loader import GlobalBatch, Loader, LoadOptions
-from instep.data.order import BatchPlan
+from instep.data.readers import Request
 from instep.data.stream_reader import StreamReader
 from loading import assert_same
 
@@ -96,7 +96,7 @@ def open_(dataset: Any, rank: int = 0, world_size: int = 1, **more: Any) -> Load
     names = {"batch_size", "drop_last", "shards"} & more.keys()
     given = {"batch_size": 5, **{name: more.pop(name) for name in names}}
     options = LoadOptions(rank=rank, world_size=world_size, **{"workers": 0, "seed": 3, **more})
-    return open_loader(dataset, partial(BatchPlan, **given), options)
+    return open_loader(dataset, BatchSpec(seed=options.seed, **given), options)
 
 
 def load(loader: Loader, first: int, last: int) -> list[GlobalBatch]:
@@ -219,10 +219,12 @@ def test_reading_continues_in_another_process(tmp_path: Path) -> None:
     plan = BatchPlan(5, 5)
     for dataset in (Numbers(100), lines):
         here, elsewhere = (StreamReader(dataset, None, plan, None, seed=1) for _ in range(2))
-        first = [here.read(0, torch.tensor([step])) for step in range(3)]
-        batches = [elsewhere.read(0, torch.tensor([step])) for step in range(9)]
+        first = [here.read(Request(0, torch.tensor([step]))) for step in range(3)]
+        batches = [elsewhere.read(Request(0, torch.tensor([step]))) for step in range(9)]
         here.follow(8, batches[7].place)
-        for ours, theirs in zip([*first, here.read(0, torch.tensor([8]))], [*batches[:3], batches[8]], strict=True):
+        for ours, theirs in zip(
+            [*first, here.read(Request(0, torch.tensor([8])))], [*batches[:3], batches[8]], strict=True
+        ):
             assert_same(ours.parts[0][1], theirs.parts[0][1])
     lines.file.close()
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from instep.data.batch_plan import BatchPlan
 from instep.data.loader import LoadOptions, TrainLoader, to_device
-from instep.data.order import BatchPlan, SampleOrder
+from instep.data.order import SampleOrder
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -9,8 +9,9 @@ import time
 import torch
 
 from commands import descendants
+from instep.data.batch_plan import BatchPlan
 from instep.data.loader import LoadOptions, TrainLoader
-from instep.data.order import BatchPlan, SampleOrder
+from instep.data.order import SampleOrder
 
 
 class Items:

@@ -183,6 +183,20 @@ class TrainSpec(LaunchSpec):
         "stop", FAILURES, "when the loss is NaN or infinite: stop, or skip that update"
     )
     drop_last: bool = recipe_option(False, TRAINING, "leave out the last batch of an epoch when it is not full")
+    shuffle_window: int | None = recipe_option(
+        None,
+        TRAINING,
+        "where data is read in blocks: shuffle about this many samples among themselves (32 blocks; docs/data.md)",
+        metavar="SAMPLES",
+        at_least=1,
+    )
+    batch_tokens: int | None = recipe_option(
+        None,
+        TRAINING,
+        "tokens in one optimizer step, padding included, in place of --batch-size; for instep.data.bucketed",
+        metavar="TOKENS",
+        at_least=1,
+    )
     data_workers: int | None = operational_option(
         None,
         TRAINING,

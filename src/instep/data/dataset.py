@@ -1,12 +1,18 @@
 """The base class of datasets that are read a whole batch at a time, and the splits of those that come with instep."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from instep.core.errors import SpecError
-from instep.data.nested import map_tensors
+from instep.data.nested import map_tensors, rows_of
+from instep.data.orders.blocks import sizes_within
 
 Split = Literal["train", "test"]
 
@@ -26,6 +32,14 @@ class BatchDataset(ABC):
     """
 
     is_thread_safe: bool = False
+    block_sizes: npt.NDArray[np.int64] | None = None
+    """The number of samples in each block, where reading one sample reads its whole block; None: there are no blocks.
+
+    Block b holds the samples after those of block b - 1. The order then shuffles blocks, and samples within a window of
+    blocks ([Note: Shuffling blocks]).
+    """
+    draws_by_row: bool = False
+    """Whether `rows` computes each sample with randomness of its own, after it called `begin_row`."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -33,6 +47,21 @@ class BatchDataset(ABC):
     @abstractmethod
     def gather(self, indices: torch.Tensor) -> Any:
         """Return these samples as one batch."""
+
+    def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
+        """Return these samples one by one, for a `collate`; `begin_row(i)` is called before row i draws, to seed it."""
+        del begin_row
+        return rows_of(self.gather(indices), len(indices))
+
+    def map(self, fn: Callable[..., Any]) -> BatchDataset:
+        """Return the dataset of `fn(sample)` of each sample.
+
+        `fn` may draw from the global generators of torch, Python and NumPy, which are seeded for each sample. If it has
+        an argument called `generator`, it gets a torch.Generator that is seeded for the sample.
+        """
+        from instep.data.mapped import MappedDataset
+
+        return MappedDataset(self, fn)
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return one sample, for people who want to look at it; for a slice, a dataset of these samples."""
@@ -48,13 +77,18 @@ class _Slice(BatchDataset):
 
     def __init__(self, dataset: BatchDataset, indices: range) -> None:
         self._dataset, self._indices = dataset, indices
-        self.is_thread_safe = dataset.is_thread_safe
+        self.is_thread_safe, self.draws_by_row = dataset.is_thread_safe, dataset.draws_by_row
+        if dataset.block_sizes is not None:
+            self.block_sizes = sizes_within(dataset.block_sizes, np.arange(indices.start, indices.stop, indices.step))
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def gather(self, indices: torch.Tensor) -> Any:
         return self._dataset.gather(indices * self._indices.step + self._indices.start)
+
+    def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
+        return self._dataset.rows(indices * self._indices.step + self._indices.start, begin_row)
 
 
 def check_split(split: str) -> None:

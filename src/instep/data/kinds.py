@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from instep.data.batch_plan import BatchSpec
 from instep.data.chunks import Chunks, IndexedChunks
-from instep.data.loader import Loader, LoadOptions, MakePlan, TrainLoader, num_samples
-from instep.data.order import SampleOrder
+from instep.data.loader import Loader, LoadOptions, TrainLoader, num_samples
+from instep.data.ordered import order_of, samples_of
 from instep.data.readers import Collate
 from instep.data.stream import is_stream
 from instep.data.stream_loader import StreamChunks, StreamLoader, count_elements
@@ -19,7 +20,7 @@ class Kind(NamedTuple):
     """How datasets of a kind are loaded."""
 
     serves: Callable[[Any], bool]
-    loader: Callable[[Any, MakePlan, LoadOptions], Loader]
+    loader: Callable[[Any, BatchSpec, LoadOptions], Loader]
     chunks: Callable[[Any, int, LoadOptions], Chunks]
     count_samples: Callable[[Any, Collate | None, int, int], int]
     """Returns the number of samples, or a given number if there are more and it is not known; the last is a seed."""
@@ -27,21 +28,32 @@ class Kind(NamedTuple):
     """Whether what the ranks load is compared (`Loader.evidence`), and a difference explained."""
 
 
-def _indexed(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
-    plan = make_plan(num_samples(dataset, options.collate))
-    return TrainLoader(dataset, plan, SampleOrder(options.seed, plan.num_samples), options)
+def _indexed(dataset: Any, batches: BatchSpec, options: LoadOptions) -> Loader:
+    samples = samples_of(dataset)
+    order = order_of(dataset, num_samples(samples, options.collate), batches)
+    loader = TrainLoader(samples, order.plan(batches), order, options)
+    if batches.shuffle_window is not None and not order.has_window:
+        loader.source.notices.append(
+            "shuffle_window has no effect: this data is not read in blocks, so all its samples are shuffled."
+        )
+    return loader
 
 
 KINDS = (
     Kind(is_stream, StreamLoader, StreamChunks, count_elements, is_compared=True),
-    Kind(lambda _dataset: True, _indexed, IndexedChunks, lambda dataset, collate, *_: num_samples(dataset, collate)),
+    Kind(
+        lambda _dataset: True,
+        _indexed,
+        lambda dataset, *options: IndexedChunks(samples_of(dataset), *options),
+        lambda dataset, collate, *_: num_samples(samples_of(dataset), collate),
+    ),
 )
 """The first that serves a dataset is its kind."""
 
 
-def open_loader(dataset: Any, make_plan: MakePlan, options: LoadOptions) -> Loader:
+def open_loader(dataset: Any, batches: BatchSpec, options: LoadOptions) -> Loader:
     """Return the loader of this rank's parts of a dataset's global batches."""
-    return _kind_of(dataset).loader(dataset, make_plan, options)
+    return _kind_of(dataset).loader(dataset, batches, options)
 
 
 def open_chunks(dataset: Any, chunk_size: int, options: LoadOptions) -> Chunks:

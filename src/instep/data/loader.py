@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from instep.core.errors import DataError, TaskError
+from instep.data.batch_plan import Batch, BatchPlan, PartPlan
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
-from instep.data.order import Batch, BatchPlan, Indices, PartPlan, SampleOrder
-from instep.data.pools import Request
-from instep.data.readers import Collate, Reader, find_reader
+from instep.data.order import Indices, Order
+from instep.data.readers import Collate, Reader, Request, find_reader
 from instep.data.source import ReaderLimits, Source
 from instep.world.device import has_streams
 from instep.world.tensors import nested_tensors
@@ -82,10 +82,6 @@ class GlobalBatch(NamedTuple):
     ends_epoch: bool = False
 
 
-MakePlan = Callable[[int], BatchPlan]
-"""Returns the plan for a number of samples."""
-
-
 class Loader(ABC):
     """Loads this rank's parts of the global batches of a kind of dataset."""
 
@@ -128,8 +124,8 @@ class Loader(ABC):
 class TrainLoader(Loader):
     """Loads this rank's parts of the global batches of a dataset whose samples have an index."""
 
-    def __init__(self, dataset: Any, plan: BatchPlan, order: SampleOrder, options: LoadOptions) -> None:
-        assert num_samples(dataset, options.collate) == plan.num_samples == order.num_samples
+    def __init__(self, dataset: Any, plan: BatchPlan, order: Order, options: LoadOptions) -> None:
+        assert plan.num_samples == order.num_samples
         self.source = options.open_source(find_reader(dataset, options.collate, options.seed))
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
@@ -167,18 +163,22 @@ class TrainLoader(Loader):
             rows = [np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in run.parts]
             # In exact mode a short batch may have no shard for this rank.
             positions = (starts[:, None] + np.concatenate([np.arange(0), *rows])).reshape(-1)
-            indices = torch.from_numpy(self._order.indices(epoch, positions))
-            for part in indices.split([plan.num_rows for plan in run.parts] * run.num_steps):
-                yield epoch, part
+            sizes = [plan.num_rows for plan in run.parts] * run.num_steps
+            indices = torch.from_numpy(self._order.indices(epoch, positions)).split(sizes)
+            if (draws := self._order.draws(epoch, positions)) is None:
+                for part in indices:
+                    yield Request(epoch, part)
+            else:
+                for part, numbers in zip(indices, torch.from_numpy(draws).split(sizes), strict=True):
+                    yield Request(epoch, part, numbers)
 
     def _runs(self, first: int, last: int) -> Iterator[_Run]:
         step = first
         while step < last:
             start = self._plan.batch(step)
             parts = self._plan.parts(start.size, self._world_size, self._rank)
-            alike = (self._plan.num_samples - start.first_position) // start.size
             num_rows = sum(plan.num_rows for plan in parts)
-            count = min(last - step, alike, max(1, _LOOKUP_ROWS // max(1, num_rows)))
+            count = min(last - step, self._plan.num_alike(start), max(1, _LOOKUP_ROWS // max(1, num_rows)))
             yield _Run(step, count, start, parts, self._plan.num_shards(start.size) if self._plan.shards else 0)
             step += count
 
@@ -207,7 +207,7 @@ def evaluation_chunks(
     if not starts:
         return
     source = options.open_source(find_reader(dataset, options.collate, options.seed), max_workers=len(starts))
-    requests = ((0, torch.arange(start, min(start + chunk_size, total))) for start in starts)
+    requests = (Request(0, torch.arange(start, min(start + chunk_size, total))) for start in starts)
     try:
         yield from zip(to_device(source.read(requests), options.device), counted, strict=True)
     finally:

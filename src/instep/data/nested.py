@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from instep.core.errors import DataError
+from instep.world.tensors import nested_tensors
+
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return a nested batch with `fn(tensor)` in place of every tensor; containers keep their type.
@@ -28,3 +31,20 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
             object.__setattr__(changed, field.name, map_tensors(fn, getattr(tree, field.name)))
         return changed
     return tree
+
+
+def check_rows(batch: Any, expected: int) -> None:
+    """Raise DataError if a batch has another number of rows."""
+    # Tensors of different lengths may be a packed batch (values and offsets), which cannot be checked.
+    lengths = {tensor.shape[0] for tensor in nested_tensors(batch) if tensor.dim()}
+    if len(lengths) == 1 and lengths != {expected}:
+        raise DataError(
+            f"The dataset was asked for a batch of {expected} samples and returned {lengths.pop()} rows. "
+            f"Row i of the batch must be the sample indices[i]."
+        )
+
+
+def rows_of(batch: Any, count: int) -> list[Any]:
+    """Return the rows of a nested batch, one by one."""
+    check_rows(batch, count)
+    return [map_tensors(lambda rows, row=row: rows[row], batch) for row in range(count)]  # type: ignore[misc]

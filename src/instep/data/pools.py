@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from instep.data.nested import map_tensors
-from instep.data.readers import Reader
+from instep.data.readers import Reader, Request
 
-Request = tuple[int, torch.Tensor]
-"""The epoch, and the sample indices (1-D int64, on the CPU) of one part."""
+_PlainRequest = tuple[int, npt.NDArray[Any], npt.NDArray[Any] | None]
 READ_AHEAD = 2
 """Batches that each thread or process of a pool reads ahead."""
 _ORPHAN_CHECK_S = 0.5
@@ -47,7 +46,7 @@ class TimedBatch(NamedTuple):
 def read_timed(reader: Reader, request: Request, pins: bool = False) -> TimedBatch:
     """Read a batch; `pins`: into pinned memory, from which a GPU copies by itself."""
     begun, cpu_begun = time.perf_counter(), time.thread_time()
-    batch = reader.read(*request)
+    batch = reader.read(request)
     if pins:
         batch = map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
     return TimedBatch(batch, time.perf_counter() - begun, time.thread_time() - cpu_begun)
@@ -196,10 +195,11 @@ class _WorkerReader:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def __getitems__(self, request: tuple[int, npt.NDArray[Any]]) -> Any:
-        epoch, indices = request
+    def __getitems__(self, request: _PlainRequest) -> Any:
+        epoch, indices, draws = request
         try:
-            return read_timed(self._reader, (epoch, torch.from_numpy(indices)))
+            draw_numbers = None if draws is None else torch.from_numpy(draws)
+            return read_timed(self._reader, Request(epoch, torch.from_numpy(indices), draw_numbers))
         except Exception as error:  # noqa: BLE001 - the parent raises it again
             return _Failure.of(error)
 
@@ -237,9 +237,10 @@ class _RequestQueue:
     def __init__(self) -> None:
         self.requests: Iterable[Request] = ()
 
-    def __iter__(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    def __iter__(self) -> Iterator[_PlainRequest]:
         # Arrays: a tensor would travel through shared memory.
-        return ((epoch, indices.numpy()) for epoch, indices in self.requests)
+        for epoch, indices, draws in self.requests:
+            yield epoch, indices.numpy(), None if draws is None else draws.numpy()
 
 
 def _end_with_parent(_worker: int) -> None:

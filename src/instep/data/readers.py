@@ -17,7 +17,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +27,25 @@ from instep.core.errors import DataError
 from instep.data.columns import as_columns
 from instep.data.dataset import BatchDataset
 from instep.data.digest import shape_of
-from instep.data.nested import map_tensors
-from instep.world.tensors import nested_tensors
+from instep.data.nested import check_rows, rows_of
 
 Collate = Callable[[list[Any]], Any]
 Gather = Callable[[torch.Tensor], Any]
+
+
+class Request(NamedTuple):
+    """The samples of one part, to be read as one batch."""
+
+    epoch: int
+    indices: torch.Tensor
+    """1-D int64, on the CPU."""
+    draws: torch.Tensor | None = None
+    """From which numbers each sample's randomness comes; None: from the indices."""
+
+    @property
+    def draw_numbers(self) -> list[int]:
+        """The numbers from which each sample's randomness comes."""
+        return list((self.indices if self.draws is None else self.draws).tolist())
 
 
 class Reader(ABC):
@@ -54,7 +68,7 @@ class Reader(ABC):
         """What to tell the user once; the first batch may add to it."""
 
     @abstractmethod
-    def read(self, epoch: int, indices: torch.Tensor) -> Any:
+    def read(self, request: Request) -> Any:
         """Return these samples as one batch; may leave the global generators changed."""
 
     @abstractmethod
@@ -64,6 +78,8 @@ class Reader(ABC):
 
 def find_reader(dataset: Any, collate: Collate | None, seed: int) -> Reader:
     """Return how to read a dataset: a whole batch at once if possible, else sample by sample."""
+    if isinstance(dataset, BatchDataset) and dataset.draws_by_row:
+        return RowReader(dataset, collate or default_collate, seed)
     gather = find_gather(dataset, collate)
     if gather is None:
         return SampleReader(dataset, collate or default_collate, seed)
@@ -137,29 +153,30 @@ class WholeBatchReader(Reader):
         self._collated = collated  # a Task's own collate may return any number of rows
         self._seed = seed
 
-    def read(self, epoch: int, indices: torch.Tensor) -> Any:
+    def read(self, request: Request) -> Any:
         """Read a batch; if that draws, from generators seeded for this part: a resumed run repeats its noise."""
+        indices = request.indices
         if self.draws is False:
             return self._gather(indices)
         if self.draws and self._by_sample is not None:
-            return self._by_sample.read(epoch, indices)
-        seed_sample(self._seed, epoch, int(indices[0]))
+            return self._by_sample.read(request)
+        seed_sample(self._seed, request.epoch, request.draw_numbers[0])
         before = fingerprint() if self.draws is None else None
         batch = self._gather(indices)
         if before is not None:
             self.draws = fingerprint() != before
             if not self._collated:
-                _check_rows(batch, len(indices))
+                check_rows(batch, len(indices))
             if self.draws:
-                return self._read_by_sample(epoch, indices, batch)
+                return self._read_by_sample(request, batch)
         return batch
 
-    def _read_by_sample(self, epoch: int, indices: torch.Tensor, batch: Any) -> Any:
+    def _read_by_sample(self, request: Request, batch: Any) -> Any:
         """Read sample by sample from now on, if that gives such a batch; say that the dataset draws."""
         single: Any = None
         if self._by_sample is not None:
             with suppress(Exception):  # what it gives is a batch, which has no first sample
-                single = self._by_sample.read(epoch, indices)
+                single = self._by_sample.read(request)
         if shape_of(single) != shape_of(batch):
             self._by_sample = None
         self.notices.append(_DRAWS if self._by_sample is None else _DRAWS_BY_SAMPLE)
@@ -176,7 +193,7 @@ def find_gather(dataset: Any, collate: Collate | None) -> Gather | None:
     owner = dataset if columns is None else columns
     if isinstance(owner, BatchDataset):
         gather = owner.gather
-        return gather if collate is None else lambda indices: collate(_rows(gather(indices), len(indices)))
+        return gather if collate is None else lambda indices: collate(owner.rows(indices))
     if type(dataset) is Subset:
         # Its own __getitems__ would read samples one by one, and without their seeds.
         base = find_gather(dataset.dataset, collate)
@@ -193,7 +210,7 @@ def _from_getitems(dataset: Any, collate: Collate | None) -> Gather:
     def gather(indices: torch.Tensor) -> Any:
         batch = dataset.__getitems__(indices.tolist())
         if not isinstance(batch, list):
-            return batch if collate is None else collate(_rows(batch, len(indices)))
+            return batch if collate is None else collate(rows_of(batch, len(indices)))
         if len(batch) != len(indices):
             raise DataError(
                 f"{type(dataset).__name__}.__getitems__ was asked for {len(indices)} samples and returned "
@@ -204,21 +221,6 @@ def _from_getitems(dataset: Any, collate: Collate | None) -> Gather:
     return gather
 
 
-def _check_rows(batch: Any, expected: int) -> None:
-    # Tensors of different lengths may be a packed batch (values and offsets), which cannot be checked.
-    lengths = {tensor.shape[0] for tensor in nested_tensors(batch) if tensor.dim()}
-    if len(lengths) == 1 and lengths != {expected}:
-        raise DataError(
-            f"The dataset was asked for a batch of {expected} samples and returned {lengths.pop()} rows. "
-            f"Row i of the batch must be the sample indices[i]."
-        )
-
-
-def _rows(batch: Any, count: int) -> list[Any]:
-    _check_rows(batch, count)
-    return [map_tensors(lambda rows, row=row: rows[row], batch) for row in range(count)]  # type: ignore[misc]
-
-
 class SampleReader(Reader):
     """Reads `dataset[index]` for each sample, each with its own seed, and collates them."""
 
@@ -226,28 +228,55 @@ class SampleReader(Reader):
         super().__init__()
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
-    def read(self, epoch: int, indices: torch.Tensor) -> Any:
+    def read(self, request: Request) -> Any:
         """Return these samples as one batch; leaves the global generators changed."""
-        samples, numbers = [], indices.tolist()
-        for index in numbers:
-            seed_sample(self._seed, epoch, index)
-            try:
+        samples, numbers = [], request.indices.tolist()
+        for index, number in zip(numbers, request.draw_numbers, strict=True):
+            seed_sample(self._seed, request.epoch, number)
+            with noting(f"This happened while reading sample {index} of the dataset in epoch {request.epoch}."):
                 samples.append(self._dataset[index])
-            except Exception as error:
-                error.add_note(f"This happened while reading sample {index} of the dataset in epoch {epoch}.")
-                raise
-        try:
-            return self._collate(samples)
-        except Exception as error:
-            error.add_note(
-                f"This happened while making a batch of the samples {_shortened(numbers)}. If samples cannot be "
-                f"stacked, define collate(samples) in the Task."
-            )
-            raise
+        return collate_samples(self._collate, samples, numbers)
 
     def describe(self) -> str:
         """Return in a few words how the dataset is read."""
         return "sample by sample"
+
+
+class RowReader(Reader):
+    """Reads the rows of a `BatchDataset` that draws, each with its own seed, and collates them."""
+
+    def __init__(self, dataset: BatchDataset, collate: Collate, seed: int) -> None:
+        super().__init__()
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def read(self, request: Request) -> Any:
+        """Return these samples as one batch; leaves the global generators changed."""
+        numbers = request.draw_numbers
+        rows = self._dataset.rows(request.indices, lambda row: seed_sample(self._seed, request.epoch, numbers[row]))
+        return collate_samples(self._collate, rows, request.indices.tolist())
+
+    def describe(self) -> str:
+        """Return in a few words how the dataset is read."""
+        return "by rows"
+
+
+@contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Add a note to what is raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
+
+
+def collate_samples(collate: Collate, samples: list[Any], numbers: list[int]) -> Any:
+    """Make a batch of samples; what is raised names them."""
+    with noting(
+        f"This happened while making a batch of the samples {_shortened(numbers)}. If samples cannot be stacked, "
+        "define collate(samples) in the Task."
+    ):
+        return collate(samples)
 
 
 def _shortened(indices: list[int]) -> str:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from instep.data.input_pace import Change, InputPace, Limits, Window
-from instep.data.pools import READ_AHEAD, Pool, ProcessPool, Request, ThreadPool, TimedBatch, read_timed
-from instep.data.readers import Reader, generators_kept
+from instep.data.pools import READ_AHEAD, Pool, ProcessPool, ThreadPool, TimedBatch, read_timed
+from instep.data.readers import Reader, Request, generators_kept
 from instep.world.tensors import nested_tensors
 
 _WINDOW_S = 0.5
@@ -211,7 +211,7 @@ class Source:
         until = time.perf_counter() + _REST_S
         for request in feed:
             feed.delivered()
-            yield self._reader.read(*request)
+            yield self._reader.read(request)
             if time.perf_counter() > until:
                 return
 

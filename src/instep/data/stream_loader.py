@@ -15,10 +15,11 @@ import torch
 from torch.utils.data import default_collate
 
 from instep.core.errors import DataError, SpecError
+from instep.data.batch_plan import BatchSpec
 from instep.data.chunks import Chunks
-from instep.data.loader import GlobalBatch, Loader, LoadOptions, MakePlan, Part, to_device
+from instep.data.loader import GlobalBatch, Loader, LoadOptions, Part, to_device
 from instep.data.order import Indices
-from instep.data.readers import generators_kept
+from instep.data.readers import Request, generators_kept
 from instep.data.source import one_thread
 from instep.data.stream import Place, StreamEpoch, check_stream, stream_length
 from instep.data.stream_reader import StreamBatch, StreamReader, collate_elements
@@ -29,11 +30,11 @@ _ANY_NUMBER = 1 << 62
 class StreamLoader(Loader):
     """Loads this rank's parts of the global batches of a stream."""
 
-    def __init__(self, dataset: Any, make_plan: MakePlan, options: LoadOptions) -> None:
+    def __init__(self, dataset: Any, batches: BatchSpec, options: LoadOptions) -> None:
         check_stream(dataset)
         self.num_samples = stream_length(dataset)
         # Where the length is unknown, the plan only says how one batch is cut.
-        plan = make_plan(_ANY_NUMBER if self.num_samples is None else max(1, self.num_samples))
+        plan = batches.plan(_ANY_NUMBER if self.num_samples is None else max(1, self.num_samples))
         self.plan = replace(plan, num_samples=plan.batch_size) if self.num_samples is None else plan
         self.steps_per_epoch = None if self.num_samples is None else self.plan.num_batches
         self._dataset, self._device = dataset, options.device
@@ -90,7 +91,7 @@ class StreamLoader(Loader):
         batches: deque[StreamBatch] = deque()
 
         def parts() -> Iterator[Any]:
-            requests = ((0, torch.tensor([step])) for step in range(first, last))
+            requests = (Request(0, torch.tensor([step])) for step in range(first, last))
             for step, batch in enumerate(self.source.read(requests), first):
                 self._reader.follow(step + 1, batch.place)
                 batches.append(batch._replace(parts=()))

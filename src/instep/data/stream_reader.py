@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import default_collate
 
 from instep.core.errors import DataError, SpecError
+from instep.data.batch_plan import BatchPlan, PartPlan
 from instep.data.digest import shape_of
-from instep.data.order import BatchPlan, PartPlan
-from instep.data.readers import Collate, Reader
+from instep.data.readers import Collate, Reader, Request
 from instep.data.stream import Place, StreamEpoch
 
 Say = Callable[[str], None]
@@ -86,10 +85,9 @@ class StreamReader(Reader):
         while self._step < step:
             self._advance(collates=False)
 
-    def read(self, epoch: int, indices: torch.Tensor) -> StreamBatch:
-        """Return the global batch of the step that `indices` holds."""
-        del epoch  # the stream knows
-        self.seek(int(indices[0]))
+    def read(self, request: Request) -> StreamBatch:
+        """Return the global batch of the step that the request's `indices` hold; the stream knows the epoch."""
+        self.seek(int(request.indices[0]))
         return self._advance(collates=True)
 
     def _advance(self, collates: bool) -> StreamBatch:

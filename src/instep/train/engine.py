@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.core.errors import TaskError
 from instep.core.spec import TrainSpec
 from instep.core.splitmix import mix64
+from instep.data.batch_plan import BatchPlan, PartPlan
 from instep.data.loader import GlobalBatch
-from instep.data.order import BatchPlan, PartPlan
 from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.norm import update_running_statistics

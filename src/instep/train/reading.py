@@ -14,10 +14,11 @@ import torch
 from instep.core.errors import DataError, TaskError
 from instep.core.microbatches import cut
 from instep.core.spec import TrainSpec
+from instep.data.batch_plan import BatchSpec
 from instep.data.kinds import open_chunks, open_loader
 from instep.data.loader import GlobalBatch, LoadOptions
 from instep.data.nested import map_tensors
-from instep.data.order import BatchPlan, Indices
+from instep.data.order import Indices
 from instep.events.schema import InputRecord
 from instep.guard.pulse import Phase, here
 from instep.train.engine import Engine
@@ -32,14 +33,16 @@ class BatchReader:
     """Reads the global batches of a run's steps."""
 
     def __init__(self, engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None) -> None:
-        make_plan = partial(
-            BatchPlan,
+        batches = BatchSpec(
+            seed=spec.seed,
             batch_size=spec.batch_size,
             accumulate=spec.accumulate,
             drop_last=spec.drop_last,
             shards=spec.num_shards,
+            shuffle_window=spec.shuffle_window,
+            batch_tokens=spec.batch_tokens,
         )
-        self.loader = open_loader(dataset, make_plan, _load_options(engine, spec, collate))
+        self.loader = open_loader(dataset, batches, _load_options(engine, spec, collate))
         self.source = self.loader.source
         self._dataset = dataset
         self._engine = engine

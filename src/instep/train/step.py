@@ -21,8 +21,8 @@ from torch import nn
 
 from instep.core.errors import TaskError
 from instep.core.stop import StopRequest
+from instep.data.batch_plan import PartPlan
 from instep.data.loader import GlobalBatch, Part
-from instep.data.order import PartPlan
 from instep.events.schema import StepRecord
 from instep.guard.pulse import Phase, here
 from instep.parallel.regional import raising_compile_errors

@@ -20,7 +20,7 @@ from torch import nn
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
-from instep.data.order import PartPlan
+from instep.data.batch_plan import PartPlan
 from instep.train.source import TaskSource
 from instep.train.worker import process_settings, worker_main
 from instep.world.tensors import nested_tensors

@@ -1,0 +1,64 @@
+"""Which order a dataset is read in: a dataset may bring its own, or say in which blocks it lies.
+
+Ranks: all, alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Subset
+
+from instep.core.errors import SpecError
+from instep.data.batch_plan import BatchSpec
+from instep.data.order import Indices, Order, SampleOrder
+from instep.data.orders.blocks import BlockOrder, sizes_within
+
+MakeOrder = Callable[[BatchSpec], Order]
+
+
+class OrderedDataset:
+    """The samples of a dataset, in an order of their own when they are trained on.
+
+    An evaluation reads the same samples in the dataset's order, each once.
+    """
+
+    def __init__(self, samples: Any, make_order: MakeOrder) -> None:
+        if isinstance(samples, OrderedDataset):
+            raise SpecError(
+                "This dataset already has an order of its own (weighted, grouped, bucketed, mix, curriculum). Only mix "
+                "takes datasets that have one: apply the others to the samples themselves."
+            )
+        self.samples = samples
+        self.make_order = make_order
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.samples[index]
+
+
+def samples_of(dataset: Any) -> Any:
+    """Return the samples of a dataset, without the order that they are trained on in."""
+    return dataset.samples if isinstance(dataset, OrderedDataset) else dataset
+
+
+def order_of(dataset: Any, num_samples: int, batches: BatchSpec) -> Order:
+    """Return the order in which a dataset is trained on; `num_samples`: of its samples."""
+    if isinstance(dataset, OrderedDataset):
+        return dataset.make_order(batches)
+    block_sizes = blocks_of(dataset)
+    if block_sizes is None:
+        return SampleOrder(batches.seed, num_samples)
+    return BlockOrder(batches.seed, block_sizes, batches.shuffle_window)
+
+
+def blocks_of(dataset: Any) -> Indices | None:
+    """Return the number of samples in each block that a dataset reads at once; None: it has no blocks."""
+    if type(dataset) is Subset:
+        block_sizes = blocks_of(dataset.dataset)
+        return None if block_sizes is None else sizes_within(block_sizes, dataset.indices)
+    sizes: Indices | None = getattr(dataset, "block_sizes", None)
+    return sizes
