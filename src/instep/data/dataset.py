@@ -66,29 +66,30 @@ class BatchDataset(ABC):
     def __getitem__(self, index: int | slice) -> Any:
         """Return one sample, for people who want to look at it; for a slice, a dataset of these samples."""
         if isinstance(index, slice):
-            return _Slice(self, range(len(self))[index])
+            return SelectedDataset(self, np.arange(len(self))[index])
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return map_tensors(lambda rows: rows[0], self.gather(torch.tensor([index % len(self)])))
 
 
-class _Slice(BatchDataset):
+class SelectedDataset(BatchDataset):
     """Some samples of a dataset."""
 
-    def __init__(self, dataset: BatchDataset, indices: range) -> None:
-        self._dataset, self._indices = dataset, indices
+    def __init__(self, dataset: BatchDataset, indices: npt.ArrayLike) -> None:
+        self._dataset, chosen = dataset, np.array(indices, dtype=np.int64)
+        self._indices = torch.from_numpy(chosen)
         self.is_thread_safe, self.draws_by_row = dataset.is_thread_safe, dataset.draws_by_row
         if dataset.block_sizes is not None:
-            self.block_sizes = sizes_within(dataset.block_sizes, np.arange(indices.start, indices.stop, indices.step))
+            self.block_sizes = sizes_within(dataset.block_sizes, chosen)
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def gather(self, indices: torch.Tensor) -> Any:
-        return self._dataset.gather(indices * self._indices.step + self._indices.start)
+        return self._dataset.gather(self._indices.index_select(0, indices))
 
     def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
-        return self._dataset.rows(indices * self._indices.step + self._indices.start, begin_row)
+        return self._dataset.rows(self._indices.index_select(0, indices), begin_row)
 
 
 def check_split(split: str) -> None:

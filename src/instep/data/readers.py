@@ -25,7 +25,7 @@ from torch.utils.data import Subset, default_collate
 
 from instep.core.errors import DataError
 from instep.data.columns import as_columns
-from instep.data.dataset import BatchDataset
+from instep.data.dataset import BatchDataset, SelectedDataset
 from instep.data.digest import shape_of
 from instep.data.nested import check_rows, rows_of
 
@@ -78,6 +78,7 @@ class Reader(ABC):
 
 def find_reader(dataset: Any, collate: Collate | None, seed: int) -> Reader:
     """Return how to read a dataset: a whole batch at once if possible, else sample by sample."""
+    dataset = _selected(dataset)
     if isinstance(dataset, BatchDataset) and dataset.draws_by_row:
         return RowReader(dataset, collate or default_collate, seed)
     gather = find_gather(dataset, collate)
@@ -92,6 +93,14 @@ def find_reader(dataset: Any, collate: Collate | None, seed: int) -> Reader:
         is_thread_safe=is_thread_safe,
         by_sample=None if single is None else SampleReader(single, collate or default_collate, seed),
     )
+
+
+def _selected(dataset: Any) -> Any:
+    """Return a Subset of a `BatchDataset` as one itself, and anything else unchanged."""
+    if type(dataset) is not Subset:
+        return dataset
+    base = _selected(dataset.dataset)
+    return SelectedDataset(base, dataset.indices) if isinstance(base, BatchDataset) else dataset
 
 
 class _OneByOne:
