@@ -108,6 +108,11 @@ class Loader(ABC):
     def sample_indices(self, step: int) -> Indices:
         """Return the sample indices of the whole global batch of a step, the last one that was loaded, row by row."""
 
+    def taken(self, num_steps: int) -> dict[str, int] | None:
+        """Return how many samples of each source the first steps have; None: there is one source."""
+        del num_steps
+        return None
+
     def state(self) -> dict[str, Any] | None:
         """Return where reading is after the last batch; None: that follows from the step."""
         return None
@@ -126,7 +131,9 @@ class TrainLoader(Loader):
 
     def __init__(self, dataset: Any, plan: BatchPlan, order: Order, options: LoadOptions) -> None:
         assert plan.num_samples == order.num_samples
+        plan.check_world(options.world_size)
         self.source = options.open_source(find_reader(dataset, options.collate, options.seed))
+        self.source.notices.extend(order.notices())
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
@@ -154,6 +161,10 @@ class TrainLoader(Loader):
         batch = self._plan.batch(step)
         positions = np.arange(batch.first_position, batch.first_position + batch.size)
         return self._order.indices(batch.epoch, positions)
+
+    def taken(self, num_steps: int) -> dict[str, int] | None:
+        """Return how many samples of each source the first steps have; None: there is one source."""
+        return self._order.taken(num_steps)
 
     def _requests(self, first: int, last: int) -> Iterator[Request]:
         """Yield the requests for this rank's parts of the steps; look up the samples of a whole run at once."""

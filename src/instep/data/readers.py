@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from instep.core.errors import DataError
+from instep.data.by_rows import by_rows
 from instep.data.columns import as_columns
 from instep.data.dataset import BatchDataset
 from instep.data.digest import shape_of
@@ -78,6 +79,8 @@ class Reader(ABC):
 
 def find_reader(dataset: Any, collate: Collate | None, seed: int) -> Reader:
     """Return how to read a dataset: a whole batch at once if possible, else sample by sample."""
+    if type(dataset) is Subset and _draws_by_row(dataset):
+        dataset = by_rows(dataset)
     if isinstance(dataset, BatchDataset) and dataset.draws_by_row:
         return RowReader(dataset, collate or default_collate, seed)
     gather = find_gather(dataset, collate)
@@ -112,6 +115,12 @@ def _one_by_one(dataset: Any) -> Any:
         base = _one_by_one(dataset.dataset)
         return None if base is None else Subset(base, dataset.indices)
     return _OneByOne(dataset) if callable(getattr(dataset, "__getitems__", None)) else None
+
+
+def _draws_by_row(dataset: Any) -> bool:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return isinstance(dataset, BatchDataset) and dataset.draws_by_row
 
 
 def _is_thread_safe(dataset: Any) -> bool:
@@ -197,7 +206,7 @@ def find_gather(dataset: Any, collate: Collate | None) -> Gather | None:
     if type(dataset) is Subset:
         # Its own __getitems__ would read samples one by one, and without their seeds.
         base = find_gather(dataset.dataset, collate)
-        numbers = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
+        numbers = torch.from_numpy(np.array(dataset.indices, dtype=np.int64))  # a list of 10^8 would take minutes
         return None if base is None else lambda indices: base(numbers.index_select(0, indices))
     if callable(getattr(dataset, "__getitems__", None)):
         return _from_getitems(dataset, collate)
