@@ -6,6 +6,7 @@ are, and noise or anything else.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -242,3 +243,32 @@ def test_the_same_batches_from_worker_processes(name: str) -> None:
 @every
 def test_another_seed_is_another_order(name: str) -> None:
     assert global_batches(name, 0, 3, 1, seed=4) != alone(name)[:3]
+
+
+def test_the_orders_stay_what_they_were() -> None:
+    """The order of a seed must never change between versions: a run that continues would train on other samples."""
+    found = {name: digest(samples_of(alone(name))) for name in ORDERS}
+    assert found == ORDERS
+
+
+def digest(samples: list[int]) -> str:
+    return hashlib.sha256(repr(samples).encode()).hexdigest()[:8]
+
+
+ORDERS = {
+    "plain": "4bdd6e65",
+    "columns": "4bdd6e65",
+    "blocks": "a62d5bfa",
+    "mapped": "a4579095",
+    "split": "e64f9dfd",
+    "weighted": "63109e26",
+    "weighted-once": "d3ddc11d",
+    "balanced": "ba8da609",
+    "grouped": "757354c6",
+    "bucketed": "9f94b305",
+    "bucketed-window": "2761a578",
+    "tokens": "e229ee0c",
+    "mix": "3ec74967",
+    "mix-by-step": "936e8062",
+    "mix-of-columns": "08f2459c",
+}

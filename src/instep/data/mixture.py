@@ -5,6 +5,7 @@ Ranks: all, alike.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,11 +67,16 @@ def _constant_weights(weights: Shares, names: list[str]) -> WeightsOf:
 
 def _weights_by_step(weights: Callable[[int], Shares], names: list[str]) -> WeightsOf:
     def weights_of(steps: Indices) -> npt.NDArray[np.float64]:
-        rows = np.array([_by_name(weights(step), names) for step in steps.tolist()], dtype=np.float64)
-        wrong = np.flatnonzero(~(np.isfinite(rows) & (rows >= 0)).all(axis=1) | ~rows.any(axis=1))
-        if wrong.size:
-            what = f"mix: weights at step {int(steps[wrong[0]])}"
-            checked_weights(rows[wrong[0]], [repr(name) for name in names], what)
+        given = [weights(step) for step in steps.tolist()]
+        if isinstance(given[0], Mapping) or {len(row) for row in given} != {len(names)}:
+            given = [_by_name(row, names) for row in given]
+        # Not np.array(given), which takes twice as long: a run that resumes looks at all earlier steps.
+        rows = np.fromiter(itertools.chain.from_iterable(given), np.float64).reshape(-1, len(names))
+        with np.errstate(over="ignore"):
+            odd = np.flatnonzero(~(rows >= 0).all(axis=1) | ~rows.any(axis=1) | ~np.isfinite(rows.sum(axis=1)))
+        for place in odd.tolist():
+            what = f"mix: weights at step {int(steps[place])}"
+            rows[place] = checked_weights(rows[place], [repr(name) for name in names], what)
         return rows
 
     return weights_of

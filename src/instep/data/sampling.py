@@ -94,9 +94,9 @@ def checked_weights(weights: npt.ArrayLike, names: list[str], what: str) -> npt.
         raise SpecError(f"{what}: {array[wrong[0]]} for {where} is no weight. Use numbers that are not negative.")
     if not array.any():
         raise SpecError(f"{what}: all {len(array)} are zero, so there is nothing to draw. Give at least one above 0.")
-    if not np.isfinite(array.sum()):
-        raise SpecError(f"{what}: their sum is more than a float64 holds. Only ratios count: use smaller ones.")
-    return array
+    with np.errstate(over="ignore"):
+        has_sum = np.isfinite(array.sum())
+    return array if has_sum else array / array.max()
 
 
 def numbers_of(what: str, labels: npt.ArrayLike, dataset: Any) -> Indices:

@@ -133,16 +133,20 @@ class _Shares:
 
     def _compute_chunk(self, number: int) -> _Chunk:
         while len(self._totals) <= number:
-            self._chunk(len(self._totals) - 1)
+            ends = self._ends(len(self._totals) - 1).sum(axis=0)
+            self._totals.append(self._totals[-1] + np.diff(ends, prepend=0))
+        ends = self._ends(number)
+        before = np.zeros((len(ends) + 1, ends.shape[1]), dtype=np.int64)
+        np.cumsum(np.diff(ends, axis=1, prepend=0), axis=0, out=before[1:])
+        before += self._totals[number]
+        return _Chunk(ends, before)
+
+    def _ends(self, number: int) -> Indices:
+        """Return the row behind those of each source, in the steps of a chunk."""
         steps = np.arange(number * _CHUNK_STEPS, (number + 1) * _CHUNK_STEPS)
         weights = np.cumsum(self._weights_of(steps), axis=1)
         offsets = ((steps.view(np.uint64) * _GOLDEN + self._start) >> 11).astype(np.float64)[:, None] * 2.0**-53
         sizes = self._sizes_of(steps)[:, None]
         # The sum with an offset just below 1 may be rounded up to one row too many.
-        ends = np.minimum(np.floor(sizes * (weights / weights[:, -1:]) + offsets).astype(np.int64), sizes)
-        before = np.zeros((len(steps) + 1, ends.shape[1]), dtype=np.int64)
-        np.cumsum(np.diff(ends, axis=1, prepend=0), axis=0, out=before[1:])
-        before += self._totals[number]
-        if len(self._totals) == number + 1:
-            self._totals.append(before[-1])
-        return _Chunk(ends, before)
+        ends: Indices = np.minimum((sizes * (weights / weights[:, -1:]) + offsets).astype(np.int64), sizes)
+        return ends
