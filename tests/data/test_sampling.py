@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,30 @@ def test_nested_batches_of_sources_are_merged() -> None:
     for batch in batches:
         assert (batch["twice"] == batch["ids"][:, None]).all()
     assert sorted(torch.cat([batch["ids"] for batch in batches]).tolist()) == list(range(20))
+
+
+@dataclass(frozen=True)
+class Row:
+    ids: torch.Tensor
+    pair: tuple[torch.Tensor, list[str]]
+
+
+class Records(BatchDataset):
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def __len__(self) -> int:
+        return 10
+
+    def gather(self, indices: torch.Tensor) -> Row:
+        ids = self._first + indices
+        return Row(ids, (2 * ids, [str(number) for number in ids.tolist()]))
+
+
+def test_batches_of_any_container_are_merged() -> None:
+    for batch in load(data.mix({"a": Records(0), "b": Records(10)}, [1, 1])):
+        assert batch.pair[0].tolist() == (2 * batch.ids).tolist()
+        assert batch.pair[1] == [str(number) for number in batch.ids.tolist()]
 
 
 class Drawn(BatchDataset):

@@ -5,6 +5,8 @@ Ranks: all, alike.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -98,7 +100,9 @@ class MixedDataset(BatchDataset):
 
     def __init__(self, parts: Mapping[str, BatchDataset]) -> None:
         self._names, self._parts = list(parts), list(parts.values())
-        self._ends = torch.tensor([len(part) for part in self._parts]).cumsum(0)
+        sizes = torch.tensor([len(part) for part in self._parts])
+        self._ends = sizes.cumsum(0)
+        self._starts = self._ends - sizes
         self.is_thread_safe = all(part.is_thread_safe for part in self._parts)
         self.draws_by_row = any(part.draws_by_row for part in self._parts)
 
@@ -110,13 +114,11 @@ class MixedDataset(BatchDataset):
         if self.draws_by_row:
             return default_collate(self.rows(indices))
         numbers, own = self._located(indices)
-        order, names, batches = [], [], []
-        for number in numbers.unique().tolist():
-            here = torch.nonzero(numbers == number).flatten()
-            order.append(here)
-            names.append(self._names[number])
-            batches.append(self._parts[number].gather(own[here]))
-        return _merged(batches, torch.cat(order).argsort(), names) if len(batches) > 1 else batches[0]
+        order = numbers.argsort(stable=True)
+        counts = numbers.bincount(minlength=len(self._parts)).tolist()
+        chosen = zip(self._names, self._parts, own[order].split(counts), counts, strict=True)
+        batches = {name: part.gather(here) for name, part, here, count in chosen if count}
+        return _merged(list(batches.values()), order.argsort(), list(batches))
 
     def rows(self, indices: torch.Tensor, begin_row: BeginRow | None = None) -> list[Any]:
         """Return these samples one by one."""
@@ -135,7 +137,7 @@ class MixedDataset(BatchDataset):
     def _located(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of each sample's part, and its index there."""
         numbers = torch.searchsorted(self._ends, indices, right=True)
-        return numbers, indices - torch.cat([torch.zeros(1, dtype=torch.int64), self._ends])[numbers]
+        return numbers, indices - self._starts[numbers]
 
 
 def _merged(batches: list[Any], order: torch.Tensor, names: list[str]) -> Any:
@@ -154,6 +156,12 @@ def _merged(batches: list[Any], order: torch.Tensor, names: list[str]) -> Any:
                 return [items[place] for place in order.tolist()]
             columns = [_merged(list(column), order, names) for column in zip(*batches, strict=True)]
             return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            changed = copy.copy(first)
+            for field in dataclasses.fields(first):
+                column = [getattr(batch, field.name) for batch in batches]
+                object.__setattr__(changed, field.name, _merged(column, order, names))  # it may be frozen
+            return changed
     raise _unlike(names, batches, "batch")
 
 
