@@ -64,6 +64,7 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
     assert set(TrainSpec().recipe()) == {
         "accumulate",
         "batch_size",
+        "batch_tokens",
         "clip_norm",
         "clip_value",
         "compile",
@@ -78,6 +79,7 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
         "precision",
         "seed",
         "shards",
+        "shuffle_window",
         "threads",
         "warmup",
     }

@@ -66,5 +66,5 @@ def test_half_a_line_of_a_killed_process_is_skipped(tmp_path: Path) -> None:
 def test_a_kind_registers_itself() -> None:
     assert RECORDS["step"] is StepRecord
     repeated = {name for name, record in RECORDS.items() if record.once_per_step}
-    assert repeated == {"step", "epoch", "eval", "save"}
+    assert repeated == {"step", "epoch", "eval", "save", "sources"}
     assert all("step" in RECORDS[name].__dataclass_fields__ for name in repeated)

@@ -25,7 +25,7 @@ from instep.core.options import (
     output_option,
     recipe_option,
 )
-from instep.core.spec_checks import DEFAULT_PATIENCE, check_spec
+from instep.core.spec_checks import DEFAULT_BATCH_SIZE, DEFAULT_PATIENCE, check_spec
 from instep.core.trackers import parse_trackers
 
 DEFAULT_SHARDS = 16
@@ -49,7 +49,7 @@ class TrainSpec(LaunchSpec):
     )
     steps: int | None = operational_option(None, TRAINING, "optimizer steps, instead of --epochs", at_least=1)
     batch_size: int = recipe_option(
-        64, TRAINING, "samples in one optimizer step, over all processes and accumulation", at_least=1
+        DEFAULT_BATCH_SIZE, TRAINING, "samples in one optimizer step, over all processes and accumulation", at_least=1
     )
     accumulate: int = recipe_option(1, TRAINING, "micro-batches that a global batch is split into", at_least=1)
     seed: int = recipe_option(0, TRAINING, "seed of all randomness")
@@ -240,7 +240,10 @@ class TrainSpec(LaunchSpec):
     @property
     def num_shards(self) -> int:
         """The number of shards that each micro-batch of a full batch is split into; 0 without exact mode."""
-        return min(self.shards or DEFAULT_SHARDS, self._micro_rows) if self.exact else 0
+        if not self.exact:
+            return 0
+        shards = self.shards or DEFAULT_SHARDS
+        return shards if self.batch_tokens is not None else min(shards, self._micro_rows)
 
     @property
     def _micro_rows(self) -> int:
@@ -289,6 +292,8 @@ class TrainSpec(LaunchSpec):
         mesh = self.mesh_of(world_size)
         if mesh.pp > 1:
             self.check_pipeline(mesh)
+        if self.batch_tokens is not None:
+            return  # the data's lengths say how many rows a batch has: `BatchPlan.check_world`
         world_size = mesh.data_size
         rows = self.batch_size // self.accumulate
         if self.exact:

@@ -15,6 +15,7 @@ from instep.core.trackers import parse_trackers
 if TYPE_CHECKING:
     from instep.core.spec import TrainSpec
 
+DEFAULT_BATCH_SIZE = 64
 DEFAULT_PATIENCE = 3
 
 
@@ -30,7 +31,13 @@ def check_spec(spec: TrainSpec) -> None:
 def _check_batch(spec: TrainSpec) -> None:
     if spec.shards is not None and not spec.exact:
         raise SpecError(f"shards={spec.shards} is for exact mode, which is off. Add --exact.")
-    if spec.shards is not None and spec.shards > spec.batch_size:
+    if spec.batch_tokens is not None and spec.batch_size != DEFAULT_BATCH_SIZE:
+        raise SpecError(
+            f"batch_tokens={spec.batch_tokens} and batch_size={spec.batch_size} both say how large a batch is. Give "
+            "one of them."
+        )
+    is_sized = spec.batch_tokens is None
+    if is_sized and spec.shards is not None and spec.shards > spec.batch_size:
         raise SpecError(
             f"batch_size={spec.batch_size} cannot be split into shards={spec.shards}: some would be empty. "
             f"Use shards <= {spec.batch_size}."
@@ -39,7 +46,7 @@ def _check_batch(spec: TrainSpec) -> None:
         raise SpecError(f"epochs={spec.epochs} and steps={spec.steps} both say when to end. Give one of them.")
     if spec.preempted_exit not in range(256):
         raise SpecError(f"preempted_exit={spec.preempted_exit} is not an exit code. Use 0 to 255.")
-    if spec.batch_size < spec.accumulate:
+    if is_sized and spec.batch_size < spec.accumulate:
         raise SpecError(
             f"batch_size={spec.batch_size} cannot be split into accumulate={spec.accumulate} micro-batches: "
             f"some would be empty. Use accumulate <= {spec.batch_size}."

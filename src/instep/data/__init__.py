@@ -9,22 +9,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from instep.data.blending import cutmix, mixup
     from instep.data.dataset import BatchDataset
     from instep.data.datasets.digits import digits
     from instep.data.datasets.mnist import mnist
     from instep.data.datasets.text import text
     from instep.data.datasets.tokens import tokens
+    from instep.data.mixture import mix
     from instep.data.sampler import OrderSampler
+    from instep.data.sampling import balanced, bucketed, grouped, weighted
+    from instep.data.splitting import folds, split
 
-__all__ = ["BatchDataset", "OrderSampler", "digits", "mnist", "text", "tokens"]
+__all__ = [
+    "BatchDataset",
+    "OrderSampler",
+    "balanced",
+    "bucketed",
+    "cutmix",
+    "digits",
+    "folds",
+    "grouped",
+    "mix",
+    "mixup",
+    "mnist",
+    "split",
+    "text",
+    "tokens",
+    "weighted",
+]
+
+_HOMES = {
+    "BatchDataset": "dataset",
+    "OrderSampler": "sampler",
+    **dict.fromkeys(("balanced", "bucketed", "grouped", "weighted"), "sampling"),
+    **dict.fromkeys(("folds", "split"), "splitting"),
+    "mix": "mixture",
+    **dict.fromkeys(("cutmix", "mixup"), "blending"),
+}
+"""The modules of names that are not in `datasets`."""
 
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import instep` does not import torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"BatchDataset": "instep.data.dataset", "OrderSampler": "instep.data.sampler"}.get(name)
-    return getattr(import_module(home or f"instep.data.datasets.{name}"), name)
+    return getattr(import_module(f"instep.data.{_HOMES.get(name, f'datasets.{name}')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -121,13 +121,23 @@ class BatchPlan:
         """Return the number of shards of a global batch of `size` rows."""
         return len(self._shards(size))
 
+    def check_world(self, world_size: int) -> None:
+        """Raise SpecError if ranks would have no samples in any step, where the spec alone does not tell."""
+        del world_size
+
+    def _full_size(self, size: int) -> int:
+        """Return the size of a full batch, where a batch has `size` rows: its shards are as large as those of that."""
+        del size
+        return self.batch_size
+
     def _bounds(self, size: int) -> list[int]:
         count = min(self.accumulate, size)
         return [size * i // count for i in range(count + 1)]
 
     def _shards(self, size: int) -> tuple[PartPlan, ...]:
         """Cut a global batch into shards of one size; the last one of each micro-batch may be smaller."""
-        rows = -(-max(b - a for a, b in itertools.pairwise(self._bounds(self.batch_size))) // self.shards)
+        micro_rows = max(b - a for a, b in itertools.pairwise(self._bounds(self._full_size(size))))
+        rows = -(-micro_rows // self.shards)
         cuts = [
             (start, min(rows, last - start))
             for first, last in itertools.pairwise(self._bounds(size))

@@ -108,6 +108,11 @@ class Loader(ABC):
     def sample_indices(self, step: int) -> Indices:
         """Return the sample indices of the whole global batch of a step, the last one that was loaded, row by row."""
 
+    def taken(self, num_steps: int) -> dict[str, int] | None:
+        """Return how many samples of each source the first steps have; None: there is one source."""
+        del num_steps
+        return None
+
     def state(self) -> dict[str, Any] | None:
         """Return where reading is after the last batch; None: that follows from the step."""
         return None
@@ -126,7 +131,10 @@ class TrainLoader(Loader):
 
     def __init__(self, dataset: Any, plan: BatchPlan, order: Order, options: LoadOptions) -> None:
         assert plan.num_samples == order.num_samples
-        self.source = options.open_source(find_reader(dataset, options.collate, options.seed))
+        plan.check_world(options.world_size)
+        self._reader = find_reader(dataset, options.collate, options.seed)
+        self.source = options.open_source(self._reader)
+        self.source.notices.extend(order.notices())
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
@@ -155,17 +163,19 @@ class TrainLoader(Loader):
         positions = np.arange(batch.first_position, batch.first_position + batch.size)
         return self._order.indices(batch.epoch, positions)
 
+    def taken(self, num_steps: int) -> dict[str, int] | None:
+        """Return how many samples of each source the first steps have; None: there is one source."""
+        return self._order.taken(num_steps)
+
     def _requests(self, first: int, last: int) -> Iterator[Request]:
-        """Yield the requests for this rank's parts of the steps; look up the samples of a whole run at once."""
-        for run in self._runs(first, last):
-            epoch, position, size = run.start
-            starts = position + size * np.arange(run.num_steps)
-            rows = [np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in run.parts]
-            # In exact mode a short batch may have no shard for this rank.
-            positions = (starts[:, None] + np.concatenate([np.arange(0), *rows])).reshape(-1)
-            sizes = [plan.num_rows for plan in run.parts] * run.num_steps
+        """Yield the requests for this rank's parts of the steps; look up the samples of many steps at once."""
+        for runs in _groups(self._runs(first, last)):
+            epoch = runs[0].start.epoch
+            positions = np.concatenate([run.positions() for run in runs])
+            sizes = [size for run in runs for size in [plan.num_rows for plan in run.parts] * run.num_steps]
             indices = torch.from_numpy(self._order.indices(epoch, positions)).split(sizes)
-            if (draws := self._order.draws(epoch, positions)) is None:
+            draws = None if self._reader.draws is False else self._order.draws(epoch, positions)
+            if draws is None:
                 for part in indices:
                     yield Request(epoch, part)
             else:
@@ -192,6 +202,34 @@ class _Run(NamedTuple):
     """The first step's batch."""
     parts: tuple[PartPlan, ...]
     num_shards: int
+
+    @property
+    def num_rows(self) -> int:
+        """The number of this rank's rows."""
+        return self.num_steps * sum(plan.num_rows for plan in self.parts)
+
+    def positions(self) -> Indices:
+        """Return the positions in the epoch of this rank's rows."""
+        _, position, size = self.start
+        starts = position + size * np.arange(self.num_steps)
+        rows = [np.arange(plan.first_row, plan.first_row + plan.num_rows) for plan in self.parts]
+        # In exact mode a short batch may have no shard for this rank.
+        positions: Indices = (starts[:, None] + np.concatenate([np.arange(0), *rows])).reshape(-1)
+        return positions
+
+
+def _groups(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
+    """Yield runs of one epoch together, as many as should be looked up at once."""
+    group: list[_Run] = []
+    num_rows = 0
+    for run in runs:
+        if group and (run.start.epoch != group[0].start.epoch or num_rows + run.num_rows > _LOOKUP_ROWS):
+            yield group
+            group, num_rows = [], 0
+        group.append(run)
+        num_rows += run.num_rows
+    if group:
+        yield group
 
 
 def evaluation_chunks(

@@ -66,6 +66,15 @@ class Order(ABC):
         """Return how its epochs are cut into global batches."""
         return spec.plan(self.num_samples)
 
+    def notices(self) -> list[str]:
+        """Return what to tell the user once."""
+        return []
+
+    def taken(self, num_steps: int) -> dict[str, int] | None:
+        """Return how many samples of each source the first steps of a run have; None: there is one source."""
+        del num_steps
+        return None
+
 
 @dataclass(frozen=True)
 class SampleOrder(Order):
@@ -90,13 +99,14 @@ def permute(key: str, size: int, positions: npt.ArrayLike) -> Indices:
     cells = np.array(positions, dtype=np.int64)
     assert cells.size == 0 or (cells.min() >= 0 and cells.max() < size), "position beyond the permutation"
     flat = cells.reshape(-1).view(np.uint64)
-    keys = _round_keys(key, _ROUNDS if size >= _FEW else _ROUNDS_IF_FEW)
+    keys = round_keys(key, _ROUNDS if size >= _FEW else _ROUNDS_IF_FEW)
     for start in range(0, flat.size, _BLOCK):
         _permute(flat[start : start + _BLOCK], size, keys)
     return cells
 
 
-def _round_keys(key: str, rounds: int) -> list[_Words]:
+def round_keys(key: str, rounds: int) -> list[_Words]:
+    """Return so many words for a key, in arrays of one."""
     digests = [  # each has 8 keys of 8 bytes
         hashlib.blake2b(f"{key}/{number}".encode(), person=b"instep.order").digest() for number in range(rounds // 8)
     ]
@@ -108,14 +118,15 @@ def _permute(cells: _Words, num_samples: int, keys: list[_Words]) -> None:
     height = math.isqrt(num_samples) // 2 * 2 + 2
     width = num_samples // height + 1
     sides = np.array(height, np.uint64), np.array(width, np.uint64)
-    _shuffle_grid(cells, *sides, keys)
+    shuffle_grid(cells, *sides, keys)
     while (beyond := np.flatnonzero(cells >= np.uint64(num_samples))).size:
         walked = cells[beyond]
-        _shuffle_grid(walked, *sides, keys)
+        shuffle_grid(walked, *sides, keys)
         cells[beyond] = walked
 
 
-def _shuffle_grid(cells: _Words, height: _Words, width: _Words, keys: list[_Words]) -> None:
+def shuffle_grid(cells: _Words, height: _Words, width: _Words, keys: list[_Words]) -> None:
+    """Permute the cells of a grid, in place; sides and keys may differ from cell to cell."""
     left = cells // width
     right = cells - left * width
     scratch, spare = np.empty_like(cells), np.empty_like(cells)

@@ -24,7 +24,8 @@ class OrderedDataset:
     An evaluation reads the same samples in the dataset's order, each once.
     """
 
-    def __init__(self, samples: Any, make_order: MakeOrder) -> None:
+    def __init__(self, samples: Any, make_order: MakeOrder, *, comes_once: bool = True) -> None:
+        """`comes_once`: whether every sample comes exactly once in an epoch."""
         if isinstance(samples, OrderedDataset):
             raise SpecError(
                 "This dataset already has an order of its own (weighted, grouped, bucketed, mix, curriculum). Only mix "
@@ -32,6 +33,7 @@ class OrderedDataset:
             )
         self.samples = samples
         self.make_order = make_order
+        self.comes_once = comes_once
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -53,6 +55,11 @@ def order_of(dataset: Any, num_samples: int, batches: BatchSpec) -> Order:
     if block_sizes is None:
         return SampleOrder(batches.seed, num_samples)
     return BlockOrder(batches.seed, block_sizes, batches.shuffle_window)
+
+
+def comes_once(dataset: Any) -> bool:
+    """Return whether every sample of a dataset comes exactly once in an epoch."""
+    return dataset.comes_once if isinstance(dataset, OrderedDataset) else True
 
 
 def blocks_of(dataset: Any) -> Indices | None:

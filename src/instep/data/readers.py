@@ -206,7 +206,7 @@ def find_gather(dataset: Any, collate: Collate | None) -> Gather | None:
     if type(dataset) is Subset:
         # Its own __getitems__ would read samples one by one, and without their seeds.
         base = find_gather(dataset.dataset, collate)
-        numbers = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
+        numbers = torch.from_numpy(np.array(dataset.indices, dtype=np.int64))  # a list of 10^8 would take minutes
         return None if base is None else lambda indices: base(numbers.index_select(0, indices))
     if callable(getattr(dataset, "__getitems__", None)):
         return _from_getitems(dataset, collate)

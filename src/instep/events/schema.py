@@ -83,9 +83,11 @@ class PlanRecord(Record, event="plan"):
     """None, and so the next and `num_samples`: the data is a stream that does not say how long it is."""
     steps_per_epoch: int | None
     batch_size: int
+    """Samples; where a batch has so many tokens instead, those of the largest one."""
     num_samples: int | None
     num_parameters: int
     reading: str
+    batch_tokens: int | None = None
 
 
 class StepRecord(Record, event="step", once_per_step=True):
@@ -119,6 +121,14 @@ class EpochRecord(Record, event="epoch", once_per_step=True):
     loss: float
     num_samples: int
     scalars: dict[str, float] = field(default_factory=dict)
+
+
+class SourcesRecord(Record, event="sources", once_per_step=True):
+    """What a mixture has taken of its sources: after each epoch, every thousand steps, and at the end."""
+
+    step: int
+    num_samples: dict[str, int]
+    """Of each source by name, from the first step on."""
 
 
 class MemoryRecord(Record, event="memory"):

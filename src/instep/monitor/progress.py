@@ -81,6 +81,8 @@ class ProgressState:
             return f"note: {event['text']}"
         if kind == "input":
             return f"data: read {event['reading']} from now on: {event['reason']}"
+        if kind == "sources":
+            return _sources_text(event)
         if kind == "save_failed":
             return f"error: {event['error']} The next attempt is in {event['retry_s']:.0f} s; training continues."
         return None
@@ -121,9 +123,11 @@ class ProgressState:
         start = f", from step {self.first_step}" if self.first_step else ""
         count = event["num_samples"]
         samples = "samples" if count is None else f"{count:,} samples"
+        tokens = event.get("batch_tokens")  # none in logs of older versions
+        size = event["batch_size"] if tokens is None else f"{tokens:,} tokens"
         return (
             f"{self.task}: {event['num_parameters']:,} parameters, {samples} "
-            f"({event['reading']}), {plural(self.num_steps, 'step')} of {event['batch_size']}{start}"
+            f"({event['reading']}), {plural(self.num_steps, 'step')} of {size}{start}"
         )
 
     def speed(self) -> tuple[float | None, float | None]:
@@ -209,3 +213,11 @@ def duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60}m{total % 60:02d}s"
     return f"{total // 3600}h{total % 3600 // 60:02d}m"
+
+
+def _sources_text(event: dict[str, Any]) -> str:
+    """Return the share of each source of a mixture."""
+    taken = event["num_samples"]
+    total = sum(taken.values())
+    shares = ", ".join(f"{name} {count / total:.1%} ({count:,})" for name, count in taken.items())
+    return f"data: samples up to step {event['step']:,}: {shares}"

@@ -229,9 +229,9 @@ class Engine:
         for trained in self.trained:
             trained.clear_gradients()
 
-    def notices(self, spec: TrainSpec, compiled: bool) -> list[str]:
+    def notices(self, spec: TrainSpec, compiled: bool, batch_size: int) -> list[str]:
         """Return what a person should know before the training; `spec` as the steps follow it."""
-        rows = spec.batch_size // spec.accumulate // self.grid.mesh.data_size
+        rows = batch_size // spec.accumulate // self.grid.mesh.data_size
         sentences = list(self.strategy.notices(max(1, rows)))
         if choices := self._describe_choices(compiled):
             sentences.append(choices)

@@ -19,13 +19,15 @@ from instep.data.kinds import open_chunks, open_loader
 from instep.data.loader import GlobalBatch, LoadOptions
 from instep.data.nested import map_tensors
 from instep.data.order import Indices
-from instep.events.schema import InputRecord
+from instep.events.schema import InputRecord, SourcesRecord
 from instep.guard.pulse import Phase, here
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
 from instep.world.world import World
 
 _LEAST_CHUNK_ROWS = 8
+_SOURCES_STEPS = 1000
+"""Steps after which the log says again what a mixture has taken."""
 Collate = Callable[[list[Any]], Any]
 
 
@@ -85,6 +87,13 @@ class BatchReader:
         notices.clear()
         self._reported.update(doubts)
         return new
+
+    def sources(self, step: int, is_due: bool) -> SourcesRecord | None:
+        """Return what a mixture has taken of its sources; None: it is not the time to say it, or there is none."""
+        if not is_due and step % _SOURCES_STEPS:
+            return None
+        taken = self.loader.taken(step)
+        return None if taken is None else SourcesRecord(step=step, num_samples=taken)
 
     def new_changes(self, step: int) -> list[InputRecord]:
         """Return the decisions of who reads the batches that were made since the last call."""

@@ -209,6 +209,9 @@ class Run(OwnEvaluation):
                 self.notice(sentence)
             for change in reader.new_changes(self.step):
                 self.log.write(change)
+            sources = reader.sources(self.step, ends_epoch or self.step == num_steps) if self.is_main else None
+            if sources is not None:
+                self.log.write(sources)
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.check()
@@ -254,6 +257,7 @@ class Run(OwnEvaluation):
                 num_epochs=-(-num_steps // loader.steps_per_epoch) if loader.steps_per_epoch else None,
                 steps_per_epoch=loader.steps_per_epoch,
                 batch_size=plan.batch_size,
+                batch_tokens=self.spec.batch_tokens,
                 num_samples=loader.num_samples,
                 num_parameters=strategy.num_parameters(self.engine.trained[0].model),
                 reading=reader.source.describe(),
@@ -262,7 +266,7 @@ class Run(OwnEvaluation):
         if not self.compiled and wants_compiling(self.engine):
             self.compiled = True
             compile_models(self.engine)
-        for sentence in self.engine.notices(self.spec, self.compiled):
+        for sentence in self.engine.notices(self.spec, self.compiled, plan.batch_size):
             self.notice(sentence)
         if plan.batch_size > plan.num_samples:
             self.notice(f"batch_size={plan.batch_size} is more than the {plan.num_samples} samples: each batch is all.")

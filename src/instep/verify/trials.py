@@ -14,6 +14,7 @@ from instep.core.errors import EnvironmentFailed, RanksFailed, SpecError
 from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.data.kinds import count_samples
+from instep.data.ordered import comes_once
 from instep.events.read import read_events
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
@@ -98,10 +99,13 @@ def verify(
     return Verification(reference.name, tuple(findings), tuple(dict.fromkeys(t for e in trained for t in e.notices)))
 
 
-def _num_samples(task: Task, spec: TrainSpec) -> int:
-    """Return the number of samples of an epoch."""
+def _num_samples(task: Task, spec: TrainSpec) -> int | None:
+    """Return the number of samples of an epoch; None: a sample may come more than once in one."""
     assert spec.steps is not None
-    count = count_samples(task.train_data(), task.collate, spec.steps * spec.batch_size + 1, spec.seed)
+    dataset = task.train_data()
+    if not comes_once(dataset) or spec.batch_tokens is not None:
+        return None
+    count = count_samples(dataset, task.collate, spec.steps * spec.batch_size + 1, spec.seed)
     return count - count % spec.batch_size if spec.drop_last else count
 
 
