@@ -9,22 +9,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from instep.data.curricula import curriculum
     from instep.data.dataset import BatchDataset
     from instep.data.datasets.digits import digits
     from instep.data.datasets.mnist import mnist
     from instep.data.datasets.text import text
     from instep.data.datasets.tokens import tokens
     from instep.data.sampler import OrderSampler
+    from instep.data.sequence_lengths import length_curriculum
 
-__all__ = ["BatchDataset", "OrderSampler", "digits", "mnist", "text", "tokens"]
+__all__ = ["BatchDataset", "OrderSampler", "curriculum", "digits", "length_curriculum", "mnist", "text", "tokens"]
+_HOMES = {
+    "BatchDataset": "instep.data.dataset",
+    "OrderSampler": "instep.data.sampler",
+    "curriculum": "instep.data.curricula",
+    "length_curriculum": "instep.data.sequence_lengths",
+}
 
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import instep` does not import torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"BatchDataset": "instep.data.dataset", "OrderSampler": "instep.data.sampler"}.get(name)
-    return getattr(import_module(home or f"instep.data.datasets.{name}"), name)
+    return getattr(import_module(_HOMES.get(name, f"instep.data.datasets.{name}")), name)
 
 
 def __dir__() -> list[str]:

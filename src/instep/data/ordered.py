@@ -11,11 +11,13 @@ from typing import Any
 from torch.utils.data import Subset
 
 from instep.core.errors import SpecError
-from instep.data.batch_plan import BatchSpec
+from instep.data.batch_plan import BatchPlan, BatchSpec
 from instep.data.order import Indices, Order, SampleOrder
 from instep.data.orders.blocks import BlockOrder, sizes_within
 
 MakeOrder = Callable[[BatchSpec], Order]
+BatchTransform = Callable[[int, Any], Any]
+"""Returns this rank's part of a step's batch as it is trained on, for the step and the part as it was read."""
 
 
 class OrderedDataset:
@@ -24,7 +26,10 @@ class OrderedDataset:
     An evaluation reads the same samples in the dataset's order, each once.
     """
 
-    def __init__(self, samples: Any, make_order: MakeOrder) -> None:
+    def __init__(
+        self, samples: Any, make_order: MakeOrder, make_transform: Callable[[BatchPlan], BatchTransform] | None = None
+    ) -> None:
+        """`make_transform` returns what is done to every part of a step's batch before it is trained on."""
         if isinstance(samples, OrderedDataset):
             raise SpecError(
                 "This dataset already has an order of its own (weighted, grouped, bucketed, mix, curriculum). Only mix "
@@ -32,6 +37,7 @@ class OrderedDataset:
             )
         self.samples = samples
         self.make_order = make_order
+        self.make_transform = make_transform
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -53,6 +59,12 @@ def order_of(dataset: Any, num_samples: int, batches: BatchSpec) -> Order:
     if block_sizes is None:
         return SampleOrder(batches.seed, num_samples)
     return BlockOrder(batches.seed, block_sizes, batches.shuffle_window)
+
+
+def transform_of(dataset: Any, plan: BatchPlan) -> BatchTransform | None:
+    """Return what is done to every part of a step's batch before it is trained on; None: nothing."""
+    make_transform = dataset.make_transform if isinstance(dataset, OrderedDataset) else None
+    return None if make_transform is None else make_transform(plan)
 
 
 def blocks_of(dataset: Any) -> Indices | None:
