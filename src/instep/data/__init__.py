@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from instep.data.sequence_lengths import length_curriculum
 
 __all__ = ["BatchDataset", "OrderSampler", "curriculum", "digits", "length_curriculum", "mnist", "text", "tokens"]
+
 _HOMES = {
-    "BatchDataset": "instep.data.dataset",
-    "OrderSampler": "instep.data.sampler",
-    "curriculum": "instep.data.curricula",
-    "length_curriculum": "instep.data.sequence_lengths",
+    "BatchDataset": "dataset",
+    "OrderSampler": "sampler",
+    "curriculum": "curricula",
+    "length_curriculum": "sequence_lengths",
 }
+"""The modules of names that are not in `datasets`."""
 
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import instep` does not import torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, f"instep.data.datasets.{name}")), name)
+    return getattr(import_module(f"instep.data.{_HOMES.get(name, f'datasets.{name}')}"), name)
 
 
 def __dir__() -> list[str]:

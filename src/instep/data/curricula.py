@@ -78,7 +78,7 @@ class Curriculum(OrderedDataset):
                 f"rescore={rescore} is for scores of the model, which change: give the name of a metric as difficulty. "
                 "Other scores are computed once."
             )
-        super().__init__(samples, self._order_by_itself)
+        super().__init__(samples, self._order_by_itself, comes_once=False)
         self.difficulty, self.pacing, self.reverse = difficulty, pacing, reverse
         self.rescore = (rescore or 1) if isinstance(difficulty, str) else 0
         """After how many epochs the model scores the samples, each time; 0: never."""
@@ -95,7 +95,7 @@ class Curriculum(OrderedDataset):
 
     def with_scores(self, scores_of: ScoresOf) -> OrderedDataset:
         """Return the samples in the order of these scores."""
-        return OrderedDataset(self.samples, partial(self.order, scores_of=scores_of))
+        return OrderedDataset(self.samples, partial(self.order, scores_of=scores_of), comes_once=False)
 
     def order(self, batches: BatchSpec, scores_of: ScoresOf) -> CurriculumOrder:
         """Return the order by these scores."""

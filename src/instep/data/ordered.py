@@ -27,9 +27,17 @@ class OrderedDataset:
     """
 
     def __init__(
-        self, samples: Any, make_order: MakeOrder, make_transform: Callable[[BatchPlan], BatchTransform] | None = None
+        self,
+        samples: Any,
+        make_order: MakeOrder,
+        *,
+        comes_once: bool = True,
+        make_transform: Callable[[BatchPlan], BatchTransform] | None = None,
     ) -> None:
-        """`make_transform` returns what is done to every part of a step's batch before it is trained on."""
+        """`comes_once`: whether every sample comes exactly once in an epoch.
+
+        `make_transform` returns what is done to every part of a step's batch before it is trained on.
+        """
         if isinstance(samples, OrderedDataset):
             raise SpecError(
                 "This dataset already has an order of its own (weighted, grouped, bucketed, mix, curriculum). Only mix "
@@ -37,6 +45,7 @@ class OrderedDataset:
             )
         self.samples = samples
         self.make_order = make_order
+        self.comes_once = comes_once
         self.make_transform = make_transform
 
     def __len__(self) -> int:

@@ -54,7 +54,12 @@ def length_curriculum(
         lengths = [min(full, math.ceil(level.fraction * full / multiple - 1e-9) * multiple) for level in levels]
         return lambda step, batch: cut(batch, lengths[bisect.bisect_right(first_steps, step) - 1])
 
-    return OrderedDataset(samples, lambda batches: order_of(dataset, num_samples(samples), batches), transform)
+    return OrderedDataset(
+        samples,
+        lambda batches: order_of(dataset, num_samples(samples), batches),
+        comes_once=dataset.comes_once if isinstance(dataset, OrderedDataset) else True,
+        make_transform=transform,
+    )
 
 
 def cut(batch: Any, length: int) -> Any:
