@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from instep.data.blending import cutmix, mixup
+    from instep.data.curricula import curriculum
     from instep.data.dataset import BatchDataset
     from instep.data.datasets.digits import digits
     from instep.data.datasets.mnist import mnist
@@ -20,23 +21,10 @@ if TYPE_CHECKING:
     from instep.data.sampling import balanced, bucketed, grouped, weighted
     from instep.data.splitting import folds, split
 
-__all__ = [
-    "BatchDataset",
-    "OrderSampler",
-    "balanced",
-    "bucketed",
-    "cutmix",
-    "digits",
-    "folds",
-    "grouped",
-    "mix",
-    "mixup",
-    "mnist",
-    "split",
-    "text",
-    "tokens",
-    "weighted",
-]
+__all__ = ["BatchDataset", "OrderSampler", "balanced", "bucketed", "curriculum", "cutmix", "digits", "folds", "grouped", "length_curriculum", "mix", "mixup", "mnist", "split", "text", "tokens", "weighted",]
+    from instep.data.sequence_lengths import length_curriculum
+
+
 
 _HOMES = {
     "BatchDataset": "dataset",
@@ -45,6 +33,8 @@ _HOMES = {
     **dict.fromkeys(("folds", "split"), "splitting"),
     "mix": "mixture",
     **dict.fromkeys(("cutmix", "mixup"), "blending"),
+    "curriculum": "curricula",
+    "length_curriculum": "sequence_lengths",
 }
 """The modules of names that are not in `datasets`."""
 

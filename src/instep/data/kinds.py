@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from instep.data.batch_plan import BatchSpec
 from instep.data.chunks import Chunks, IndexedChunks
 from instep.data.loader import Loader, LoadOptions, TrainLoader, num_samples
-from instep.data.ordered import order_of, samples_of
+from instep.data.ordered import order_of, samples_of, transform_of
 from instep.data.readers import Collate
 from instep.data.stream import is_stream
 from instep.data.stream_loader import StreamChunks, StreamLoader, count_elements
@@ -31,7 +31,8 @@ class Kind(NamedTuple):
 def _indexed(dataset: Any, batches: BatchSpec, options: LoadOptions) -> Loader:
     samples = samples_of(dataset)
     order = order_of(dataset, num_samples(samples, options.collate), batches)
-    loader = TrainLoader(samples, order.plan(batches), order, options)
+    plan = order.plan(batches)
+    loader = TrainLoader(samples, plan, order, options, transform_of(dataset, plan))
     if batches.shuffle_window is not None and not order.has_window:
         loader.source.notices.append(
             "shuffle_window has no effect: this data is not read in blocks, so all its samples are shuffled."

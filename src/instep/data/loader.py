@@ -129,7 +129,15 @@ class Loader(ABC):
 class TrainLoader(Loader):
     """Loads this rank's parts of the global batches of a dataset whose samples have an index."""
 
-    def __init__(self, dataset: Any, plan: BatchPlan, order: Order, options: LoadOptions) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        plan: BatchPlan,
+        order: Order,
+        options: LoadOptions,
+        transform: Callable[[int, Any], Any] | None = None,
+    ) -> None:
+        """`transform(step, batch)` changes what was read for a step before it is trained on."""
         assert plan.num_samples == order.num_samples
         plan.check_world(options.world_size)
         self._reader = find_reader(dataset, options.collate, options.seed)
@@ -138,6 +146,7 @@ class TrainLoader(Loader):
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
+        self._transform = transform
 
     def num_steps(self, epochs: int) -> int:
         """Return the number of steps of some epochs."""
@@ -149,13 +158,24 @@ class TrainLoader(Loader):
 
     def steps(self, first: int, last: int) -> Iterator[GlobalBatch]:
         """Load the steps first..last-1, counted over all epochs. One call at a time."""
-        batches = to_device(self.source.read(self._requests(first, last)), self._device)
+        read = self.source.read(self._requests(first, last))
+        if self._transform is not None:
+            read = self._transformed(self._transform, read, first, last)
+        batches = to_device(read, self._device)
         num_batches = self._plan.num_batches
         for run in self._runs(first, last):
             for step in range(run.first_step, run.first_step + run.num_steps):
                 parts = tuple([Part(plan, next(batches)) for plan in run.parts])
                 ends_epoch = (step + 1) % num_batches == 0
                 yield GlobalBatch(step, run.start.epoch, run.start.size, parts, run.num_shards, ends_epoch)
+
+    def _transformed(
+        self, transform: Callable[[int, Any], Any], read: Iterator[Any], first: int, last: int
+    ) -> Iterator[Any]:
+        for run in self._runs(first, last):
+            for step in range(run.first_step, run.first_step + run.num_steps):
+                for _ in run.parts:
+                    yield transform(step, next(read))
 
     def sample_indices(self, step: int) -> Indices:
         """Return the sample indices of the whole global batch of a step, row by row."""

@@ -11,11 +11,13 @@ from typing import Any
 from torch.utils.data import Subset
 
 from instep.core.errors import SpecError
-from instep.data.batch_plan import BatchSpec
+from instep.data.batch_plan import BatchPlan, BatchSpec
 from instep.data.order import Indices, Order, SampleOrder
 from instep.data.orders.blocks import BlockOrder, sizes_within
 
 MakeOrder = Callable[[BatchSpec], Order]
+BatchTransform = Callable[[int, Any], Any]
+"""Returns this rank's part of a step's batch as it is trained on, for the step and the part as it was read."""
 
 
 class OrderedDataset:
@@ -24,8 +26,18 @@ class OrderedDataset:
     An evaluation reads the same samples in the dataset's order, each once.
     """
 
-    def __init__(self, samples: Any, make_order: MakeOrder, *, comes_once: bool = True) -> None:
-        """`comes_once`: whether every sample comes exactly once in an epoch."""
+    def __init__(
+        self,
+        samples: Any,
+        make_order: MakeOrder,
+        *,
+        comes_once: bool = True,
+        make_transform: Callable[[BatchPlan], BatchTransform] | None = None,
+    ) -> None:
+        """`comes_once`: whether every sample comes exactly once in an epoch.
+
+        `make_transform` returns what is done to every part of a step's batch before it is trained on.
+        """
         if isinstance(samples, OrderedDataset):
             raise SpecError(
                 "This dataset already has an order of its own (weighted, grouped, bucketed, mix, curriculum). Only mix "
@@ -34,6 +46,7 @@ class OrderedDataset:
         self.samples = samples
         self.make_order = make_order
         self.comes_once = comes_once
+        self.make_transform = make_transform
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -60,6 +73,12 @@ def order_of(dataset: Any, num_samples: int, batches: BatchSpec) -> Order:
 def comes_once(dataset: Any) -> bool:
     """Return whether every sample of a dataset comes exactly once in an epoch."""
     return dataset.comes_once if isinstance(dataset, OrderedDataset) else True
+
+
+def transform_of(dataset: Any, plan: BatchPlan) -> BatchTransform | None:
+    """Return what is done to every part of a step's batch before it is trained on; None: nothing."""
+    make_transform = dataset.make_transform if isinstance(dataset, OrderedDataset) else None
+    return None if make_transform is None else make_transform(plan)
 
 
 def blocks_of(dataset: Any) -> Indices | None:

@@ -22,7 +22,7 @@ from instep.world.determinism import platform_of
 if TYPE_CHECKING:
     from instep.train.run import Run
 
-RUN_PARTS = ("rng", "data", "progress", "platform", "spec")
+RUN_PARTS = ("rng", "data", "curriculum", "progress", "platform", "spec")
 """The parts of the run itself; they follow the models' parts in a checkpoint."""
 
 

@@ -19,8 +19,8 @@ from instep.train.model_files import SaveFiles, configs_of, write_files
 from instep.train.run import Run
 from instep.train.step import Step
 from instep.train.task import Task, field_names, overrides
-from instep.train.task_calls import example_of, method_of, metrics_of, model_of
-from instep.train.trial import copy_of, try_loss, try_metrics
+from instep.train.task_calls import example_of, method_of, metrics_of, model_of, train_data_of
+from instep.train.trial import copy_of, try_difficulty, try_loss, try_metrics
 
 
 class Loop:
@@ -57,7 +57,8 @@ class Loop:
             run.sync_buffers(rules())
         if (frozen := method_of(task, "frozen")) is not None:
             run.freeze(frozen)
-        self._train_data, self._eval_data = task.train_data(), task.eval_data()
+        self._train_data, self._eval_data = train_data_of(task, run.notice), task.eval_data()
+        run.score_by(lambda model, batch: copy_of(task).metrics(model, batch))
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")
         self._on_step = task.on_step if overrides(task, "on_step") else None
@@ -78,6 +79,7 @@ class Loop:
             self._data_check.compare(run, self._train_data, task.collate)
         if run.step == 0 and run.engine.strategy.calls_model and not run.stopped and witness is None:
             try_loss(run, task, model, self._train_data)
+            try_difficulty(run, task, model, self._train_data)
             if self._eval_data is not None:
                 prepare_metrics(vars(task).values(), run.world.device)
                 try_metrics(run, partial(metrics_of, copy_of(task)), self._eval_data, task.collate)

@@ -44,7 +44,7 @@ class BatchReader:
             shuffle_window=spec.shuffle_window,
             batch_tokens=spec.batch_tokens,
         )
-        self.loader = open_loader(dataset, batches, _load_options(engine, spec, collate))
+        self.loader = open_loader(dataset, batches, load_options(engine, spec, collate))
         self.source = self.loader.source
         self._dataset = dataset
         self._engine = engine
@@ -110,7 +110,7 @@ def read_chunks(
     engine: Engine, spec: TrainSpec, dataset: Any, collate: Collate | None, in_step: bool = False
 ) -> Generator[tuple[Any, int]]:
     """Yield this rank's chunks of an evaluation set, each with its number of rows; `in_step`: as many on all ranks."""
-    chunks = open_chunks(dataset, chunk_rows(spec), _load_options(engine, spec, collate))
+    chunks = open_chunks(dataset, chunk_rows(spec), load_options(engine, spec, collate))
     yield from chunks.read(in_step=in_step or engine.strategy.gathers_weights)
     if chunks.evidence is not None:
         _compare(chunks.evidence, engine.grid.data)
@@ -137,7 +137,8 @@ def chunk_rows(spec: TrainSpec) -> int:
     return max(-(-micro_batch // 8), min(micro_batch, _LEAST_CHUNK_ROWS))
 
 
-def _load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> LoadOptions:
+def load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> LoadOptions:
+    """Return how this rank loads data."""
     return LoadOptions(
         rank=engine.grid.data.rank,
         world_size=engine.grid.data.world_size,

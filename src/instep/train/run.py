@@ -6,6 +6,7 @@ Ranks: all make the same calls in the same order.
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from instep.core.errors import NumericsError, Preempted, TaskError, UnfitCheckpo
 from instep.core.metric_goal import MetricGoal
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
+from instep.data.curricula import Curriculum
 from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, SaveRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
@@ -24,9 +26,10 @@ from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, Tensor
 from instep.train.average import evaluated_weights
 from instep.train.checkpoint_part import CheckpointPart, data_part, kept_part, platform_part, progress_part, rng_part
 from instep.train.compile import CompiledLoss, compile_models, wants_compiling
+from instep.train.curriculum import CurriculumScores
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
-from instep.train.evaluation import evaluate_sets, evaluation_sets
+from instep.train.evaluation import MetricsOfModel, evaluate_sets, evaluation_sets
 from instep.train.first_weights import load_first_weights
 from instep.train.freezing import Freezing, FrozenRule
 from instep.train.frozen_weights import FrozenSpec, lacks_weights
@@ -101,6 +104,8 @@ class Run(OwnEvaluation):
         self._moves: list[str] = []
         """What of the platform has changed since the checkpoint: a sentence each."""
         self._reader: BatchReader | None = None
+        self._score_by: MetricsOfModel | None = None
+        self._curriculum: CurriculumScores | None = None
         self._freezing: Freezing | None = None
         self._memory = PeakMemory(world.device)
         self._pulse = here()
@@ -166,6 +171,10 @@ class Run(OwnEvaluation):
         """Freeze parameters of the first model by a rule: `frozen(step, epoch)`, as in a Task."""
         self._freezing = Freezing(frozen, self.engine.trained, self.notice)
 
+    def score_by(self, metrics: MetricsOfModel) -> None:
+        """Say how the model scores samples for a curriculum that names a metric: `metrics(model, batch)`, by sample."""
+        self._score_by = metrics
+
     def compile_loss(self, loss_of: LossOf) -> LossOf:
         """Return a Task's loss; where compiling is wanted, `Step.compute` runs it compiled with its model."""
         if self.engine.strategy.compiles_blocks or not wants_compiling(self.engine):
@@ -191,14 +200,16 @@ class Run(OwnEvaluation):
             raise TaskError("run.steps() before run.prepare(): there is no model to train yet.")
         self._complete_spec(batch_size, epochs, steps)
         self.spec.check_world(self.world.world_size)
-        reader = BatchReader(self.engine, self.spec, dataset, collate)
+        scores = self._prepare_scores(dataset, collate)
+        reader = BatchReader(self.engine, self.spec, dataset if scores is None else scores.dataset(), collate)
         reader.follow(self._reader)
         self._reader, plan = reader, reader.loader.plan
         num_steps = self.spec.steps or reader.loader.num_steps(self.spec.resolved_epochs() or 1)
         self._begin(num_steps, reader)
         engine, witness = self.engine, self.engine.witness
         full_batch = min(plan.batch_size, plan.num_samples)
-        for batch in reader.batches(self.step, num_steps):
+        read = reader.batches if scores is None else partial(scores.batches, reader)
+        for batch in read(self.step, num_steps):
             ends_epoch = batch.ends_epoch
             if self._freezing is not None:
                 self._freezing.begin_step(batch.step + 1, batch.epoch)
@@ -228,6 +239,15 @@ class Run(OwnEvaluation):
         for sentence in engine.strategy.report():
             self.notice(sentence)
         self.close_data()
+
+    def _prepare_scores(self, dataset: Any, collate: Collate | None) -> CurriculumScores | None:
+        """Return the scores of a curriculum, restored if there is something to restore; None for other data."""
+        if not isinstance(dataset, Curriculum):
+            return None
+        if self._curriculum is None or self._curriculum.curriculum is not dataset:
+            self._curriculum = CurriculumScores(self.engine, self.spec, dataset, collate, self._score_by)
+            self._saver.restore(self._curriculum.part())
+        return self._curriculum
 
     def _complete_spec(self, batch_size: int | None, epochs: int | None, steps: int | None) -> None:
         """Complete the spec with what a loop of one's own says, and check it against an earlier run."""

@@ -61,6 +61,9 @@ class Task:
             Without it they are the model's repeated blocks.
             """
 
+        def difficulty(self, sample: Any) -> float:
+            """Return how hard a training sample is, higher for harder ones: for `instep.data.curriculum`."""
+
         def frozen(self, step: int, epoch: int) -> Iterable[str]:
             """Return what is not trained in a step (from 1) of an epoch (from 0): parameters, modules or patterns.
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from instep.core.errors import TaskError
+from instep.data.curricula import Curriculum
 from instep.data.kinds import first_rows
 from instep.parallel.capture import Call, call_of
 from instep.parallel.noise_patches import torchs_own_functions
@@ -24,6 +25,19 @@ def example_of(task: Task, seed: int) -> Call:
     """Return the arguments that a Task's loss calls its model with, for the first rows of the data."""
     batch, _ = first_rows(task.train_data(), _EXAMPLE_ROWS, task.collate, seed)
     return call_of(task.loss, batch)
+
+
+def train_data_of(task: Task, notice: Callable[[str], None]) -> Any:
+    """Return a Task's training data; a curriculum without a difficulty of its own gets the Task's."""
+    data, difficulty = task.train_data(), method_of(task, "difficulty")
+    if isinstance(data, Curriculum) and data.difficulty is None and difficulty is not None:
+        return data.with_difficulty(difficulty)
+    if not isinstance(data, Curriculum) and difficulty is not None:
+        notice(
+            "difficulty() of the Task has no effect: return instep.data.curriculum(dataset, …) from train_data() to "
+            "train on the easiest samples first."
+        )
+    return data
 
 
 def model_of(task: Task) -> nn.Module:

@@ -22,10 +22,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from instep.core.errors import TaskError
+from instep.data.curricula import Curriculum
 from instep.data.kinds import first_rows
 from instep.data.nested import map_tensors
 from instep.parallel.preserve import evaluating
 from instep.parallel.strategy import HALF_DTYPES
+from instep.train.curriculum import scores_in
 from instep.train.evaluate import check_metrics
 from instep.train.evaluation import evaluation_sets, named_metrics
 from instep.train.metric_objects import is_metric
@@ -96,6 +98,16 @@ def try_metrics(run: Run, metrics: Callable[[nn.Module, Any], Any], dataset: Any
             seed()
             names += named_metrics([name], check_metrics(metrics(model, batch), rows, run.spec.exact))
     run.check_goals(names)
+
+
+def try_difficulty(run: Run, task: Task, model: nn.Module, dataset: Any) -> None:
+    """Raise TaskError for a metric by which a curriculum cannot score samples. Called on all ranks."""
+    if not isinstance(dataset, Curriculum) or not isinstance(dataset.difficulty, str):
+        return
+    batch, rows = _rows_of(run, dataset, min(_ROWS, chunk_rows(run.spec)), task.collate)
+    with _on_the_side(run, model) as seed:
+        seed()
+        scores_in(copy_of(task).metrics(model, batch), dataset.difficulty, rows)
 
 
 def copy_of(task: Task) -> Task:
