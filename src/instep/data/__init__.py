@@ -15,16 +15,42 @@ if TYPE_CHECKING:
     from instep.data.datasets.text import text
     from instep.data.datasets.tokens import tokens
     from instep.data.sampler import OrderSampler
+    from instep.data.statistics.images import ImageNormalizer
+    from instep.data.statistics.scalers import MinMaxScaler, RobustScaler, StandardScaler, quantiles
+    from instep.data.statistics.stored import load_fitted
+    from instep.data.statistics.vocabulary import Vocabulary
 
-__all__ = ["BatchDataset", "OrderSampler", "digits", "mnist", "text", "tokens"]
+__all__ = [
+    "BatchDataset",
+    "ImageNormalizer",
+    "MinMaxScaler",
+    "OrderSampler",
+    "RobustScaler",
+    "StandardScaler",
+    "Vocabulary",
+    "digits",
+    "load_fitted",
+    "mnist",
+    "quantiles",
+    "text",
+    "tokens",
+]
+_SCALERS = ("MinMaxScaler", "RobustScaler", "StandardScaler", "quantiles")
+_HOMES = {
+    **dict.fromkeys(_SCALERS, "instep.data.statistics.scalers"),
+    "BatchDataset": "instep.data.dataset",
+    "ImageNormalizer": "instep.data.statistics.images",
+    "OrderSampler": "instep.data.sampler",
+    "Vocabulary": "instep.data.statistics.vocabulary",
+    "load_fitted": "instep.data.statistics.stored",
+}
 
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import instep` does not import torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"BatchDataset": "instep.data.dataset", "OrderSampler": "instep.data.sampler"}.get(name)
-    return getattr(import_module(home or f"instep.data.datasets.{name}"), name)
+    return getattr(import_module(_HOMES.get(name, f"instep.data.datasets.{name}")), name)
 
 
 def __dir__() -> list[str]:
