@@ -17,6 +17,7 @@ from instep.data.kinds import count_samples
 from instep.events.read import read_events
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
+from instep.train.preprocessing import fit_here
 from instep.train.source import TaskSource
 from instep.train.task import Task
 from instep.verify.compare import Finding, Limits, compare, compare_twin
@@ -101,6 +102,7 @@ def verify(
 def _num_samples(task: Task, spec: TrainSpec) -> int:
     """Return the number of samples of an epoch."""
     assert spec.steps is not None
+    fit_here(task)
     count = count_samples(task.train_data(), task.collate, spec.steps * spec.batch_size + 1, spec.seed)
     return count - count % spec.batch_size if spec.drop_last else count
 

@@ -39,7 +39,7 @@ Piece = tuple[int, Floats]
 class Moments(NamedTuple):
     """Statistics of columns; a column without numbers has NaN."""
 
-    count: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
     """Numbers that are not NaN."""
     mean: Floats
     variance: Floats
@@ -136,6 +136,7 @@ class ColumnSums:
             return
         self._begin(len(state["count"]))
         self.num_rows += int(state["num_rows"])
+        assert self.count is not None
         self.count = self.count + np.array(state["count"], np.int64)
         self._sums.add_integers(*state["sums"])
         self._squares.add_integers(*state["squares"])

@@ -123,8 +123,8 @@ class StandardScaler(Scaler):
     def n_samples_seen_(self) -> int | npt.NDArray[np.int64]:
         """The number of rows; by column, if some have more numbers than others."""
         self._learned("n_samples_seen_")
-        count = self.moments().count
-        return int(count[0]) if len(count) and (count == count[0]).all() else count
+        counts = self.moments().counts
+        return int(counts[0]) if len(counts) and (counts == counts[0]).all() else counts
 
     @property
     def mean_(self) -> Floats | None:

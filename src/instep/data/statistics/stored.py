@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from instep.core.errors import DataError, TaskError
+from instep.core.fitted_file import FITTED_FILE
 from instep.data.statistics.estimator import Estimator
 from instep.data.statistics.images import ImageNormalizer
 from instep.data.statistics.scalers import MinMaxScaler, RobustScaler, StandardScaler
 from instep.data.statistics.vocabulary import Vocabulary
 
-FITTED = "preprocess.json"
-"""The file's name, in a run directory's `files` and in an export."""
 ESTIMATORS: dict[str, type[Estimator]] = {
     cls.__name__: cls for cls in (ImageNormalizer, MinMaxScaler, RobustScaler, StandardScaler, Vocabulary)
 }
@@ -36,10 +35,10 @@ def from_plain(plain: Mapping[str, Any]) -> dict[str, Any]:
 def load_fitted(path: str | Path) -> dict[str, Any]:
     """Load what a Task's `preprocess()` returned, by name, from a run directory, an export's folder or a file."""
     path = Path(path)
-    known = (path, path / FITTED, path / "files" / FITTED)
+    known = (path, path / FITTED_FILE, path / "files" / FITTED_FILE)
     file = next((each for each in known if each.is_file()), None)
     if file is None:
-        raise DataError(f"{path} holds no {FITTED}. Give a run or an export of a Task that has preprocess().")
+        raise DataError(f"{path} holds no {FITTED_FILE}. Give a run or an export of a Task that has preprocess().")
     try:
         return from_plain(json.loads(file.read_bytes()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
