@@ -75,6 +75,8 @@ def matrix_of(block: Any) -> npt.NDArray[Any]:
             f"The data has the shape {array.shape}; scalers need two dimensions, (samples, columns). A single column "
             "is x.reshape(-1, 1), a single sample x.reshape(1, -1)."
         )
+    if not array.shape[1]:
+        raise DataError(f"The data has the shape {array.shape}, without a column. Give at least one.")
     return array
 
 
