@@ -3,6 +3,7 @@
     FOLDER/model.safetensors                                               if it fits into one shard
     FOLDER/model-00001-of-00003.safetensors, … model.safetensors.index.json    if not
     NAME.safetensors                                                       if the target has this suffix: one file
+    FOLDER/preprocess.json, or NAME.preprocess.json                        if the Task has a preprocess()
 
 A tied weight is stored once in a checkpoint. It is exported under each of its names, so that `load_state_dict` finds
 all of them without knowing which are tied; formats of other libraries are in `export_formats.py`. One tensor is in
@@ -53,7 +54,8 @@ class ExportSpec(NamedTuple):
 
     def extra_files(self, checkpoint: Path) -> dict[str, Path]:
         """Return the files to copy, by relative name; raise CheckpointError if one is missing."""
-        return self.format.files(self.files or checkpoint.resolve().parent.parent / FILES)
+        files = self.format.files(self.files or checkpoint.resolve().parent.parent / FILES)
+        return {f"{self.target.stem}.{name}": path for name, path in files.items()} if self.is_file else files
 
     @property
     def is_file(self) -> bool:
@@ -110,7 +112,7 @@ def check_target(spec: ExportSpec, source: Path) -> tuple[Path, ...]:
         taken = [
             path for path in paths if path.name in (spec.single_file, spec.index_file) or shard.fullmatch(path.name)
         ]
-        taken += [target / name for name in spec.extra_files(source) if (target / name).exists()]
+    taken += [folder / name for name in spec.extra_files(source) if (folder / name).exists()]
     if taken and not spec.force:
         raise CheckpointError(
             f"{', '.join(map(str, taken))} already exist{'s' * (len(taken) == 1)}. "

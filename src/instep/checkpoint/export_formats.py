@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from instep.checkpoint.reader import StoredTensor
 from instep.core.errors import CheckpointError
+from instep.core.fitted_file import FITTED_FILE
 
 FILES, CONFIG, ADAPTER_CONFIG = "files", "config.json", "adapter_config.json"
 _WEIGHTS = (
@@ -53,7 +54,7 @@ class ExportFormat(ABC):
 
 
 class Weights(ExportFormat):
-    """The state_dict, every name of tied weights in it, for load_state_dict."""
+    """The state_dict, every name of tied weights in it, for load_state_dict; with what preprocess() fitted."""
 
     name = "weights"
 
@@ -62,8 +63,8 @@ class Weights(ExportFormat):
         return state
 
     def files(self, folder: Path) -> dict[str, Path]:
-        del folder
-        return {}
+        fitted = folder / FITTED_FILE
+        return {FITTED_FILE: fitted} if fitted.is_file() else {}
 
 
 class HuggingFace(ExportFormat):

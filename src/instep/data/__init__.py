@@ -19,24 +19,55 @@ if TYPE_CHECKING:
     from instep.data.mixture import mix
     from instep.data.sampler import OrderSampler
     from instep.data.sampling import balanced, bucketed, grouped, weighted
-    from instep.data.splitting import folds, split
-
-__all__ = ["BatchDataset", "OrderSampler", "balanced", "bucketed", "curriculum", "cutmix", "digits", "folds", "grouped", "length_curriculum", "mix", "mixup", "mnist", "split", "text", "tokens", "weighted",]
     from instep.data.sequence_lengths import length_curriculum
+    from instep.data.splitting import folds, split
+    from instep.data.statistics.images import ImageNormalizer
+    from instep.data.statistics.scalers import MinMaxScaler, RobustScaler, StandardScaler, quantiles
+    from instep.data.statistics.stored import load_fitted
+    from instep.data.statistics.vocabulary import Vocabulary
 
-
-
-_HOMES = {
-    "BatchDataset": "dataset",
-    "OrderSampler": "sampler",
-    **dict.fromkeys(("balanced", "bucketed", "grouped", "weighted"), "sampling"),
-    **dict.fromkeys(("folds", "split"), "splitting"),
-    "mix": "mixture",
-    **dict.fromkeys(("cutmix", "mixup"), "blending"),
-    "curriculum": "curricula",
-    "length_curriculum": "sequence_lengths",
+__all__ = [
+    "BatchDataset",
+    "ImageNormalizer",
+    "MinMaxScaler",
+    "OrderSampler",
+    "RobustScaler",
+    "StandardScaler",
+    "Vocabulary",
+    "balanced",
+    "bucketed",
+    "curriculum",
+    "cutmix",
+    "digits",
+    "folds",
+    "grouped",
+    "length_curriculum",
+    "load_fitted",
+    "mix",
+    "mixup",
+    "mnist",
+    "quantiles",
+    "split",
+    "text",
+    "tokens",
+    "weighted",
+]
+_NAMES = {
+    "blending": ("cutmix", "mixup"),
+    "curricula": ("curriculum",),
+    "dataset": ("BatchDataset",),
+    "mixture": ("mix",),
+    "sampler": ("OrderSampler",),
+    "sampling": ("balanced", "bucketed", "grouped", "weighted"),
+    "sequence_lengths": ("length_curriculum",),
+    "splitting": ("folds", "split"),
+    "statistics.images": ("ImageNormalizer",),
+    "statistics.scalers": ("MinMaxScaler", "RobustScaler", "StandardScaler", "quantiles"),
+    "statistics.stored": ("load_fitted",),
+    "statistics.vocabulary": ("Vocabulary",),
 }
-"""The modules of names that are not in `datasets`."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+"""The modules of names that have none of their own in `datasets`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from instep.train.data_check import DataCheck
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
 from instep.train.model_files import SaveFiles, configs_of, write_files
+from instep.train.preprocessing import fitting_with, save_fitted, set_fitted
 from instep.train.run import Run
 from instep.train.step import Step
 from instep.train.task import Task, field_names, overrides
@@ -32,6 +33,10 @@ class Loop:
         if "run_dir" not in field_names(type(task)):
             object.__setattr__(task, "run_dir", run.directory.path)  # a Task may be frozen
         files: list[SaveFiles] = [task.save_files] if overrides(task, "save_files") else []
+
+        if (preprocess := method_of(task, "preprocess")) is not None:
+            set_fitted(task, run.preprocess(preprocess))
+            files.append(partial(save_fitted, task.fitted))
 
         def build() -> nn.Module:
             model = model_of(task)
@@ -57,7 +62,8 @@ class Loop:
             run.sync_buffers(rules())
         if (frozen := method_of(task, "frozen")) is not None:
             run.freeze(frozen)
-        self._train_data, self._eval_data = train_data_of(task, run.notice), task.eval_data()
+        with fitting_with(run.world):
+            self._train_data, self._eval_data = train_data_of(task, run.notice), task.eval_data()
         run.score_by(lambda model, batch: copy_of(task).metrics(model, batch))
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
         self._asks_to_stop = overrides(task, "stop")

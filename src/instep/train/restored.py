@@ -25,6 +25,7 @@ from instep.train.directory import open_on_all_ranks
 from instep.train.engine import Engine
 from instep.train.first_weights import load_first_weights
 from instep.train.frozen_weights import FrozenSpec, FrozenWeights
+from instep.train.preprocessing import restore_fitted
 from instep.train.task import Task, field_names
 from instep.train.task_calls import example_of, method_of, model_of
 from instep.train.train_state import load_saved, spread_model
@@ -60,6 +61,7 @@ def restore_model(
         object.__setattr__(task, "run_dir", directory.path)
     engine = Engine(world, spec, notice=notice)
     found = _agree_on_checkpoint(world, directory, name, notice)
+    restore_fitted(task, world, found)
     left_out = world.broadcast_object(_origin_of_frozen(found))
     origin = FrozenSpec(**left_out) if left_out is not None else None
     model = _build(engine, task, origin)

@@ -16,6 +16,7 @@ from instep.core.errors import CheckpointError
 from instep.events.read import read_events
 from instep.train.first_weights import load_first_weights
 from instep.train.frozen_weights import rebuilt
+from instep.train.preprocessing import load_fitted_of
 from instep.train.task import Task
 
 
@@ -104,6 +105,7 @@ def load_model(task: Task, path: str | Path, *, best: bool | str = False, ema: b
     path = Path(path)
     if best:
         path = best_checkpoint(path, best)
+    load_fitted_of(task, path)
     return rebuilt(task.model, load_weights(path, ema), load_first_weights).eval()
 
 

@@ -38,6 +38,7 @@ from instep.train.memory import PeakMemory
 from instep.train.origin import describe_refusal, explain_refusal
 from instep.train.own_evaluation import OwnEvaluation
 from instep.train.patience import Patience
+from instep.train.preprocessing import Fit, Preprocessing
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
@@ -156,6 +157,21 @@ class Run(OwnEvaluation):
         self._saver.restore(*trained.parts())
         self.engine.trained.append(trained)
         return trained.model, trained.optimizer
+
+    def preprocess(self, fit: Fit) -> dict[str, Any]:
+        """Return what `fit()` returned when the run began: a dict of fitted things, as `preprocess` of a Task.
+
+        It is called once, on all ranks, which share the reading; a run that continues has it from its checkpoint.
+        """
+        preprocessing = Preprocessing()
+        self._saver.restore(preprocessing.part())
+        if not preprocessing.is_done:
+            if self._saver.checkpoint is not None:
+                self.notice(
+                    "preprocess() is fitted now: the checkpoint that this run continues from holds nothing of it."
+                )
+            preprocessing.fit(fit, self.world)
+        return preprocessing.load()
 
     def keep(self, **objects: Any) -> None:
         """Checkpoint more objects that have state_dict and load_state_dict, and restore them now."""

@@ -6,6 +6,7 @@ import dataclasses
 import dis
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,13 @@ class Task:
             Without it, that is what the model returns when `loss` calls it.
             """
 
+        def preprocess(self) -> Mapping[str, Any]:
+            """Return what is fitted to the data, by name: scalers, vocabularies, plain values.
+
+            Called once, when a run is new, before the model is built, on all ranks. Afterwards `self.fitted` has it: in
+            training, evaluation and prediction, in `load_model`, and when the run continues.
+            """
+
         def sync_buffers(self) -> Mapping[str, str]:
             """Return how ranks agree on buffers that the model changes in its forward pass, by name or pattern.
 
@@ -97,6 +105,8 @@ class Task:
             in a path `*` stands for any one name.
             """
 
+    fitted: Mapping[str, Any] = MappingProxyType({})
+    """What `preprocess()` returned, by name."""
     run_dir: Path | None = None
     """The run's directory, once a training has begun."""
     collate: Callable[[list[Any]], Any] | None = None

@@ -18,6 +18,7 @@ from instep.data.ordered import comes_once
 from instep.events.read import read_events
 from instep.launch.launcher import LaunchJob, launch
 from instep.launch.logs import LogPlan
+from instep.train.preprocessing import fit_here
 from instep.train.source import TaskSource
 from instep.train.task import Task
 from instep.verify.compare import Finding, Limits, compare, compare_twin
@@ -102,6 +103,7 @@ def verify(
 def _num_samples(task: Task, spec: TrainSpec) -> int | None:
     """Return the number of samples of an epoch; None: a sample may come more than once in one."""
     assert spec.steps is not None
+    fit_here(task)
     dataset = task.train_data()
     if not comes_once(dataset) or spec.batch_tokens is not None:
         return None

@@ -1,0 +1,183 @@
+"""One pass of a search for quantiles: [Note: Exact quantiles]."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from instep.data.statistics.column_sums import Floats, check_columns, refuse_infinity
+
+_MAX_BINS, _MAX_BITS = 1 << 22, 12
+"""Counters of a pass, over all columns; bits that it looks at."""
+_GROUP_ELEMENTS, _GROUP_ROWS = 1 << 17, 1 << 13
+"""Numbers that are counted at a time, and rows: more than a column has counters, and few enough for the cache."""
+_ALL_BITS = np.int64(2**63 - 1)
+"""But the sign."""
+
+Keys = npt.NDArray[np.int64]
+Chosen = npt.NDArray[np.bool_] | None
+
+
+def keys_of(values: Floats) -> Keys:
+    """Return integers that have the order of the doubles; -0.0 and 0.0 have one key. There must be no NaN."""
+    bits: Keys = (values + 0.0).view(np.int64)
+    return bits ^ ((bits >> 63) & _ALL_BITS)
+
+
+def values_of(keys: Keys) -> Floats:
+    """Return the doubles of keys."""
+    bits: Keys = keys ^ ((keys >> 63) & _ALL_BITS)
+    return bits.view(np.float64)
+
+
+class SearchPlan(NamedTuple):
+    """What a pass looks for."""
+
+    shift: int = 64
+    """How many bits follow those that are known."""
+    prefixes: tuple[tuple[int, ...], ...] = ()
+    """The known bits, of each column; empty in the first pass."""
+    collects: bool = False
+    """Whether it collects the numbers that begin with the prefixes, and does not count them."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no bits are known."""
+        return self.shift == 64
+
+
+class SearchPass:
+    """Counts of the numbers that begin with one of some prefixes, by the bits after it."""
+
+    def __init__(self, plan: SearchPlan) -> None:
+        self._plan = plan
+        self._prefixes: tuple[tuple[int, ...], ...] = ()
+        self._num_slots = 0
+        """The most prefixes that a column has."""
+        self.bits = 0
+        """How many bits it looks at."""
+        self._seen_bits: Keys = np.zeros(0, np.int64)
+        """Bits that are set in any number, by column; of the first pass."""
+        self._counts: Keys = np.zeros((0, 0, 0), np.int64)
+        """By number of the prefix, column, and next bits."""
+        self._collected: list[list[Keys]] = []
+
+    def _begin(self, num_columns: int) -> None:
+        if self._prefixes:
+            check_columns(num_columns, len(self._prefixes))
+            return
+        self._prefixes = self._plan.prefixes or ((0,),) * num_columns
+        check_columns(num_columns, len(self._prefixes))
+        self._num_slots = max(map(len, self._prefixes))
+        self.bits = min(self._plan.shift, _MAX_BITS, max(6, (_MAX_BINS // num_columns).bit_length() - 1))
+        self._seen_bits = np.zeros(num_columns, np.int64)
+        self._collected = [[] for _ in range(num_columns)]
+        if not self._plan.collects:
+            self._counts = np.zeros((self._num_slots, num_columns, 1 << self.bits), np.int64)
+
+    def add(self, block: npt.NDArray[Any]) -> None:
+        """Count rows: a 2-D array of numbers."""
+        self._begin(block.shape[1])
+        width = max(1, min(block.shape[1], _GROUP_ELEMENTS // _GROUP_ROWS))
+        height = _GROUP_ELEMENTS // width
+        for first_row in range(0, len(block), height):
+            rows = block[first_row : first_row + height]
+            for first in range(0, block.shape[1], width):
+                columns = np.array(rows[:, first : first + width].T, np.float64, order="C")
+                present = np.isfinite(columns)
+                if present.all():
+                    self._add_group(keys_of(columns), None, first)
+                    continue
+                refuse_infinity(columns, first)
+                columns[~present] = 0.0
+                self._add_group(keys_of(columns), present, first)
+
+    def _add_group(self, keys: Keys, present: Chosen, first: int) -> None:
+        """Add the keys of some columns, from the first one on."""
+        if self._plan.is_first:
+            raw = values_of(keys).view(np.int64)
+            self._seen_bits[first : first + len(keys)] |= np.bitwise_or.reduce(raw, axis=1)
+            self._count(0, first, keys, present)
+            return
+        leading = keys >> self._plan.shift
+        own = self._prefixes[first : first + len(keys)]
+        for slot in range(self._num_slots):
+            prefixes = np.array([each[slot] if slot < len(each) else 0 for each in own], np.int64)
+            matches = leading == prefixes[:, None]
+            matches &= np.array([slot < len(each) for each in own])[:, None]
+            if present is not None:
+                matches &= present
+            if not self._plan.collects:
+                self._count(slot, first, keys, matches)
+                continue
+            for row in range(len(keys)):
+                self._collected[first + row].append(keys[row][matches[row]])
+
+    def _count(self, slot: int, first: int, keys: Keys, chosen: Chosen) -> None:
+        size = 1 << self.bits
+        bins = (keys >> (self._plan.shift - self.bits)) & (size - 1)
+        bins += (np.arange(len(keys)) * size)[:, None]
+        flat = bins.reshape(-1) if chosen is None else bins[chosen]
+        counts = np.bincount(flat, minlength=len(keys) * size).reshape(len(keys), size)
+        self._counts[slot, first : first + len(keys)] += counts
+
+    def counts_by_column(self) -> Keys:
+        """Return how many numbers each column has; of the first pass."""
+        counts: Keys = self._counts[0].sum(axis=1)
+        return counts
+
+    @property
+    def num_zeros(self) -> int:
+        """How many of the last bits of all numbers are zero; of the first pass."""
+        seen = int(np.bitwise_or.reduce(self._seen_bits))
+        return 64 if seen == 0 else (seen & -seen).bit_length() - 1
+
+    def find(self, column: int, prefix: int, rank: int) -> tuple[int, int, int]:
+        """Return with which bits the number of a rank begins, its rank among those that do, and their number."""
+        counts = self._counts[self._prefixes[column].index(prefix), column]
+        half = len(counts) // 2 if self._plan.is_first else 0
+        counts = np.roll(counts, half)  # the first bit is the sign: negative numbers come first
+        until = counts.cumsum()
+        place = int(np.searchsorted(until, rank, side="right"))
+        before = int(until[place] - counts[place])
+        return (prefix << self.bits) + place - half, rank - before, int(counts[place])
+
+    def sorted_keys(self, column: int) -> list[int]:
+        """Return what was collected of a column, in order."""
+        keys = np.sort(np.concatenate([np.zeros(0, np.int64), *self._collected[column]]))
+        return [int(key) for key in keys]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as plain values, to send to other processes."""
+        if not self._prefixes:
+            return {}
+        state: dict[str, Any] = {"num_columns": len(self._prefixes), "seen_bits": self._seen_bits.tolist()}
+        if self._plan.collects:
+            return {**state, "collected": [self.sorted_keys(column) for column in range(len(self._prefixes))]}
+        return {**state, "counts": _packed(self._counts)}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add the counts of other rows, which `to_json` returned."""
+        if not state:
+            return
+        self._begin(int(state["num_columns"]))
+        self._seen_bits |= np.array(state["seen_bits"], np.int64)
+        if not self._plan.collects:
+            self._counts += _unpacked(state["counts"]).reshape(self._counts.shape)
+            return
+        for own, keys in zip(self._collected, state["collected"], strict=True):
+            own.append(np.array(keys, np.int64))
+
+
+def _packed(counts: Keys) -> str:
+    """Return counts as a short text: most of them are 0."""
+    return base64.b64encode(zlib.compress(counts.tobytes(), 1)).decode()
+
+
+def _unpacked(text: str) -> Keys:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.int64)
