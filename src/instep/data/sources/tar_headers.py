@@ -1,0 +1,141 @@
+"""The members of a tar archive, from its headers: ustar, GNU long names, pax. Nothing is extracted. Pure: no torch.
+
+Not the standard library's tarfile: to it, a damaged header in the middle is the end of the archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+RECORD = 512
+_ZEROS = bytes(RECORD)
+_REGULAR = (b"0", b"\0", b"7")
+_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")
+"""Links, devices, folders: their size says nothing about what follows."""
+_GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
+_SPARSE = b"S"
+
+Read = Callable[[int, int], bytes]
+"""Returns bytes from a place on; fewer at the end."""
+
+
+class Member(NamedTuple):
+    """A file in the archive."""
+
+    name: str
+    start: int
+    """Of its first header."""
+    data_start: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Where the next header begins."""
+        return self.data_start + padded(self.num_bytes)
+
+
+def members(read: Read, start: int, end: int, is_whole: bool) -> Iterator[Member]:
+    """Yield the regular files whose headers lie from `start` to `end`; `is_whole`: up to the end-of-archive marker.
+
+    Raises ValueError for what is no archive.
+    """
+    place, first, pax = start, start, _Pax()
+    while place < end:
+        header = read(place, RECORD)
+        if header == _ZEROS:
+            return
+        kind, num_bytes = _check(place, header), _number(place, header[124:136])
+        data = place + RECORD
+        if kind in (_GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL):
+            pax.take(kind, read(data, num_bytes))
+            place = data + padded(num_bytes)
+            continue
+        num_bytes = pax.num_bytes(num_bytes)
+        if data + num_bytes > end:
+            raise ValueError(
+                f"the member {pax.name or _name(header)!r} at byte {place} has {num_bytes} bytes, of which the last "
+                f"{data + num_bytes - end} are missing: it is truncated"
+            )
+        if kind in _REGULAR:
+            yield Member(pax.name or _name(header), first, data, num_bytes)
+        place = first = data if kind in _WITHOUT_DATA else data + padded(num_bytes)
+        pax = _Pax()
+    if is_whole:
+        raise ValueError(
+            f"it ends at byte {end} without the empty records that end every tar archive: it is truncated, or its "
+            "writer did not close it"
+        )
+
+
+def padded(num_bytes: int) -> int:
+    """Return how many bytes a member's data takes."""
+    return -(-num_bytes // RECORD) * RECORD
+
+
+class _Pax:
+    """What extended headers say about the next member."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._size: int | None = None
+
+    def take(self, kind: bytes, data: bytes) -> None:
+        if kind == _GNU_NAME:
+            self.name = _text(data)
+        elif kind == _PAX:
+            records = dict(_pax_records(data))
+            self.name = _text(records.get(b"path", self.name.encode()))
+            if b"size" in records:
+                self._size = int(records[b"size"])
+
+    def num_bytes(self, from_header: int) -> int:
+        return from_header if self._size is None else self._size
+
+
+def _pax_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    place = 0
+    while place < len(data) and data[place]:
+        space = data.index(b" ", place)
+        end = place + int(data[place:space])
+        key, _, value = data[space + 1 : end - 1].partition(b"=")
+        yield key, value
+        place = end
+
+
+def _check(place: int, header: bytes) -> bytes:
+    """Return what kind of member a header describes; raise ValueError for what is no header."""
+    if len(header) < RECORD:
+        raise ValueError(f"it ends at byte {place + len(header)}, in the middle of a header: it is truncated")
+    total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    if total != _number(place, header[148:156]):
+        compressed = place == 0 and header[:2] in (b"\x1f\x8b", b"\x28\xb5", b"BZ", b"\xfd7")
+        raise ValueError(
+            "it is a compressed archive, whose samples cannot be read by index: decompress it"
+            if compressed
+            else f"there is no tar header at byte {place}, where one must be: it is damaged, or not a tar archive"
+        )
+    kind = header[156:157]
+    if kind == _SPARSE:
+        raise ValueError(f"the member {_name(header)!r} is a sparse file: write the archive without such files")
+    return kind
+
+
+def _number(place: int, field: bytes) -> int:
+    if field[0] in (0x80, 0xFF):  # GNU's binary numbers, for more than 8 GiB
+        return int.from_bytes(field[1:], "big")
+    try:
+        return int(field.strip(b"\0 ") or b"0", 8)
+    except ValueError:
+        if place == 0:
+            return -1  # the checksum then says what the file is
+        raise ValueError(f"the tar header at byte {place} is damaged: {field!r} is no number") from None
+
+
+def _name(header: bytes) -> str:
+    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+    return f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
