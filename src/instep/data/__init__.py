@@ -15,15 +15,20 @@ if TYPE_CHECKING:
     from instep.data.datasets.text import text
     from instep.data.datasets.tokens import tokens
     from instep.data.sampler import OrderSampler
+    from instep.data.sources.parquet import parquet
 
-__all__ = ["BatchDataset", "OrderSampler", "digits", "mnist", "text", "tokens"]
+__all__ = ["BatchDataset", "OrderSampler", "digits", "mnist", "parquet", "text", "tokens"]
 
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import instep` does not import torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"BatchDataset": "instep.data.dataset", "OrderSampler": "instep.data.sampler"}.get(name)
+    home = {
+        "BatchDataset": "instep.data.dataset",
+        "OrderSampler": "instep.data.sampler",
+        "parquet": "instep.data.sources.parquet",
+    }.get(name)
     return getattr(import_module(home or f"instep.data.datasets.{name}"), name)
 
 
