@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from instep.data.sampler import OrderSampler
     from instep.data.sources.jsonl import jsonl
     from instep.data.sources.mds import mds
+    from instep.data.sources.parquet import parquet
     from instep.data.sources.tar import tar
 
-__all__ = ["BatchDataset", "OrderSampler", "digits", "jsonl", "mds", "mnist", "tar", "text", "tokens"]
+__all__ = ["BatchDataset", "OrderSampler", "digits", "jsonl", "mds", "mnist", "parquet", "tar", "text", "tokens"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +30,7 @@ def __getattr__(name: str) -> Any:
     home = {
         "BatchDataset": "instep.data.dataset",
         "OrderSampler": "instep.data.sampler",
-        **{source: f"instep.data.sources.{source}" for source in ("jsonl", "mds", "tar")},
+        **{source: f"instep.data.sources.{source}" for source in ("jsonl", "mds", "parquet", "tar")},
     }.get(name)
     return getattr(import_module(home or f"instep.data.datasets.{name}"), name)
 
