@@ -42,9 +42,10 @@ def write(path: Path, members: list[tuple[str, bytes]], fmt: int = tarfile.GNU_F
 
 
 def webdataset_samples(path: Path) -> list[dict[str, Any]]:
-    import webdataset
+    from webdataset.tariterators import group_by_keys, tar_file_expander
 
-    samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
+    with path.open("rb") as stream:
+        samples = list(group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])))
     return [{key: value for key, value in sample.items() if key != "__url__"} for sample in samples]
 
 
@@ -53,7 +54,7 @@ names = st.lists(
         st.sampled_from(
             ["", "a/", "./", "b.c/", "long" * 30 + "/", "é/", "__meta__/", "d" * 80 + "/" + "e" * 90 + "/"]
         ),
-        st.sampled_from(["x", "yy", "z" * 120, "._h", "__m__", "noext", "é"]),
+        st.sampled_from(["x", "yy", "z" * 120, "__m__", "noext", "é"]),
     ),
     min_size=1,
     max_size=12,

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 
@@ -104,7 +104,7 @@ class Mds(SourceFormat):
     """Raw shards: a block is some MiB of consecutive samples."""
 
     name = "MDS"
-    suffixes = (".mds",)
+    suffixes: ClassVar[tuple[str, ...]] = (".mds",)
 
     def __init__(self, url: str, shards: list[Shard]) -> None:
         """`url`: of their index.json."""
@@ -148,7 +148,7 @@ class Mds(SourceFormat):
 class CompressedMds(Mds):
     """Compressed shards: a block is a whole one."""
 
-    suffixes = (".zstd", ".gz", ".bz2")
+    suffixes: ClassVar[tuple[str, ...]] = (".zstd", ".gz", ".bz2")
 
     def __init__(self, url: str, shards: list[Shard]) -> None:
         """`url`: of their index.json."""

@@ -130,7 +130,7 @@ class _TarRows(SampleRows):
             return data
         try:
             return decode(data)
-        except ValueError as error:
+        except (ValueError, EOFError) as error:
             raise ValueError(f"the member {member.name!r} is no {extension}: {error}") from error
 
 

@@ -15,6 +15,8 @@ _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")
 """Links, devices, folders: their size says nothing about what follows."""
 _GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
 _SPARSE = b"S"
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
+"""How files of gzip, zstd, bzip2 and xz begin."""
 
 Read = Callable[[int, int], bytes]
 """Returns bytes from a place on; fewer at the end."""
@@ -45,13 +47,13 @@ def members(read: Read, start: int, end: int, is_whole: bool) -> Iterator[Member
         header = read(place, RECORD)
         if header == _ZEROS:
             return
-        kind, num_bytes = _check(place, header), _number(place, header[124:136])
+        kind, num_bytes = _check(place, header), _number(header[124:136])
         data = place + RECORD
         if kind in (_GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL):
             pax.take(kind, read(data, num_bytes))
             place = data + padded(num_bytes)
             continue
-        num_bytes = pax.num_bytes(num_bytes)
+        num_bytes = 0 if kind in _WITHOUT_DATA else pax.num_bytes(num_bytes)
         if data + num_bytes > end:
             raise ValueError(
                 f"the member {pax.name or _name(header)!r} at byte {place} has {num_bytes} bytes, of which the last "
@@ -59,7 +61,7 @@ def members(read: Read, start: int, end: int, is_whole: bool) -> Iterator[Member
             )
         if kind in _REGULAR:
             yield Member(pax.name or _name(header), first, data, num_bytes)
-        place = first = data if kind in _WITHOUT_DATA else data + padded(num_bytes)
+        place = first = data + padded(num_bytes)
         pax = _Pax()
     if is_whole:
         raise ValueError(
@@ -105,15 +107,14 @@ def _pax_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _check(place: int, header: bytes) -> bytes:
     """Return what kind of member a header describes; raise ValueError for what is no header."""
+    if place == 0 and header.startswith(_COMPRESSED):
+        raise ValueError("it is a compressed archive, whose samples cannot be read by index: decompress it")
     if len(header) < RECORD:
         raise ValueError(f"it ends at byte {place + len(header)}, in the middle of a header: it is truncated")
     total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if total != _number(place, header[148:156]):
-        compressed = place == 0 and header[:2] in (b"\x1f\x8b", b"\x28\xb5", b"BZ", b"\xfd7")
+    if total != _number(header[148:156]):
         raise ValueError(
-            "it is a compressed archive, whose samples cannot be read by index: decompress it"
-            if compressed
-            else f"there is no tar header at byte {place}, where one must be: it is damaged, or not a tar archive"
+            f"there is no tar header at byte {place}, where one must be: it is damaged, or not a tar archive"
         )
     kind = header[156:157]
     if kind == _SPARSE:
@@ -121,15 +122,13 @@ def _check(place: int, header: bytes) -> bytes:
     return kind
 
 
-def _number(place: int, field: bytes) -> int:
+def _number(field: bytes) -> int:
     if field[0] in (0x80, 0xFF):  # GNU's binary numbers, for more than 8 GiB
         return int.from_bytes(field[1:], "big")
     try:
         return int(field.strip(b"\0 ") or b"0", 8)
     except ValueError:
-        if place == 0:
-            return -1  # the checksum then says what the file is
-        raise ValueError(f"the tar header at byte {place} is damaged: {field!r} is no number") from None
+        return -1  # no header: no checksum is that
 
 
 def _name(header: bytes) -> str:
