@@ -5,6 +5,7 @@ Ranks: all; each reads what it needs, those of a machine through one cache.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ class BlockDataset(BatchDataset):
 
     def gather(self, indices: torch.Tensor) -> Any:
         """Return these samples as one batch: a dict of tensors and lists."""
-        parts = list(self._parts(indices.numpy(), lambda block, rows: block.gather(rows)))
+        parts = list(self._parts(indices.numpy(), _gather))
         places = np.concatenate([place for place, _ in parts])
         back = np.empty_like(places)
         back[places] = np.arange(len(places))
@@ -96,7 +97,7 @@ class BlockDataset(BatchDataset):
         """Return these samples one by one."""
         del begin_row
         samples: list[Any] = [None] * len(indices)
-        for places, rows in self._parts(indices.numpy(), lambda block, rows: block.rows(rows)):
+        for places, rows in self._parts(indices.numpy(), _rows):
             for place, row in zip(places.tolist(), rows, strict=True):
                 samples[place] = row
         return samples
@@ -115,12 +116,13 @@ class BlockDataset(BatchDataset):
     def _parts(self, indices: Indices, read: Callable[[BlockRows, Indices], T]) -> Iterator[tuple[Indices, T]]:
         """Yield, for each block that samples lie in, their places among the indices and what `read` makes of them."""
         blocks = np.searchsorted(self._ends, indices, side="right")
-        by_block = np.argsort(blocks, kind="stable")
-        cuts = np.flatnonzero(np.diff(blocks[by_block])) + 1
-        for places in np.split(by_block, cuts):
-            number = int(blocks[places[0]])
-            rows = indices[places] - self._starts[number]
-            yield places, self._read_rows(number, rows, read)
+        places = np.argsort(blocks, kind="stable")
+        blocks = blocks[places]
+        rows = indices[places] - self._starts[blocks]
+        bounds = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(blocks)]
+        numbers = blocks[bounds[:-1]].tolist()
+        for number, (first, last) in zip(numbers, itertools.pairwise(bounds), strict=True):
+            yield places[first:last], self._read_rows(number, rows[first:last], read)
 
     def _read_rows(self, number: int, rows: Indices, read: Callable[[BlockRows, Indices], T]) -> T:
         block_rows = self._block_rows(number)
@@ -161,6 +163,14 @@ class BlockDataset(BatchDataset):
         return self._files[file], self._blocks[file][number - int(self._first_blocks[file])]
 
 
+def _gather(block: BlockRows, rows: Indices) -> dict[str, Any]:
+    return block.gather(rows)
+
+
+def _rows(block: BlockRows, rows: Indices) -> list[dict[str, Any]]:
+    return block.rows(rows)
+
+
 def _corrupt(file: SourceFile, where: str, error: Exception) -> str:
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return (
@@ -171,6 +181,8 @@ def _corrupt(file: SourceFile, where: str, error: Exception) -> str:
 
 def _join(name: str, parts: list[Any], back: Indices) -> Any:
     """Put the parts of a column together, in the order of the samples."""
+    if isinstance(parts[0], np.ndarray):
+        return torch.from_numpy(np.concatenate(parts).take(back, axis=0))
     if isinstance(parts[0], torch.Tensor):
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.index_select(0, torch.from_numpy(back))
