@@ -21,6 +21,7 @@ from instep.data.sources.block_memory import BlockMemory
 from instep.data.sources.format import Block, BlockRows, SourceFormat
 from instep.data.sources.index import load_index
 from instep.data.sources.index_file import pack
+from instep.data.sources.prefetch import Prefetcher
 from instep.data.sources.range_cache import RangeCache, check_cache_bytes
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import Urls, find_files
@@ -75,6 +76,7 @@ class BlockDataset(BatchDataset):
         if not len(self):
             raise DataError(f"{self._files[0].url} and {len(self._files) - 1} other files have no rows.")
         self._memory: tuple[int, BlockMemory] | None = None
+        self._ahead: Prefetcher | None = None
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -110,8 +112,22 @@ class BlockDataset(BatchDataset):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.rows(torch.tensor([index % len(self)]))[0]
 
+    def prefetch(self, blocks: Indices) -> None:
+        """Begin to fetch blocks that will be read soon: into the cache, or the system's page cache."""
+        if self._ahead is None:
+            self._ahead = Prefetcher(self._fetch)
+        # Each process begins elsewhere, so that those of a machine share the work.
+        numbers = blocks.tolist()
+        first = os.getpid() % max(1, len(numbers))
+        self._ahead.add(numbers[first:] + numbers[:first])
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": None}
+        return {**self.__dict__, "_memory": None, "_ahead": None}
+
+    def _fetch(self, number: int) -> None:
+        file, block = self._locate(number)
+        for start, num_bytes in self._format.ranges(file, block):
+            file.prefetch(start, num_bytes)
 
     def _parts(self, indices: Indices, read: Callable[[BlockRows, Indices], T]) -> Iterator[tuple[Indices, T]]:
         """Yield, for each block that samples lie in, their places among the indices and what `read` makes of them."""
