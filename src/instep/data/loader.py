@@ -16,7 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from instep.core.errors import DataError, TaskError
+from instep.data.bad_samples import SkippingReader
 from instep.data.batch_plan import Batch, BatchPlan, PartPlan
+from instep.data.blocks_ahead import BlocksAhead
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
 from instep.data.order import Indices, Order
@@ -47,6 +49,14 @@ class LoadOptions:
     """Returns how long this rank has waited for others so far."""
     say: Callable[[str], None] = lambda _text: None
     """Tells the user something at once: that reading takes long."""
+
+    on_bad_sample: str = "stop"
+    """What happens when a sample cannot be read: stop, or skip ([Note: Bad samples])."""
+
+    def find_reader(self, dataset: Any, num_samples: int) -> Reader:
+        """Return how to read a dataset."""
+        reader = find_reader(dataset, self.collate, self.seed)
+        return SkippingReader(reader, num_samples) if self.on_bad_sample == "skip" else reader
 
     def open_source(self, reader: Reader, max_workers: int | None = None) -> Source:
         """Return a source of the batches that a reader reads."""
@@ -126,7 +136,8 @@ class TrainLoader(Loader):
 
     def __init__(self, dataset: Any, plan: BatchPlan, order: Order, options: LoadOptions) -> None:
         assert plan.num_samples == order.num_samples
-        self.source = options.open_source(find_reader(dataset, options.collate, options.seed))
+        self.source = options.open_source(options.find_reader(dataset, num_samples(dataset, options.collate)))
+        self._ahead = BlocksAhead(order, dataset)
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
@@ -157,6 +168,7 @@ class TrainLoader(Loader):
 
     def _requests(self, first: int, last: int) -> Iterator[Request]:
         """Yield the requests for this rank's parts of the steps; look up the samples of a whole run at once."""
+        self._ahead.begin()
         for run in self._runs(first, last):
             epoch, position, size = run.start
             starts = position + size * np.arange(run.num_steps)
@@ -164,6 +176,7 @@ class TrainLoader(Loader):
             # In exact mode a short batch may have no shard for this rank.
             positions = (starts[:, None] + np.concatenate([np.arange(0), *rows])).reshape(-1)
             sizes = [plan.num_rows for plan in run.parts] * run.num_steps
+            self._ahead.announce(run.start, run.num_steps, is_last=run.first_step + run.num_steps >= last)
             indices = torch.from_numpy(self._order.indices(epoch, positions)).split(sizes)
             if (draws := self._order.draws(epoch, positions)) is None:
                 for part in indices:
@@ -206,7 +219,7 @@ def evaluation_chunks(
         starts, counted = [*starts, 0], [*counted, 0]
     if not starts:
         return
-    source = options.open_source(find_reader(dataset, options.collate, options.seed), max_workers=len(starts))
+    source = options.open_source(options.find_reader(dataset, total), max_workers=len(starts))
     requests = (Request(0, torch.arange(start, min(start + chunk_size, total))) for start in starts)
     try:
         yield from zip(to_device(source.read(requests), options.device), counted, strict=True)

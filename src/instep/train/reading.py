@@ -45,6 +45,7 @@ class BatchReader:
         self.loader = open_loader(dataset, batches, _load_options(engine, spec, collate))
         self.source = self.loader.source
         self._dataset = dataset
+        self._on_bad_sample = spec.on_bad_sample
         self._engine = engine
         self._reported = set(engine.context.doubts)
 
@@ -85,6 +86,13 @@ class BatchReader:
         notices.clear()
         self._reported.update(doubts)
         return new
+
+    def report(self) -> list[str]:
+        """Return what to say of the data at the end of the steps. Called on all ranks."""
+        if self._on_bad_sample != "skip":
+            return []
+        total = sum(self._engine.world.all_gather_object(self.source.num_replaced))
+        return [f"{total} bad samples were replaced by others since this process began: the log names their files."]
 
     def new_changes(self, step: int) -> list[InputRecord]:
         """Return the decisions of who reads the batches that were made since the last call."""
@@ -139,6 +147,7 @@ def _load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> L
         seed=spec.seed,
         waited_s=lambda: engine.world.waited_s,
         say=partial(_say, engine),
+        on_bad_sample=spec.on_bad_sample,
     )
 
 

@@ -34,7 +34,7 @@ class ArrowRows(BlockRows):
 class _Column(ABC):
     @abstractmethod
     def gather(self, rows: Indices) -> Any:
-        """Return these rows: a tensor, or a list."""
+        """Return these rows: an array, or a list."""
 
     def values(self, rows: Indices) -> list[Any]:
         """Return these rows one by one."""
@@ -47,12 +47,11 @@ class _Numbers(_Column):
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self._array = array
 
-    def gather(self, rows: Indices) -> torch.Tensor:
-        # Through NumPy: the memory is read-only, which torch does not take.
-        return torch.from_numpy(self._array.take(rows, axis=0))
+    def gather(self, rows: Indices) -> npt.NDArray[Any]:
+        return self._array.take(rows, axis=0)
 
     def values(self, rows: Indices) -> list[Any]:
-        return list(self.gather(rows).unbind(0))
+        return list(torch.from_numpy(self.gather(rows)).unbind(0))
 
 
 class _Lists(_Column):

@@ -5,6 +5,7 @@ Ranks: all; each reads what it needs, those of a machine through one cache.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from instep.data.sources.block_memory import BlockMemory
 from instep.data.sources.format import Block, BlockRows, SourceFormat
 from instep.data.sources.index import load_index
 from instep.data.sources.index_file import pack
+from instep.data.sources.prefetch import Prefetcher
 from instep.data.sources.range_cache import RangeCache, check_cache_bytes
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import Urls, find_files
@@ -74,6 +76,7 @@ class BlockDataset(BatchDataset):
         if not len(self):
             raise DataError(f"{self._files[0].url} and {len(self._files) - 1} other files have no rows.")
         self._memory: tuple[int, BlockMemory] | None = None
+        self._ahead: Prefetcher | None = None
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -85,7 +88,7 @@ class BlockDataset(BatchDataset):
 
     def gather(self, indices: torch.Tensor) -> Any:
         """Return these samples as one batch: a dict of tensors and lists."""
-        parts = list(self._parts(indices.numpy(), lambda block, rows: block.gather(rows)))
+        parts = list(self._parts(indices.numpy(), _gather))
         places = np.concatenate([place for place, _ in parts])
         back = np.empty_like(places)
         back[places] = np.arange(len(places))
@@ -96,7 +99,7 @@ class BlockDataset(BatchDataset):
         """Return these samples one by one."""
         del begin_row
         samples: list[Any] = [None] * len(indices)
-        for places, rows in self._parts(indices.numpy(), lambda block, rows: block.rows(rows)):
+        for places, rows in self._parts(indices.numpy(), _rows):
             for place, row in zip(places.tolist(), rows, strict=True):
                 samples[place] = row
         return samples
@@ -109,18 +112,33 @@ class BlockDataset(BatchDataset):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.rows(torch.tensor([index % len(self)]))[0]
 
+    def prefetch(self, blocks: Indices) -> None:
+        """Begin to fetch blocks that will be read soon: into the cache, or the system's page cache."""
+        if self._ahead is None:
+            self._ahead = Prefetcher(self._fetch)
+        # Each process begins elsewhere, so that those of a machine share the work.
+        numbers = blocks.tolist()
+        first = os.getpid() % max(1, len(numbers))
+        self._ahead.add(numbers[first:] + numbers[:first])
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": None}
+        return {**self.__dict__, "_memory": None, "_ahead": None}
+
+    def _fetch(self, number: int) -> None:
+        file, block = self._locate(number)
+        for start, num_bytes in self._format.ranges(file, block):
+            file.prefetch(start, num_bytes)
 
     def _parts(self, indices: Indices, read: Callable[[BlockRows, Indices], T]) -> Iterator[tuple[Indices, T]]:
         """Yield, for each block that samples lie in, their places among the indices and what `read` makes of them."""
         blocks = np.searchsorted(self._ends, indices, side="right")
-        by_block = np.argsort(blocks, kind="stable")
-        cuts = np.flatnonzero(np.diff(blocks[by_block])) + 1
-        for places in np.split(by_block, cuts):
-            number = int(blocks[places[0]])
-            rows = indices[places] - self._starts[number]
-            yield places, self._read_rows(number, rows, read)
+        places = np.argsort(blocks, kind="stable")
+        blocks = blocks[places]
+        rows = indices[places] - self._starts[blocks]
+        bounds = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(blocks)]
+        numbers = blocks[bounds[:-1]].tolist()
+        for number, (first, last) in zip(numbers, itertools.pairwise(bounds), strict=True):
+            yield places[first:last], self._read_rows(number, rows[first:last], read)
 
     def _read_rows(self, number: int, rows: Indices, read: Callable[[BlockRows, Indices], T]) -> T:
         block_rows = self._block_rows(number)
@@ -161,6 +179,14 @@ class BlockDataset(BatchDataset):
         return self._files[file], self._blocks[file][number - int(self._first_blocks[file])]
 
 
+def _gather(block: BlockRows, rows: Indices) -> dict[str, Any]:
+    return block.gather(rows)
+
+
+def _rows(block: BlockRows, rows: Indices) -> list[dict[str, Any]]:
+    return block.rows(rows)
+
+
 def _corrupt(file: SourceFile, where: str, error: Exception) -> str:
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return (
@@ -171,6 +197,8 @@ def _corrupt(file: SourceFile, where: str, error: Exception) -> str:
 
 def _join(name: str, parts: list[Any], back: Indices) -> Any:
     """Put the parts of a column together, in the order of the samples."""
+    if isinstance(parts[0], np.ndarray):
+        return torch.from_numpy(np.concatenate(parts).take(back, axis=0))
     if isinstance(parts[0], torch.Tensor):
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.index_select(0, torch.from_numpy(back))

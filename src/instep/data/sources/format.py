@@ -47,7 +47,7 @@ class BlockRows(ABC):
 
     @abstractmethod
     def gather(self, rows: Indices) -> dict[str, Any]:
-        """Return these rows as columns: tensors with a row for each, or lists with an entry for each.
+        """Return these rows as columns: arrays or tensors with a row for each, or lists with an entry for each.
 
         A list of tensors is stacked if they have one shape.
         """

@@ -12,7 +12,6 @@ indexed again. What is read back is checked against a checksum, and counts as ab
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -20,11 +19,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from instep.core.errors import DataError, InstepError
+from instep.data.sources.file_lock import file_lock
 from instep.data.sources.format import SourceFormat
 from instep.data.sources.index_file import IndexEntry, read_entries, write_entries
 from instep.data.sources.source_file import SourceFile
@@ -151,21 +151,12 @@ def _try_writing(path: Path, entries: list[IndexEntry]) -> bool:
 @contextmanager
 def _claimed(part: Path, wait: bool) -> Iterator[bool]:
     """Hold the lock of a group of files; yield whether it is held."""
-    try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(part.with_suffix(".part.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # nothing can be written there: everybody indexes everything
-        yield True
-        return
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+            is_ours = held.enter_context(file_lock(part.with_suffix(".part.lock"), wait))
+        except OSError:  # nothing can be written there: everybody indexes everything
+            is_ours = True
+        yield is_ours
 
 
 class _Progress:

@@ -15,7 +15,6 @@ when the folder is larger than its bound.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import mmap
@@ -26,11 +25,12 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from instep.core.errors import DataError
+from instep.data.sources.file_lock import file_lock
 
 Fetch = Callable[[], bytes]
 DEFAULT_FOLDER = Path("~/.cache/instep/data")
@@ -86,7 +86,7 @@ class RangeCache:
             return None
         content: memoryview | None = None
         try:
-            with self._locked(path, wait) as is_locked:
+            with file_lock(self._lock_path(path), wait) as is_locked:
                 if not is_locked:
                     return None
                 content = self._open(path, num_bytes)  # it may have come while we waited
@@ -103,6 +103,9 @@ class RangeCache:
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()[:40]
         return self.folder / "ranges" / name[:2] / name
+
+    def _lock_path(self, path: Path) -> Path:
+        return self.folder / "locks" / f"{int(path.name[:8], 16) % _NUM_LOCKS:04}"
 
     def _open(self, path: Path, num_bytes: int) -> memoryview | None:
         """Map an entry into memory; return None if it is not there, or is damaged."""
@@ -144,22 +147,6 @@ class RangeCache:
                 temporary.unlink()
             raise
         self._verified[path.name] = time.monotonic()
-
-    @contextmanager
-    def _locked(self, path: Path, wait: bool) -> Iterator[bool]:
-        """Hold the lock of an entry; yield whether it is held."""
-        locks = self.folder / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(locks / f"{int(path.name[:8], 16) % _NUM_LOCKS:04}", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
-        finally:
-            os.close(descriptor)
 
     def _make_room(self, written: int) -> None:
         """Count what was written, and remove entries if the folder is larger than its bound."""
