@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from instep.data.batch_plan import BatchSpec
 from instep.data.dataset import BatchDataset
 from instep.data.kinds import open_loader
 from instep.data.loader import LoadOptions
+from instep.data.sources import sample_rows
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Cut files into blocks of so many bytes."""
+    monkeypatch.setattr(sample_rows, "BLOCK_BYTES", num_bytes)
+    monkeypatch.setattr(sample_rows, "MOST_BLOCK_BYTES", num_bytes)
 
 
 def assert_rows(dataset: BatchDataset, expected: list[Any]) -> None:

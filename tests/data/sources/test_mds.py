@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import instep
 from instep.core.errors import DataError
 from instep.data.sources import mds as module
-from reading import assert_rows, assert_same_batches
+from reading import assert_rows, assert_same_batches, small_blocks
 
 SHARDS = Path(__file__).parent / "mds_shards"
 """Written by MDSWriter(size_limit=4096, hashes=["sha1"]), raw and compressed, with the ten samples below."""
@@ -59,7 +59,7 @@ def test_the_samples_of_the_real_writer(
 ) -> None:
     if kind == "zstd":
         pytest.importorskip("zstandard")
-    monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
+    small_blocks(monkeypatch, block_bytes)
     dataset = instep.data.mds(SHARDS / kind, cache=tmp_path)
     assert_rows(dataset, [sample(n) for n in range(10)])
     if kind == "raw":
@@ -151,7 +151,7 @@ def test_any_samples(
     block_bytes: int,
     names: list[str],
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
+    small_blocks(monkeypatch, block_bytes)
     folder = tmp_path_factory.mktemp("mds")
     samples = [{name: each[name] for name in names} for each in samples]
     encodings = {name: {"i": "int", "s": "str", "z": "bytes"}[name] for name in names}
@@ -160,7 +160,7 @@ def test_any_samples(
 
 
 def test_the_same_batches_at_any_number_of_ranks_and_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", 60)
+    small_blocks(monkeypatch, 60)
     folder = write(tmp_path, {"i": "int", "s": "str"}, [{"i": n, "s": "x" * (n % 7)} for n in range(53)], 11)
     assert_same_batches(instep.data.mds(folder, cache=tmp_path / "cache"), "i", 53)
 

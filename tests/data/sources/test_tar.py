@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 import instep
 from instep.core.errors import DataError
 from instep.data.sources import tar as module
-from reading import assert_rows, assert_same_batches
+from reading import assert_rows, assert_same_batches, small_blocks
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", 5000)
+    small_blocks(monkeypatch, 5000)
     monkeypatch.setattr(module, "_SCAN_BYTES", 1500)
 
 

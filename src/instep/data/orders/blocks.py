@@ -48,7 +48,7 @@ class BlockOrder(Order):
         flat = asked.reshape(-1)
         windows = np.searchsorted(layout.window_starts, flat, side="right") - 1
         places = np.empty_like(flat)
-        for window in np.unique(windows).tolist():
+        for window in dict.fromkeys(windows.tolist()):  # not np.unique, which imports np.ma: 50 ms at the first batch
             here = windows == window
             first, last = layout.window_starts[window], layout.window_starts[window + 1]
             key = f"{self._seed}/{epoch}/window {window}"

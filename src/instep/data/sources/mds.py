@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import os
+import struct
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Unpack
 
@@ -18,11 +19,10 @@ from instep.data.sources.block_dataset import BlockDataset, SourceOptions
 from instep.data.sources.format import Block, FileIndex, SourceFormat
 from instep.data.sources.mds_encodings import Decode, find_decoder
 from instep.data.sources.range_cache import RangeCache
-from instep.data.sources.sample_rows import SampleRows
+from instep.data.sources.sample_rows import SampleRows, is_too_large
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import find_files
 
-BLOCK_BYTES = 4 << 20
 _VERSION = 2
 _SIZE = np.dtype("<u4")
 
@@ -116,9 +116,10 @@ class Mds(SourceFormat):
         shard = self._shard_of(file)
         offsets = _offsets(file.read(0, min(4 * shard.num_rows + 8, file.num_bytes)), shard)
         cuts = [0]
-        while cuts[-1] < shard.num_rows:
-            last = int(np.searchsorted(offsets, offsets[cuts[-1]] + BLOCK_BYTES, side="right")) - 1
-            cuts.append(max(cuts[-1] + 1, last))
+        for row, end in enumerate(offsets[1:].tolist()):
+            if is_too_large(end - int(offsets[cuts[-1]]), row + 1 - cuts[-1]):
+                cuts.append(row)
+        cuts.append(shard.num_rows)
         blocks = [
             Block(number, b - a, int(offsets[a]), int(offsets[b] - offsets[a]))
             for number, (a, b) in enumerate(itertools.pairwise(cuts))
@@ -166,7 +167,7 @@ class CompressedMds(Mds):
         data = self._decompress(bytes(file.read(block.start, block.num_bytes)))
         if len(data) != shard.raw_bytes:
             raise ValueError(f"it has {len(data)} bytes decompressed, and index.json says {shard.raw_bytes}")
-        return _MdsRows(data, self._columns, _offsets(data, shard))
+        return _MdsRows(data, self._columns, _offsets(data, shard).tolist())
 
 
 Columns = list[tuple[str, Decode, int | None]]
@@ -175,16 +176,16 @@ Columns = list[tuple[str, Decode, int | None]]
 class _MdsRows(SampleRows):
     """The samples of a block: each begins with the sizes of the columns that have none of their own."""
 
-    def __init__(self, data: bytes, columns: Columns, offsets: Indices) -> None:
+    def __init__(self, data: bytes, columns: Columns, offsets: list[int]) -> None:
         super().__init__(len(data))
-        self._data, self._columns, self._offsets = data, columns, offsets.tolist()
-        self._num_sizes = sum(size is None for _, _, size in columns)
+        self._data, self._columns, self._offsets = data, columns, offsets
+        self._sizes = _sizes_of(columns)
 
     def row(self, number: int) -> dict[str, Any]:
         """Return one sample."""
         data, place = self._data, self._offsets[number]
-        sizes = iter(np.frombuffer(data, _SIZE, self._num_sizes, place).tolist())
-        place += 4 * self._num_sizes
+        sizes = iter(self._sizes.unpack_from(data, place))
+        place += self._sizes.size
         row = {}
         for name, decode, size in self._columns:
             end = place + (next(sizes) if size is None else size)
@@ -196,20 +197,22 @@ class _MdsRows(SampleRows):
         return row
 
 
-def _walk(data: bytes, num_rows: int, columns: Columns) -> Indices:
+def _sizes_of(columns: Columns) -> struct.Struct:
+    """Return how to read the sizes at the beginning of a sample."""
+    return struct.Struct(f"<{sum(size is None for _, _, size in columns)}I")
+
+
+def _walk(data: bytes, num_rows: int, columns: Columns) -> list[int]:
     """Return where the samples of a block begin, and its end; their sizes say it."""
-    num_sizes = sum(size is None for _, _, size in columns)
-    fixed = 4 * num_sizes + sum(size or 0 for _, _, size in columns)
-    if not num_sizes:
-        offsets = fixed * np.arange(num_rows + 1)
-    else:
-        offsets, place = np.zeros(num_rows + 1, np.int64), 0
-        for row in range(num_rows):
-            if place + 4 * num_sizes > len(data):
-                break
-            place += fixed + int(np.frombuffer(data, _SIZE, num_sizes, place).sum())
-            offsets[row + 1] = place
-    if offsets[-1] != len(data):
+    sizes = _sizes_of(columns)
+    fixed = sizes.size + sum(size or 0 for _, _, size in columns)
+    offsets, place = [0], 0
+    for _ in range(num_rows):
+        if place + sizes.size > len(data):
+            break
+        place += fixed + sum(sizes.unpack_from(data, place))
+        offsets.append(place)
+    if place != len(data) or len(offsets) != num_rows + 1:
         raise ValueError(f"the sizes of its samples do not add up to its {len(data)} bytes: it is damaged")
     return offsets
 

@@ -12,7 +12,20 @@ from instep.core.errors import DataError
 from instep.data.order import Indices
 from instep.data.sources.format import BlockRows
 
+BLOCK_BYTES = 1 << 20
+"""A block has about as many bytes: the first batch of an epoch needs those of a whole window,"""
+BLOCK_SAMPLES = 32
+"""unless that are fewer samples than these, among which a window would shuffle too little,"""
+MOST_BLOCK_BYTES = 8 << 20
+"""up to this size."""
 _NUMBERS = (int, float, np.number)
+
+
+def is_too_large(num_bytes: int, num_samples: int) -> bool:
+    """Return whether a block of so many bytes and samples has one sample too many."""
+    if num_samples == 1:
+        return False
+    return num_bytes > (BLOCK_BYTES if num_samples > BLOCK_SAMPLES else MOST_BLOCK_BYTES)
 
 
 class SampleRows(BlockRows):

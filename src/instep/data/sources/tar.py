@@ -13,12 +13,11 @@ import numpy as np
 from instep.core.errors import DataError, SpecError
 from instep.data.sources.block_dataset import BlockDataset, SourceOptions
 from instep.data.sources.format import Block, FileIndex, SourceFormat
-from instep.data.sources.sample_rows import SampleRows
+from instep.data.sources.sample_rows import SampleRows, is_too_large
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import Urls
-from instep.data.sources.tar_headers import Member, members
+from instep.data.sources.tar_headers import Member, members, padded
 
-BLOCK_BYTES = 4 << 20
 _SCAN_BYTES = 1 << 18
 """Read at once while only headers are looked for."""
 # Both as in WebDataset: what stands before the first dot of the file's name is the key, the rest the extension.
@@ -76,7 +75,7 @@ class Tar(SourceFormat):
         for sample in _samples(members(scan.read, 0, file.num_bytes, is_whole=True)):
             required = required or frozenset(sample.members)
             _check_members(file.url, sample, required, exact=self._members is None)
-            if num_rows and sample.end - start > BLOCK_BYTES:
+            if is_too_large(sample.end - start, num_rows + 1):
                 blocks.append(Block(len(blocks), num_rows, start, end - start))
                 num_rows, start = 0, sample.start
             num_rows, end = num_rows + 1, sample.end
@@ -101,9 +100,16 @@ class Tar(SourceFormat):
 
 class _Sample(NamedTuple):
     key: str
-    start: int
-    end: int
     members: dict[str, Member]
+
+    @property
+    def start(self) -> int:
+        return next(iter(self.members.values())).start
+
+    @property
+    def end(self) -> int:
+        last = next(reversed(self.members.values()))
+        return last.data_start + padded(last.num_bytes)
 
 
 class _TarRows(SampleRows):
@@ -136,22 +142,20 @@ class _TarRows(SampleRows):
 
 def _samples(found: Iterable[Member]) -> Iterator[_Sample]:
     """Group consecutive members that share a key."""
-    sample: _Sample | None = None
+    key, grouped = "", dict[str, Member]()
     for member in found:
-        match = None if _META.match(member.name) else _KEY.match(member.name)
+        match = None if member.name.startswith("__") and _META.match(member.name) else _KEY.match(member.name)
         if match is None:
             continue
+        if grouped and match[1] != key:
+            yield _Sample(key, grouped)
+            grouped = {}
         key, extension = match[1], match[2].lower()
-        if sample is None or key != sample.key:
-            if sample is not None:
-                yield sample
-            sample = _Sample(key, member.start, member.end, {})
-        if extension in sample.members:
+        if extension in grouped:
             raise ValueError(f"the sample {key!r} has two members with the extension {extension!r}")
-        sample.members[extension] = member
-        sample = sample._replace(end=member.end)
-    if sample is not None:
-        yield sample
+        grouped[extension] = member
+    if grouped:
+        yield _Sample(key, grouped)
 
 
 def _check_members(url: str, sample: _Sample, required: frozenset[str], exact: bool) -> None:

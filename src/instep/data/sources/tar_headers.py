@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 RECORD = 512
 _ZEROS = bytes(RECORD)
-_REGULAR = (b"0", b"\0", b"7")
-_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")
+_REGULAR = b"0\07"
+_WITHOUT_DATA = b"123456"
 """Links, devices, folders: their size says nothing about what follows."""
-_GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
-_SPARSE = b"S"
+_EXTENDED = b"LKxg"
+"""GNU's long names and links; pax headers of one member and of all."""
+_GNU_NAME, _PAX, _SPARSE = b"LxS"
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 """How files of gzip, zstd, bzip2 and xz begin."""
 
@@ -31,38 +32,38 @@ class Member(NamedTuple):
     data_start: int
     num_bytes: int
 
-    @property
-    def end(self) -> int:
-        """Where the next header begins."""
-        return self.data_start + padded(self.num_bytes)
-
 
 def members(read: Read, start: int, end: int, is_whole: bool) -> Iterator[Member]:
-    """Yield the regular files whose headers lie from `start` to `end`; `is_whole`: up to the end-of-archive marker.
+    """Yield the regular files whose headers lie from `start` to `end`. Raise ValueError for what is no archive.
 
-    Raises ValueError for what is no archive.
+    `is_whole`: up to the end-of-archive marker, with the checksum of each header. A block of an archive that was
+    looked through once is read without checksums, which take time.
     """
-    place, first, pax = start, start, _Pax()
+    place, first = start, start
+    name, size = "", -1  # by extended headers, for the next member
     while place < end:
         header = read(place, RECORD)
         if header == _ZEROS:
             return
-        kind, num_bytes = _check(place, header), _number(header[124:136])
-        data = place + RECORD
-        if kind in (_GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL):
-            pax.take(kind, read(data, num_bytes))
+        if is_whole or len(header) < RECORD:
+            _check(place, header)
+        kind, num_bytes, data = header[156], _number(header[124:136]), place + RECORD
+        if kind in _EXTENDED:
+            name, size = _extended(kind, read(data, num_bytes), name, size)
             place = data + padded(num_bytes)
             continue
-        num_bytes = 0 if kind in _WITHOUT_DATA else pax.num_bytes(num_bytes)
-        if data + num_bytes > end:
+        if kind == _SPARSE:
+            raise ValueError(f"the member {_name(header)!r} is a sparse file: write the archive without such files")
+        num_bytes = 0 if kind in _WITHOUT_DATA else num_bytes if size < 0 else size
+        if num_bytes < 0 or data + num_bytes > end:
             raise ValueError(
-                f"the member {pax.name or _name(header)!r} at byte {place} has {num_bytes} bytes, of which the last "
+                f"the member {name or _name(header)!r} at byte {place} has {num_bytes} bytes, of which the last "
                 f"{data + num_bytes - end} are missing: it is truncated"
             )
         if kind in _REGULAR:
-            yield Member(pax.name or _name(header), first, data, num_bytes)
+            yield Member(name or _name(header), first, data, num_bytes)
         place = first = data + padded(num_bytes)
-        pax = _Pax()
+        name, size = "", -1
     if is_whole:
         raise ValueError(
             f"it ends at byte {end} without the empty records that end every tar archive: it is truncated, or its "
@@ -75,24 +76,14 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // RECORD) * RECORD
 
 
-class _Pax:
-    """What extended headers say about the next member."""
-
-    def __init__(self) -> None:
-        self.name = ""
-        self._size: int | None = None
-
-    def take(self, kind: bytes, data: bytes) -> None:
-        if kind == _GNU_NAME:
-            self.name = _text(data)
-        elif kind == _PAX:
-            records = dict(_pax_records(data))
-            self.name = _text(records.get(b"path", self.name.encode()))
-            if b"size" in records:
-                self._size = int(records[b"size"])
-
-    def num_bytes(self, from_header: int) -> int:
-        return from_header if self._size is None else self._size
+def _extended(kind: int, data: bytes, name: str, size: int) -> tuple[str, int]:
+    """Return the name and the size that an extended header gives the next member."""
+    if kind == _GNU_NAME:
+        return _text(data), size
+    if kind == _PAX and (b"path=" in data or b"size=" in data):
+        records = dict(_pax_records(data))
+        return _text(records.get(b"path", name.encode())), int(records.get(b"size", size))
+    return name, size
 
 
 def _pax_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -105,21 +96,16 @@ def _pax_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         place = end
 
 
-def _check(place: int, header: bytes) -> bytes:
-    """Return what kind of member a header describes; raise ValueError for what is no header."""
+def _check(place: int, header: bytes) -> None:
+    """Raise ValueError for what is no header."""
     if place == 0 and header.startswith(_COMPRESSED):
         raise ValueError("it is a compressed archive, whose samples cannot be read by index: decompress it")
     if len(header) < RECORD:
         raise ValueError(f"it ends at byte {place + len(header)}, in the middle of a header: it is truncated")
-    total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if total != _number(header[148:156]):
+    if sum(header) - sum(header[148:156]) + 8 * ord(" ") != _number(header[148:156]):
         raise ValueError(
             f"there is no tar header at byte {place}, where one must be: it is damaged, or not a tar archive"
         )
-    kind = header[156:157]
-    if kind == _SPARSE:
-        raise ValueError(f"the member {_name(header)!r} is a sparse file: write the archive without such files")
-    return kind
 
 
 def _number(field: bytes) -> int:
