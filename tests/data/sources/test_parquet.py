@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from parquet_files import corrupt_row_group, table, write_files
 
 import instep.data
 from instep.core.errors import BadSample, DataError, SpecError
+from parquet_files import corrupt_row_group, table, write_files
 
 STACKABLE = ["number", "vector", "text", "even"]
 
@@ -91,7 +91,7 @@ def test_only_the_columns_that_are_asked_for_are_read(tmp_path: Path) -> None:
 class TestBadInput:
     def test_nothing_there(self, tmp_path: Path) -> None:
         for url in (tmp_path, tmp_path / "absent", f"{tmp_path}/*.parquet", []):
-            with pytest.raises(DataError, match="no files|No such file|No file fits"):
+            with pytest.raises(DataError, match=r"no files|No such file|No file fits"):
                 instep.data.parquet(url, cache=tmp_path)
 
     def test_an_unknown_column(self, folder: Path, tmp_path: Path) -> None:
