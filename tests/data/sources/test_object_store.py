@@ -75,7 +75,7 @@ def test_read_once_from_a_slow_and_flaky_store(slow: Remote, tmp_path: Path) -> 
     assert counts["bytes"] - before["bytes"] <= 1.1 * slow.num_bytes
     assert counts["at_once"] >= 4, "blocks are fetched ahead, several at a time"
     assert read_epoch(slow.open(tmp_path, columns=WHOLE), workers=2) == numbers
-    assert slow.store.counts()["bytes"] - counts["bytes"] < 0.01 * slow.num_bytes, "it is in the cache"
+    assert slow.store.counts()["bytes"] - counts["bytes"] < 0.02 * slow.num_bytes, "it is in the cache"
 
 
 def test_worker_processes_read_it(slow: Remote, tmp_path: Path) -> None:
