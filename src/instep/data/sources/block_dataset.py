@@ -67,7 +67,6 @@ class BlockDataset(BatchDataset):
         self._files = find_files(urls, fmt.suffixes, ranges, storage_options)
         folder = ranges.folder / "index" if index is None else Path(index).expanduser().absolute()
         entries = load_index(self._files, fmt, folder)
-        self.schema = entries[0].content.schema
         self._blocks = [pack(entry.content.blocks) for entry in entries]
         self._first_blocks = np.cumsum([0, *(len(blocks) for blocks in self._blocks)])
         self.block_sizes = np.concatenate([blocks.numbers[:, 0] for blocks in self._blocks])
@@ -188,7 +187,7 @@ def _rows(block: BlockRows, rows: Indices) -> list[dict[str, Any]]:
 
 
 def _corrupt(file: SourceFile, where: str, error: Exception) -> str:
-    words = " ".join(f"{type(error).__name__}: {error}".split())
+    words = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
     return (
         f"{file.url}, {where}, cannot be read: {words}. Replace the file, or use --on-bad-sample skip, which puts "
         "other samples in the place of those that cannot be read."

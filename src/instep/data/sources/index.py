@@ -26,7 +26,7 @@ from typing import Any
 from instep.core.errors import DataError, InstepError
 from instep.data.sources.file_lock import file_lock
 from instep.data.sources.format import SourceFormat
-from instep.data.sources.index_file import IndexEntry, read_entries, write_entries
+from instep.data.sources.index_file import IndexEntry, pack, read_entries, write_entries
 from instep.data.sources.source_file import SourceFile
 
 _GROUP_FILES = 64
@@ -98,16 +98,17 @@ def _index(file: SourceFile, fmt: SourceFormat) -> IndexEntry:
     except Exception as error:
         file.check_unchanged()
         raise DataError(
-            f"{file.url} cannot be read as {fmt.name}: {' '.join(str(error).split())}. It has {file.num_bytes} bytes. "
+            f"{file.url} cannot be read as {fmt.name}: {' '.join(str(error).split()).rstrip('.')}. It has {file.num_bytes} bytes. "
             "Is it truncated, or of another format? Replace it, or leave it out."
         ) from error
     return IndexEntry(file.url, file.num_bytes, file.version, index)
 
 
 def check_schemas(entries: Sequence[IndexEntry]) -> None:
-    """Raise DataError if the files of a source do not have one schema."""
-    first = entries[0]
-    for entry in entries:
+    """Raise DataError if the files of a source do not have one schema; those without rows may have any."""
+    filled = [entry for entry in entries if pack(entry.content.blocks).numbers[:, 0].any()]
+    for entry in filled:
+        first = filled[0]
         if entry.content.schema != first.content.schema:
             difference = "; ".join(_differences(first, entry)) or "their schemas differ"
             raise DataError(
