@@ -15,7 +15,10 @@ import torch
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BIN = Path(sys.executable).parent
-PACKAGES = ("instep", "torch", "numpy", "accelerate", "lightning", "transformers", "datasets", "ray")
+PACKAGES = (
+    *("instep", "torch", "numpy", "accelerate", "lightning", "transformers", "datasets", "ray"),
+    *("pyarrow", "webdataset", "mosaicml-streaming"),
+)
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@
     ├── SpecError         the command line, a TrainSpec field or a Task's value is wrong        exit 2
     ├── TaskError         the Task breaks its contract (loss returns a vector, no length)       exit 2
     ├── DataError         a dataset cannot be read or holds nothing; predictions not written    exit 2
+    │   └── BadSample     a block or a sample of a file is corrupt; names it                    exit 2
     ├── CheckpointError   a run directory or checkpoint cannot be written or continued          exit 2
     ├── NumericsError     the loss is not a number                                              exit 1
     ├── CompileError      the model cannot be compiled, although --compile was given            exit 1
@@ -45,6 +46,18 @@ class DataError(InstepError):
     """A dataset cannot be read, or is empty; or predictions cannot be written."""
 
     exit_code = EXIT_SPEC
+
+
+class BadSample(DataError):
+    """A block or a sample is corrupt, and would be at every reading."""
+
+    def __init__(self, message: str, source: str = "") -> None:
+        self.source = source
+        """The file that it lies in."""
+        super().__init__(message, source)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CheckpointError(InstepError):

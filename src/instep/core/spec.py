@@ -190,6 +190,9 @@ class TrainSpec(LaunchSpec):
         metavar="SAMPLES",
         at_least=1,
     )
+    on_bad_sample: Literal["stop", "skip"] = recipe_option(
+        "stop", FAILURES, "when a sample cannot be read: stop, or read another one in its place (docs/data.md)"
+    )
     batch_tokens: int | None = recipe_option(
         None,
         TRAINING,

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from instep.data.sampler import OrderSampler
     from instep.data.sampling import balanced, bucketed, grouped, weighted
     from instep.data.sequence_lengths import length_curriculum
+    from instep.data.sources.jsonl import jsonl
+    from instep.data.sources.mds import mds
+    from instep.data.sources.parquet import parquet
+    from instep.data.sources.tar import tar
     from instep.data.splitting import folds, split
     from instep.data.statistics.images import ImageNormalizer
     from instep.data.statistics.scalers import MinMaxScaler, RobustScaler, StandardScaler, quantiles
@@ -41,13 +45,17 @@ __all__ = [
     "digits",
     "folds",
     "grouped",
+    "jsonl",
     "length_curriculum",
     "load_fitted",
+    "mds",
     "mix",
     "mixup",
     "mnist",
+    "parquet",
     "quantiles",
     "split",
+    "tar",
     "text",
     "tokens",
     "weighted",
@@ -60,6 +68,7 @@ _NAMES = {
     "sampler": ("OrderSampler",),
     "sampling": ("balanced", "bucketed", "grouped", "weighted"),
     "sequence_lengths": ("length_curriculum",),
+    **{f"sources.{name}": (name,) for name in ("jsonl", "mds", "parquet", "tar")},
     "splitting": ("folds", "split"),
     "statistics.images": ("ImageNormalizer",),
     "statistics.scalers": ("MinMaxScaler", "RobustScaler", "StandardScaler", "quantiles"),

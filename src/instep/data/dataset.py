@@ -53,6 +53,10 @@ class BatchDataset(ABC):
         del begin_row
         return rows_of(self.gather(indices), len(indices))
 
+    def prefetch(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Begin to fetch blocks that will be read soon, without waiting for them; called by the training process."""
+        del blocks
+
     def map(self, fn: Callable[..., Any]) -> BatchDataset:
         """Return the dataset of `fn(sample)` of each sample.
 
@@ -90,6 +94,9 @@ class SelectedDataset(BatchDataset):
 
     def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
         return self._dataset.rows(self._indices.index_select(0, indices), begin_row)
+
+    def prefetch(self, blocks: npt.NDArray[np.int64]) -> None:
+        self._dataset.prefetch(blocks)
 
 
 def check_split(split: str) -> None:

@@ -62,9 +62,12 @@ def open_chunks(dataset: Any, chunk_size: int, options: LoadOptions) -> Chunks:
     return _kind_of(dataset).chunks(dataset, chunk_size, options)
 
 
-def first_rows(dataset: Any, most: int, collate: Collate | None, seed: int) -> tuple[Any, int]:
+def first_rows(
+    dataset: Any, most: int, collate: Collate | None, seed: int, on_bad_sample: str = "stop"
+) -> tuple[Any, int]:
     """Return a batch of the first samples, as an example, and their number."""
-    chunks = open_chunks(dataset, most, LoadOptions(collate=collate, workers=0, seed=seed)).read()
+    options = LoadOptions(collate=collate, workers=0, seed=seed, on_bad_sample=on_bad_sample)
+    chunks = open_chunks(dataset, most, options).read()
     with contextlib.closing(chunks):
         return next(chunks)
 

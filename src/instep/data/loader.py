@@ -16,7 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from instep.core.errors import DataError, TaskError
+from instep.data.bad_samples import SkippingReader
 from instep.data.batch_plan import Batch, BatchPlan, PartPlan
+from instep.data.blocks_ahead import BlocksAhead
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
 from instep.data.order import Indices, Order
@@ -47,6 +49,14 @@ class LoadOptions:
     """Returns how long this rank has waited for others so far."""
     say: Callable[[str], None] = lambda _text: None
     """Tells the user something at once: that reading takes long."""
+
+    on_bad_sample: str = "stop"
+    """What happens when a sample cannot be read: stop, or skip ([Note: Bad samples])."""
+
+    def find_reader(self, dataset: Any, num_samples: int) -> Reader:
+        """Return how to read a dataset."""
+        reader = find_reader(dataset, self.collate, self.seed)
+        return SkippingReader(reader, num_samples) if self.on_bad_sample == "skip" else reader
 
     def open_source(self, reader: Reader, max_workers: int | None = None) -> Source:
         """Return a source of the batches that a reader reads."""
@@ -140,9 +150,10 @@ class TrainLoader(Loader):
         """`transform(step, batch)` changes what was read for a step before it is trained on."""
         assert plan.num_samples == order.num_samples
         plan.check_world(options.world_size)
-        self._reader = find_reader(dataset, options.collate, options.seed)
+        self._reader = options.find_reader(dataset, num_samples(dataset, options.collate))
         self.source = options.open_source(self._reader)
         self.source.notices.extend(order.notices())
+        self._ahead = BlocksAhead(order, dataset)
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
@@ -189,10 +200,13 @@ class TrainLoader(Loader):
 
     def _requests(self, first: int, last: int) -> Iterator[Request]:
         """Yield the requests for this rank's parts of the steps; look up the samples of many steps at once."""
+        self._ahead.begin()
         for runs in _groups(self._runs(first, last)):
             epoch = runs[0].start.epoch
             positions = np.concatenate([run.positions() for run in runs])
             sizes = [size for run in runs for size in [plan.num_rows for plan in run.parts] * run.num_steps]
+            for run in runs:
+                self._ahead.announce(run.start, run.num_steps, is_last=run.first_step + run.num_steps >= last)
             indices = torch.from_numpy(self._order.indices(epoch, positions)).split(sizes)
             draws = None if self._reader.draws is False else self._order.draws(epoch, positions)
             if draws is None:
@@ -264,7 +278,7 @@ def evaluation_chunks(
         starts, counted = [*starts, 0], [*counted, 0]
     if not starts:
         return
-    source = options.open_source(find_reader(dataset, options.collate, options.seed), max_workers=len(starts))
+    source = options.open_source(options.find_reader(dataset, total), max_workers=len(starts))
     requests = (Request(0, torch.arange(start, min(start + chunk_size, total))) for start in starts)
     try:
         yield from zip(to_device(source.read(requests), options.device), counted, strict=True)

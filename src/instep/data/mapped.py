@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
@@ -25,6 +27,10 @@ class MappedDataset(BatchDataset):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def prefetch(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Begin to fetch blocks that will be read soon."""
+        self._dataset.prefetch(blocks)
 
     def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
         """Return `fn` of these samples, one by one."""

@@ -14,7 +14,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,14 @@ _BLOCK = 8192  # positions permuted at once: the scratch arrays stay in the proc
 _MOST_SAMPLES = 1 << 62  # coordinates and hashes are multiplied in 64 bits, so √N has to fit in 32
 # Arrays of one number: NumPy converts its own scalars again in every operation.
 _ODD_1, _ODD_2, _HALF = (np.array(n, np.uint64) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 32))
+
+
+class OrderWindow(NamedTuple):
+    """Positions of an epoch whose samples lie in a few blocks of the dataset."""
+
+    blocks: Indices
+    end: int
+    """The first position behind it."""
 
 
 class Order(ABC):
@@ -60,6 +68,11 @@ class Order(ABC):
         differ, so that it is augmented differently each time.
         """
         del epoch, positions
+        return None
+
+    def window(self, epoch: int, position: int) -> "OrderWindow | None":
+        """Return the blocks that samples around a position lie in, to fetch them ahead; None: there are no blocks."""
+        del epoch, position
         return None
 
     def plan(self, spec: "BatchSpec") -> "BatchPlan":

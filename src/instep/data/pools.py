@@ -41,6 +41,8 @@ class TimedBatch(NamedTuple):
     read_s: float
     cpu_s: float
     """Of these, how long a core was busy: the rest was waiting, for a disk or a network."""
+    num_replaced: int = 0
+    """Bad samples in whose place a worker process has read others."""
 
 
 def read_timed(reader: Reader, request: Request, pins: bool = False) -> TimedBatch:
@@ -199,7 +201,9 @@ class _WorkerReader:
         epoch, indices, draws = request
         try:
             draw_numbers = None if draws is None else torch.from_numpy(draws)
-            return read_timed(self._reader, Request(epoch, torch.from_numpy(indices), draw_numbers))
+            replaced = self._reader.num_replaced
+            timed = read_timed(self._reader, Request(epoch, torch.from_numpy(indices), draw_numbers))
+            return timed._replace(num_replaced=self._reader.num_replaced - replaced)
         except Exception as error:  # noqa: BLE001 - the parent raises it again
             return _Failure.of(error)
 

@@ -63,6 +63,9 @@ class Reader(ABC):
     is_sequential = False
     """Whether only the process that reads knows what comes next: one that has begun to read ahead is kept."""
 
+    num_replaced = 0
+    """Bad samples in whose place this process has read others."""
+
     def __init__(self) -> None:
         self.notices: list[str] = []
         """What to tell the user once; the first batch may add to it."""

@@ -91,6 +91,7 @@ class Source:
         self._window = Window(0.0, 0.0, 0.0, 0.0)
         self._may_fork: bool | None = None
         """Whether the dataset survives a fork; None before it was looked at."""
+        self._replaced_by_workers = 0
         self.changes: list[InputChange] = []
         """Decisions that were not reported yet."""
 
@@ -98,6 +99,11 @@ class Source:
     def notices(self) -> list[str]:
         """What to tell the user once; the first batch may add to it."""
         return self._reader.notices
+
+    @property
+    def num_replaced(self) -> int:
+        """Bad samples in whose place others were read ([Note: Bad samples])."""
+        return self._reader.num_replaced + self._replaced_by_workers
 
     def describe(self) -> str:
         """Return in a few words how the dataset is read, and by whom."""
@@ -111,6 +117,7 @@ class Source:
             begun = time.perf_counter()
             for timed in self._stream(feed):
                 feed.delivered()
+                self._replaced_by_workers += timed.num_replaced
                 ready, waited_s = time.perf_counter(), self._waited_s()
                 yield timed.batch
                 now = time.perf_counter()

@@ -51,7 +51,7 @@ class DataCheck:
         watched = None if collate is None else _WatchedCollate(collate)
 
         def read() -> str:
-            return digest_of(first_rows(dataset, rows, watched, run.spec.seed)[0])
+            return digest_of(first_rows(dataset, rows, watched, run.spec.seed, run.spec.on_bad_sample)[0])
 
         own = read()
         if watched is not None and watched.draws and not run.spec.exact:

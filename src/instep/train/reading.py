@@ -47,6 +47,7 @@ class BatchReader:
         self.loader = open_loader(dataset, batches, load_options(engine, spec, collate))
         self.source = self.loader.source
         self._dataset = dataset
+        self._on_bad_sample = spec.on_bad_sample
         self._engine = engine
         self._reported = set(engine.context.doubts)
 
@@ -94,6 +95,13 @@ class BatchReader:
             return None
         taken = self.loader.taken(step)
         return None if taken is None else SourcesRecord(step=step, num_samples=taken)
+
+    def report(self) -> list[str]:
+        """Return what to say of the data at the end of the steps. Called on all ranks."""
+        if self._on_bad_sample != "skip":
+            return []
+        total = sum(self._engine.world.all_gather_object(self.source.num_replaced))
+        return [f"{total} bad samples were replaced by others since this process began: the log names their files."]
 
     def new_changes(self, step: int) -> list[InputRecord]:
         """Return the decisions of who reads the batches that were made since the last call."""
@@ -149,6 +157,7 @@ def load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> Lo
         seed=spec.seed,
         waited_s=lambda: engine.world.waited_s,
         say=partial(_say, engine),
+        on_bad_sample=spec.on_bad_sample,
     )
 
 

@@ -252,7 +252,7 @@ class Run(OwnEvaluation):
                 witness.finished(self.step)
             self._pulse.beat(Phase.DATA)
         self.compare()
-        for sentence in engine.strategy.report():
+        for sentence in (*engine.strategy.report(), *reader.report()):
             self.notice(sentence)
         self.close_data()
 

@@ -23,7 +23,7 @@ HOW_TO_PREDICT = """Add to the Task what to predict, for instance
 
 def example_of(task: Task, seed: int) -> Call:
     """Return the arguments that a Task's loss calls its model with, for the first rows of the data."""
-    batch, _ = first_rows(task.train_data(), _EXAMPLE_ROWS, task.collate, seed)
+    batch, _ = first_rows(task.train_data(), _EXAMPLE_ROWS, task.collate, seed, on_bad_sample="skip")
     return call_of(task.loss, batch)
 
 

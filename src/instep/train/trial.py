@@ -156,7 +156,7 @@ def _loss(value: Any) -> Loss:
 
 def _rows_of(run: Run, dataset: Any, most: int, collate: Collate | None) -> tuple[Any, int]:
     """Return the first rows of a dataset, and their number."""
-    batch, rows = first_rows(dataset, most, collate, run.spec.seed)
+    batch, rows = first_rows(dataset, most, collate, run.spec.seed, run.spec.on_bad_sample)
     return map_tensors(lambda tensor: tensor.to(run.world.device), batch), rows
 
 

@@ -1,0 +1,114 @@
+"""Rows of Arrow tables as tensors, lists and dicts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from instep.data.order import Indices
+from instep.data.sources.format import BlockRows
+
+
+class ArrowRows(BlockRows):
+    """The rows of a table."""
+
+    def __init__(self, table: Any) -> None:
+        self._columns = {name: _column(name, table.column(name)) for name in table.column_names}
+        self.num_bytes = table.nbytes
+
+    def gather(self, rows: Indices) -> dict[str, Any]:
+        """Return these rows of every column."""
+        return {name: column.gather(rows) for name, column in self._columns.items()}
+
+    def rows(self, rows: Indices) -> list[dict[str, Any]]:
+        """Return these rows as dicts."""
+        names = list(self._columns)
+        values = [column.values(rows) for column in self._columns.values()]
+        return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+class _Column(ABC):
+    @abstractmethod
+    def gather(self, rows: Indices) -> Any:
+        """Return these rows: an array, or a list."""
+
+    def values(self, rows: Indices) -> list[Any]:
+        """Return these rows one by one."""
+        return list(self.gather(rows))
+
+
+class _Numbers(_Column):
+    """Numbers, or lists of one length of them: an array with a row for each."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+
+    def gather(self, rows: Indices) -> npt.NDArray[Any]:
+        return self._array.take(rows, axis=0)
+
+    def values(self, rows: Indices) -> list[Any]:
+        return list(torch.from_numpy(self.gather(rows)).unbind(0))
+
+
+class _Lists(_Column):
+    """Lists of numbers, of different lengths: a tensor for each row."""
+
+    def __init__(self, items: npt.NDArray[Any], offsets: Indices) -> None:
+        self._items, self._offsets = items, offsets
+
+    def gather(self, rows: Indices) -> list[torch.Tensor]:
+        starts, ends = self._offsets[rows].tolist(), self._offsets[rows + 1].tolist()
+        # Copied: a row must neither keep its whole block in memory nor share it with who changes it.
+        return [torch.from_numpy(self._items[start:end].copy()) for start, end in zip(starts, ends, strict=True)]
+
+
+class _Objects(_Column):
+    """Anything else, as Arrow converts it to Python: texts, bytes, times, structs."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def gather(self, rows: Indices) -> list[Any]:
+        return list(self._array.take(rows).to_pylist())
+
+
+def _column(name: str, chunked: Any) -> _Column:
+    import pyarrow as pa
+
+    array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
+    if isinstance(array, pa.ChunkedArray):  # too long for one array
+        return _Objects(array)
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _column(name, pa.chunked_array([array.dictionary_decode()]))
+    if _is_number(kind):
+        return _Objects(array) if array.null_count and not pa.types.is_floating(kind) else _Numbers(_numbers(array))
+    if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type) and not array.null_count:
+        items = array.flatten()
+        if not items.null_count:
+            return _Numbers(_numbers(items).reshape(len(array), kind.list_size))
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
+        return _lists(array)
+    return _Objects(array)
+
+
+def _lists(array: Any) -> _Column:
+    items, offsets = array.flatten(), np.asarray(array.offsets).astype(np.int64)
+    if array.null_count or items.null_count:
+        return _Objects(array)
+    return _Lists(_numbers(items), offsets - offsets[0])
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _numbers(array: Any) -> npt.NDArray[Any]:
+    numbers: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return numbers

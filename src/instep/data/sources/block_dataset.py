@@ -1,0 +1,214 @@
+"""A dataset of files whose samples lie in blocks: Parquet's row groups, shards of an archive, pieces of a text.
+
+Ranks: all; each reads what it needs, those of a machine through one cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+import numpy as np
+import torch
+
+from instep.core.errors import BadSample, DataError, InstepError
+from instep.data.dataset import BatchDataset
+from instep.data.order import Indices
+from instep.data.sources.block_memory import BlockMemory
+from instep.data.sources.format import Block, BlockRows, SourceFormat
+from instep.data.sources.index import load_index
+from instep.data.sources.index_file import pack
+from instep.data.sources.prefetch import Prefetcher
+from instep.data.sources.range_cache import RangeCache, check_cache_bytes
+from instep.data.sources.source_file import SourceFile
+from instep.data.sources.storage import Urls, find_files
+
+T = TypeVar("T")
+_MEMORY_BYTES = 2 << 30
+
+
+class SourceOptions(TypedDict, total=False):
+    """What every source takes besides its URL."""
+
+    cache: str | os.PathLike[str] | None
+    """The folder for what is fetched from elsewhere, and for indices (~/.cache/instep/data)."""
+    cache_bytes: int | None
+    """How large the cache may become (20 GiB, or half of the free space if that is less)."""
+    index: str | os.PathLike[str] | None
+    """Another folder for the index: one beside the data, which several machines share."""
+    memory_bytes: int
+    """How much memory a process may use for blocks (2 GiB)."""
+    storage_options: dict[str, Any] | None
+    """For fsspec: credentials, endpoints."""
+
+
+class BlockDataset(BatchDataset):
+    """The samples of some files, in the order of the files."""
+
+    is_thread_safe = True
+
+    def __init__(
+        self,
+        urls: Urls,
+        fmt: SourceFormat,
+        *,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        index: str | os.PathLike[str] | None = None,
+        memory_bytes: int = _MEMORY_BYTES,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        check_cache_bytes(cache_bytes)
+        ranges = RangeCache(cache, cache_bytes)
+        self._format, self._memory_bytes = fmt, memory_bytes
+        self._files = find_files(urls, fmt.suffixes, ranges, storage_options)
+        folder = ranges.folder / "index" if index is None else Path(index).expanduser().absolute()
+        entries = load_index(self._files, fmt, folder)
+        self._blocks = [pack(entry.content.blocks) for entry in entries]
+        self._first_blocks = np.cumsum([0, *(len(blocks) for blocks in self._blocks)])
+        self.block_sizes = np.concatenate([blocks.numbers[:, 0] for blocks in self._blocks])
+        self._ends = np.cumsum(self.block_sizes)
+        self._starts = self._ends - self.block_sizes
+        if not len(self):
+            raise DataError(f"{self._files[0].url} and {len(self._files) - 1} other files have no rows.")
+        self._memory: tuple[int, BlockMemory] | None = None
+        self._ahead: Prefetcher | None = None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files, in the order of their samples."""
+        return tuple(self._files)
+
+    def gather(self, indices: torch.Tensor) -> Any:
+        """Return these samples as one batch: a dict of tensors and lists."""
+        parts = list(self._parts(indices.numpy(), _gather))
+        places = np.concatenate([place for place, _ in parts])
+        back = np.empty_like(places)
+        back[places] = np.arange(len(places))
+        columns = [columns for _, columns in parts]
+        return {name: _join(name, [part[name] for part in columns], back) for name in columns[0]}
+
+    def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
+        """Return these samples one by one."""
+        del begin_row
+        samples: list[Any] = [None] * len(indices)
+        for places, rows in self._parts(indices.numpy(), _rows):
+            for place, row in zip(places.tolist(), rows, strict=True):
+                samples[place] = row
+        return samples
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return one sample; for a slice, a dataset of these samples."""
+        if isinstance(index, slice):
+            return super().__getitem__(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.rows(torch.tensor([index % len(self)]))[0]
+
+    def prefetch(self, blocks: Indices) -> None:
+        """Begin to fetch blocks that will be read soon: into the cache, or the system's page cache."""
+        if self._ahead is None:
+            self._ahead = Prefetcher(self._fetch)
+        # Each process begins elsewhere, so that those of a machine share the work.
+        numbers = blocks.tolist()
+        first = os.getpid() % max(1, len(numbers))
+        self._ahead.add(numbers[first:] + numbers[:first])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": None, "_ahead": None}
+
+    def _fetch(self, number: int) -> None:
+        file, block = self._locate(number)
+        for start, num_bytes in self._format.ranges(file, block):
+            file.prefetch(start, num_bytes)
+
+    def _parts(self, indices: Indices, read: Callable[[BlockRows, Indices], T]) -> Iterator[tuple[Indices, T]]:
+        """Yield, for each block that samples lie in, their places among the indices and what `read` makes of them."""
+        blocks = np.searchsorted(self._ends, indices, side="right")
+        places = np.argsort(blocks, kind="stable")
+        blocks = blocks[places]
+        rows = indices[places] - self._starts[blocks]
+        bounds = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(blocks)]
+        numbers = blocks[bounds[:-1]].tolist()
+        for number, (first, last) in zip(numbers, itertools.pairwise(bounds), strict=True):
+            yield places[first:last], self._read_rows(number, rows[first:last], read)
+
+    def _read_rows(self, number: int, rows: Indices, read: Callable[[BlockRows, Indices], T]) -> T:
+        block_rows = self._block_rows(number)
+        try:
+            return read(block_rows, rows)
+        except InstepError:
+            raise
+        except Exception as error:
+            file, block = self._locate(number)
+            for row in rows.tolist():
+                try:
+                    read(block_rows, np.array([row]))
+                except Exception as of_row:
+                    where = f"row {row} of block {block.number} ({block.num_rows} rows)"
+                    raise BadSample(_corrupt(file, where, of_row), file.url) from of_row
+            raise BadSample(_corrupt(file, f"block {block.number} ({block.num_rows} rows)", error), file.url) from error
+
+    def _block_rows(self, number: int) -> BlockRows:
+        if self._memory is None or self._memory[0] != os.getpid():  # threads of a fork's parent may hold its lock
+            self._memory = os.getpid(), BlockMemory(self._memory_bytes)
+        return self._memory[1].get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample)
+
+    def _read_block(self, number: int) -> BlockRows:
+        file, block = self._locate(number)
+        try:
+            return self._format.read_block(file, block)
+        except (InstepError, MemoryError):
+            raise
+        except Exception as error:
+            file.check_unchanged()
+            last = block.start + block.num_bytes
+            where = f"block {block.number} ({block.num_rows} rows, bytes {block.start} to {last})"
+            raise BadSample(_corrupt(file, where, error), file.url) from error
+
+    def _locate(self, number: int) -> tuple[SourceFile, Block]:
+        """Return the file of a block, and the block in it."""
+        file = int(np.searchsorted(self._first_blocks, number, side="right")) - 1
+        return self._files[file], self._blocks[file][number - int(self._first_blocks[file])]
+
+
+def _gather(block: BlockRows, rows: Indices) -> dict[str, Any]:
+    return block.gather(rows)
+
+
+def _rows(block: BlockRows, rows: Indices) -> list[dict[str, Any]]:
+    return block.rows(rows)
+
+
+def _corrupt(file: SourceFile, where: str, error: Exception) -> str:
+    words = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+    return (
+        f"{file.url}, {where}, cannot be read: {words}. Replace the file, or use --on-bad-sample skip, which puts "
+        "other samples in the place of those that cannot be read."
+    )
+
+
+def _join(name: str, parts: list[Any], back: Indices) -> Any:
+    """Put the parts of a column together, in the order of the samples."""
+    if isinstance(parts[0], np.ndarray):
+        return torch.from_numpy(np.concatenate(parts).take(back, axis=0))
+    if isinstance(parts[0], torch.Tensor):
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.index_select(0, torch.from_numpy(back))
+    items = [item for part in parts for item in part]
+    items = [items[place] for place in back.tolist()]
+    if not isinstance(items[0], torch.Tensor):
+        return items
+    shapes = {tuple(item.shape) for item in items}
+    if len(shapes) > 1:
+        raise DataError(
+            f"Column {name!r} has rows of different shapes ({', '.join(map(str, sorted(shapes)[:4]))}), which cannot "
+            "be stacked. Define collate(samples) in the Task, to pad or pack them; or leave the column out."
+        )
+    return torch.stack(items)

@@ -1,0 +1,68 @@
+"""The blocks that a process keeps in memory: those of the window that is read, and no more than a bound.
+
+Ranks: all; each process has its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from instep.data.sources.format import BlockRows
+
+
+class BlockMemory:
+    """Keeps blocks that were read, the most recently used ones. Several threads may use it at the same time."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[int, BlockRows] = OrderedDict()
+        self._coming: dict[int, Future[BlockRows]] = {}
+        self._failed: dict[int, Exception] = {}
+        """A corrupt block is as corrupt the next time: it is not read again for each of its rows."""
+        self._lock = threading.Lock()
+        self.num_read = 0
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._kept
+
+    def get(self, block: int, read: Callable[[], BlockRows], is_final: Callable[[Exception], bool]) -> BlockRows:
+        """Return a block's rows; the first thread that needs them reads them, and the others wait for it.
+
+        An error for which `is_final` holds is remembered, and raised again in place of another reading.
+        """
+        with self._lock:
+            if (kept := self._kept.get(block)) is not None:
+                self._kept.move_to_end(block)
+                return kept
+            if (failed := self._failed.get(block)) is not None:
+                raise type(failed)(*failed.args)
+            if (coming := self._coming.get(block)) is None:
+                ours = self._coming[block] = Future[BlockRows]()
+        if coming is not None:
+            return coming.result()
+        try:
+            rows = read()
+        except BaseException as error:
+            with self._lock:
+                if isinstance(error, Exception) and is_final(error):
+                    self._failed[block] = error
+                del self._coming[block]
+            ours.set_exception(error)
+            raise
+        with self._lock:
+            self._keep(block, rows)
+            del self._coming[block]
+        ours.set_result(rows)
+        return rows
+
+    def _keep(self, block: int, rows: BlockRows) -> None:
+        self.num_read += 1
+        self._kept[block] = rows
+        self._num_bytes += rows.num_bytes
+        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes

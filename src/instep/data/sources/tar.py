@@ -1,0 +1,190 @@
+"""WebDataset's tar shards: a sample is the consecutive members with one key, read by index. Never extracted."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+
+from instep.core.errors import DataError, SpecError
+from instep.data.sources.block_dataset import BlockDataset, SourceOptions
+from instep.data.sources.format import Block, FileIndex, SourceFormat
+from instep.data.sources.sample_rows import SampleRows, is_too_large
+from instep.data.sources.source_file import SourceFile
+from instep.data.sources.storage import Urls
+from instep.data.sources.tar_headers import Member, members, padded
+
+_SCAN_BYTES = 1 << 18
+"""Read at once while only headers are looked for."""
+# Both as in WebDataset: what stands before the first dot of the file's name is the key, the rest the extension.
+_KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_META = re.compile(r"__[^/]*__($|/)")
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "txt": lambda data: data.decode("utf-8"),
+    "json": json.loads,
+    "cls": int,
+    "npy": lambda data: np.load(io.BytesIO(data), allow_pickle=False),
+}
+"""By the last part of the extension; everything else stays bytes."""
+
+
+def kind_of(extension: str) -> str:
+    """Return how members with this extension are decoded."""
+    name = extension.rpartition(".")[2]
+    return name if name in _DECODERS else "bytes"
+
+
+def tar(url: Urls, members: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> BlockDataset:
+    """Open WebDataset's tar shards: a folder, a pattern, a file, or a list of these; here, or wherever fsspec reaches.
+
+    A sample is the dict of the consecutive members that have one key: `__key__`, and an entry for each extension. txt
+    is decoded to str, json to its value, cls to int, npy to an array; everything else stays bytes, to be decoded in
+    `map`. `members`: the extensions that every sample has, of which others are left out; None: those of the first.
+    """
+    if isinstance(members, str):
+        raise SpecError(f"members={members!r} is a text, not a list of extensions: use members=[{members!r}].")
+    return BlockDataset(url, Tar(members), **options)
+
+
+class Tar(SourceFormat):
+    """A block is some MiB of consecutive samples, headers included, so that the index needs no members' places."""
+
+    name = "tar"
+    suffixes = (".tar",)
+
+    def __init__(self, members: Sequence[str] | None = None) -> None:
+        """`members`: the extensions that make up a sample, others are left out; None: those of the first sample."""
+        self._members = None if members is None else frozenset(members)
+
+    @property
+    def options(self) -> Any:
+        """What the index depends on besides the files."""
+        return None if self._members is None else sorted(self._members)
+
+    def index_file(self, file: SourceFile) -> FileIndex:
+        """Return where the blocks are; reads the headers once."""
+        scan = _Scan(file)
+        blocks: list[Block] = []
+        required = self._members
+        num_rows, start, end = 0, 0, 0
+        for sample in _samples(members(scan.read, 0, file.num_bytes, is_whole=True)):
+            required = required or frozenset(sample.members)
+            _check_members(file.url, sample, required, exact=self._members is None)
+            if is_too_large(sample.end - start, num_rows + 1):
+                blocks.append(Block(len(blocks), num_rows, start, end - start))
+                num_rows, start = 0, sample.start
+            num_rows, end = num_rows + 1, sample.end
+        if num_rows:
+            blocks.append(Block(len(blocks), num_rows, start, end - start))
+        return FileIndex(blocks, schema={name: kind_of(name) for name in sorted(required or ())})
+
+    def read_block(self, file: SourceFile, block: Block) -> SampleRows:
+        """Return the samples of a block, which are decoded when they are asked for."""
+        start, data = block.start, memoryview(file.read(block.start, block.num_bytes))
+        found = members(
+            lambda place, size: bytes(data[place - start : place - start + size]),
+            start,
+            start + len(data),
+            is_whole=False,
+        )
+        samples = list(_samples(found))
+        if len(samples) != block.num_rows:
+            raise ValueError(f"it holds {len(samples)} samples, and the index says {block.num_rows}")
+        return _TarRows(start, data, samples, self._members)
+
+
+class _Sample(NamedTuple):
+    key: str
+    members: dict[str, Member]
+
+    @property
+    def start(self) -> int:
+        return next(iter(self.members.values())).start
+
+    @property
+    def end(self) -> int:
+        last = next(reversed(self.members.values()))
+        return last.data_start + padded(last.num_bytes)
+
+
+class _TarRows(SampleRows):
+    """The samples of a block."""
+
+    def __init__(self, start: int, data: memoryview, samples: list[_Sample], wanted: frozenset[str] | None) -> None:
+        super().__init__(len(data))
+        self._start, self._data, self._samples, self._wanted = start, data, samples, wanted
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return one sample: its key, and what its members hold."""
+        sample = self._samples[number]
+        row: dict[str, Any] = {"__key__": sample.key}
+        for extension, member in sample.members.items():
+            if self._wanted is None or extension in self._wanted:
+                row[extension] = self._decode(extension, member)
+        return row
+
+    def _decode(self, extension: str, member: Member) -> Any:
+        place = member.data_start - self._start
+        data = bytes(self._data[place : place + member.num_bytes])
+        decode = _DECODERS.get(kind_of(extension))
+        if decode is None:
+            return data
+        try:
+            return decode(data)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"the member {member.name!r} is no {extension}: {error}") from error
+
+
+def _samples(found: Iterable[Member]) -> Iterator[_Sample]:
+    """Group consecutive members that share a key."""
+    key, grouped = "", dict[str, Member]()
+    for member in found:
+        match = None if member.name.startswith("__") and _META.match(member.name) else _KEY.match(member.name)
+        if match is None:
+            continue
+        if grouped and match[1] != key:
+            yield _Sample(key, grouped)
+            grouped = {}
+        key, extension = match[1], match[2].lower()
+        if extension in grouped:
+            raise ValueError(f"the sample {key!r} has two members with the extension {extension!r}")
+        grouped[extension] = member
+    if grouped:
+        yield _Sample(key, grouped)
+
+
+def _check_members(url: str, sample: _Sample, required: frozenset[str], exact: bool) -> None:
+    names = frozenset(sample.members)
+    if missing := sorted(required - names):
+        raise DataError(
+            f"{url}: the sample {sample.key!r} at byte {sample.start} has no member with the extension "
+            f"{', '.join(map(repr, missing))}, only {sorted(names)}. Every sample must have the members of the first "
+            "one; name those that all have with tar(url, members=(…))."
+        )
+    if exact and (more := sorted(names - required)):
+        raise DataError(
+            f"{url}: the sample {sample.key!r} at byte {sample.start} also has a member with the extension "
+            f"{', '.join(map(repr, more))}, which the first one has not. Name the members that all have with "
+            "tar(url, members=(…)); others are then left out."
+        )
+
+
+class _Scan:
+    """Reads headers: the next ones come with each, unless a large member lies between them."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        self._start, self._data = 0, b""
+
+    def read(self, place: int, num_bytes: int) -> bytes:
+        """Return bytes of the file; fewer at its end."""
+        offset = place - self._start
+        if offset < 0 or offset + num_bytes > len(self._data):
+            size = min(max(_SCAN_BYTES, num_bytes), self._file.num_bytes - place)
+            self._start, self._data, offset = place, bytes(self._file.read(place, size)), 0
+        return self._data[offset : offset + num_bytes]
