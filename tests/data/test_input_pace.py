@@ -193,7 +193,7 @@ def test_a_slow_dataset_is_read_ahead_by_itself(dataset: Any) -> None:
     assert pids[0] == {os.getpid()}
     assert os.getpid() not in pids[-1]
     assert readers > 1
-    assert took_s < 60 * 0.08, "a batch takes 0.1 s to read here"
+    assert took_s < 60 * 0.09, "a batch takes 0.1 s to read here"
 
 
 class Watched(BatchDataset):
