@@ -321,3 +321,9 @@ def read_lines(folder: Path) -> dict[str, Any]:
     for line in (folder / "rank-0.jsonl").read_text().splitlines():
         merged |= json.loads(line)
     return merged
+
+
+def test_samples_may_come_again_where_they_are_drawn_by_weight() -> None:
+    drawn = Limits(BATCH_SIZE, None)
+    assert "samples exactly once" not in kinds(compared(repeat_a_sample, drawn), Kind.DIFFERENT)
+    assert "samples exactly once" in kinds(compared(compute_a_row_twice, drawn), Kind.DIFFERENT)

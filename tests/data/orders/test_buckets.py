@@ -136,6 +136,14 @@ def test_all_parts_of_a_token_batch_are_computed_once() -> None:
                 assert sorted(rows) == list(range(size))
 
 
+def test_every_token_batch_has_all_its_shards() -> None:
+    plan = plan_of(TokenOrder(0, LOG_NORMAL[:500], 2000), shards=4)
+    counts = {size: plan.num_shards(size) for size in plan.batches.sizes}
+    assert min(counts) < 4 < 16 < max(counts)
+    # Shards have one size: 9 rows are 3 + 3 + 3.
+    assert all(count == -(-size // -(-size // 4)) for size, count in counts.items())
+
+
 def test_all_in_one_short_batch() -> None:
     order = TokenOrder(0, np.array([3, 2, 1]), 100)
     assert [plan_of(order).batch(step) for step in (0, 1)] == [(0, 0, 3), (1, 0, 3)]

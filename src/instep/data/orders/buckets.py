@@ -39,7 +39,7 @@ class BucketOrder(Order):
         """`window`: about how many samples a bucket has."""
         self._seed, self._batch_size, self.num_samples = seed, batch_size, len(lengths)
         check_num_samples(self.num_samples)
-        self._ranked = np.argsort(lengths, kind="stable")
+        self._ranked = _ranked(lengths)
         self._lengths = lengths
         self._num_full = self.num_samples // batch_size
         self._bounds = self._cut(window)
@@ -106,7 +106,7 @@ class TokenOrder(Order):
         self._seed, self.num_samples = seed, len(lengths)
         check_num_samples(self.num_samples)
         self._lengths = lengths
-        self._ranked = np.argsort(-lengths, kind="stable")
+        self._ranked = _ranked(-lengths)
         self._batches = TokenBatches.cut(
             lengths[self._ranked], batch_tokens, window, spread=_SPREAD, least_batches=_LEAST_BATCHES
         )
@@ -137,6 +137,13 @@ class TokenOrder(Order):
         """Return what share of the tokens is padding."""
         starts, sizes = self._batches.all_batches()
         return padding_notice(self._lengths, starts, sizes, lambda positions: self.indices(0, positions))
+
+
+def _ranked(keys: Indices) -> Indices:
+    """Return the indices that sort keys, those of equal keys in their order."""
+    if np.abs(keys).max() < 2**15:
+        return np.argsort(keys.astype(np.int16), kind="stable")  # a radix sort, many times as fast
+    return np.argsort(keys, kind="stable")
 
 
 def padding_notice(

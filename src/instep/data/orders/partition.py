@@ -17,9 +17,12 @@ from instep.data.orders.keyed import permute_each
 def first_part(seed: int, fraction: float, classes: Indices | None, num_samples: int) -> npt.NDArray[np.bool_]:
     """Return which samples are in the first part: round(fraction · N) of them, of each class its share within one."""
     if classes is None:
-        chosen = np.zeros(num_samples, dtype=np.bool_)
-        count = _rounded(fraction, np.array([num_samples]))[0]
-        chosen[permute(f"{seed}/split", num_samples, np.arange(count))] = True
+        count = int(_rounded(fraction, np.array([num_samples]))[0])
+        # The smaller part is looked up; the other one is the rest.
+        is_larger = 2 * count > num_samples
+        places = np.arange(count, num_samples) if is_larger else np.arange(count)
+        chosen = np.full(num_samples, is_larger)
+        chosen[permute(f"{seed}/split", num_samples, places)] = not is_larger
         return chosen
     sizes = np.bincount(classes)
     # Rounded at the ends of classes: the differences add up, and a share that is a whole number stays what it is.
