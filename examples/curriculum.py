@@ -42,6 +42,8 @@ class NoisyDigits(instep.Task):
     order: str = "plain"
     paced: int = 20
     """Over how many epochs the samples in use grow."""
+    start: float = 0.2
+    rescore: int = 1
     scores: str = ""
     """A file with the teacher's scores."""
 
@@ -61,9 +63,10 @@ class NoisyDigits(instep.Task):
             data,
             difficulty,
             pacing="steps" if how == "buckets" else "linear",
+            start=self.start,
             end=0.6 if how == "trimmed" else 1.0,
             epochs=self.paced,
-            rescore=1 if by == "model" else None,
+            rescore=self.rescore if by == "model" else None,
             reverse=how == "hard",
         )
 
@@ -99,8 +102,9 @@ def write_scores(teacher, noise, path):
 
 def compare(num_seeds, epochs, noises, folder):
     """Train with every order, noise and seed; print the test accuracy after the last epoch."""
-    options = {"epochs": epochs, "batch_size": 64, "eval_every": "never", "save_every": "never", "quiet": True}
-    teacher = instep.train(NoisyDigits(), run_dir=f"{folder}/teacher", seed=100, **options).load_model()
+    # One thread: so small a model is several times as slow with two on a busy machine.
+    options = {"epochs": epochs, "batch_size": 64, "threads": 1, "eval_every": "never", "save_every": "never"}
+    teacher = instep.train(NoisyDigits(), run_dir=f"{folder}/teacher", seed=100, quiet=True, **options).load_model()
     print("test accuracy in %, mean and standard error over", num_seeds, "seeds,", epochs, "epochs")
     print(f"{'':18}", *(f"{f'{noise:.0%} noise':>14}" for noise in noises), sep="")
     for noise in noises:
@@ -111,7 +115,7 @@ def compare(num_seeds, epochs, noises, folder):
             scores = str(folder / f"scores-{noise}.pt")
             task = NoisyDigits(noise=noise, order=order, scores=scores, paced=max(1, epochs * 2 // 3))
             runs = [
-                instep.train(task, run_dir=f"{folder}/{order}-{noise}-{seed}", seed=seed, **options)
+                instep.train(task, run_dir=f"{folder}/{order}-{noise}-{seed}", seed=seed, quiet=True, **options)
                 for seed in range(num_seeds)
             ]
             accuracies = [100 * run.metrics["accuracy"] for run in runs]

@@ -83,6 +83,15 @@ def test_a_hugging_face_model(tmp_path: Path) -> None:
     assert result_of(run(*words, timeout_s=110))["steps"] == 2
 
 
+def test_curriculum_compares_orders(tmp_path: Path) -> None:
+    words = ("python", str(EXAMPLES / "curriculum.py"), "--seeds", "1", "--epochs", "3", "--noise", "0.4")
+    done = run(*words, cwd=tmp_path, timeout_s=110)
+    assert done.returncode == 0, done.stderr
+    accuracy = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()[2:]}
+    assert len(accuracy) == 7
+    assert all(30 < percent < 100 for percent in accuracy.values()), accuracy
+
+
 @pytest.mark.slow  # tests/parity/test_transformers.py trains their Tasks, tests/train/test_huggingface.py exports
 @pytest.mark.parametrize("name", ["bert_classifier", "llama_lm"])
 def test_hugging_face_models_learn_and_are_exported(name: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from instep.core.errors import DataError, TaskError
 from instep.core.spec import TrainSpec
 from instep.core.topology import Place
 from instep.events.read import read_events
+from instep.train import curriculum as scoring
 from instep.train.worker import make_result, open_run, worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -123,6 +124,21 @@ def test_the_model_scores_with_its_weights_of_that_moment(tmp_path: Path) -> Non
     with torch.no_grad():
         expected = F.cross_entropy(model(x), y, reduction="none")
     torch.testing.assert_close(parts[25]["scores"], expected)
+
+
+def test_shards_of_the_model_score_as_the_whole_one(tmp_path: Path) -> None:
+    _, _, expected = train(alone(), str(tmp_path / "1"), {}, {"by": "model"})
+    options = {"strategy": "fsdp", "save_every": "8"}
+    _, _, losses = run_ranks(train, 2, str(tmp_path / "2"), {**options, "steps": 26}, {"by": "model"})[0]
+    assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-9)
+    _, _, continued = run_ranks(train, 2, str(tmp_path / "2"), options, {"by": "model"})[0]
+    assert continued == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_log_says_that_scoring_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_QUIET_S", -1.0)
+    train(alone(), str(tmp_path), {"steps": 1}, {})
+    assert any("scoring the difficulty of the samples, 100 %" in text for text in notices(tmp_path))
 
 
 def own_loop(world: World, run_dir: str, stops: tuple[int, ...]) -> str:
