@@ -21,6 +21,7 @@ ON_CPU = {
     "recovery": ("--kills", "6"),
     "startup": ("--repeats", "5"),
     "order": (),
+    "statistics_fit": (),
     "overhead": (),
     "allreduce": (),
     "scaling": ("--rounds", "6"),

@@ -48,9 +48,9 @@ def main():
 
 def note(args, load):
     return (
-        f"{args.rows} rows of {args.columns} columns from a memory map in the page cache, one thread a process, median of "
-        f"{args.rounds} rounds; in each round all take turns. By CPU time: of the one process, over that of the busier one "
-        "of two, which other work on the machine changes little. "
+        f"{args.rows} rows of {args.columns} columns from a memory map in the page cache, one thread a process, median "
+        f"of {args.rounds} rounds; in each round all take turns. By CPU time: of the one process, over that of the "
+        "busier one of two, which other work on the machine changes little. "
         f"Goal: {GOAL} times as fast on 2 processes as on 1. Load average before the measurement: {load:.2f}."
     )
 

@@ -168,16 +168,18 @@ class SearchPass:
         self._begin(int(state["num_columns"]))
         self._seen_bits |= np.array(state["seen_bits"], np.int64)
         if not self._plan.collects:
-            self._counts += _unpacked(state["counts"]).reshape(self._counts.shape)
+            self._counts += _unpacked(state["counts"]).reshape(self._counts.shape).astype(np.int64)
             return
         for own, keys in zip(self._collected, state["collected"], strict=True):
             own.append(np.array(keys, np.int64))
 
 
-def _packed(counts: Keys) -> str:
-    """Return counts as a short text: most of them are 0."""
-    return base64.b64encode(zlib.compress(counts.tobytes(), 1)).decode()
+def _packed(counts: Keys) -> list[str]:
+    """Return counts as a short text, and their dtype: most of them are small, or 0."""
+    short = counts.astype(np.min_scalar_type(int(counts.max())))
+    return [short.dtype.name, base64.b64encode(zlib.compress(short.tobytes(), 1)).decode()]
 
 
-def _unpacked(text: str) -> Keys:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.int64)
+def _unpacked(packed: list[str]) -> npt.NDArray[Any]:
+    dtype, text = packed
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype)
