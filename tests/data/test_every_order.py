@@ -7,12 +7,19 @@ are, and noise or anything else.
 from __future__ import annotations
 
 import hashlib
+import io
+import json
+import tarfile
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -81,6 +88,49 @@ def growing(step: int) -> list[float]:
     return [1.0, 2.0, step / 10, 0.0 if step < 3 else 1.0]
 
 
+def as_pair(row: dict[str, Any]) -> Any:
+    number = row["number.json"] if "__key__" in row else row["number"]  # of a tar
+    return torch.as_tensor(number), torch.rand(())
+
+
+def source(kind: str) -> BatchDataset:
+    """Return the numbers 0..N-1 from files of a format, in blocks, with noise of their own."""
+    return _opened_source(kind).map(as_pair)
+
+
+@cache
+def _opened_source(kind: str) -> BatchDataset:
+    folder = Path(_FILES.name) / kind
+    folder.mkdir()
+    for file, first in enumerate(range(0, N, 25)):
+        WRITERS[kind](folder / f"part-{file}", range(first, min(first + 25, N)))
+    options: dict[str, Any] = {"cache": folder / "cache"}
+    opened: BatchDataset = getattr(data, kind)(folder, **options)
+    return opened
+
+
+def write_parquet(path: Path, numbers: range) -> None:
+    table = pyarrow.table({"number": list(numbers)})
+    pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), row_group_size=6)
+
+
+def write_jsonl(path: Path, numbers: range) -> None:
+    path.with_suffix(".jsonl").write_text("".join(f'{{"number": {number}}}\n' for number in numbers))
+
+
+def write_tar(path: Path, numbers: range) -> None:
+    with tarfile.open(path.with_suffix(".tar"), "w") as archive:
+        for number in numbers:
+            content = json.dumps(number).encode()
+            member = tarfile.TarInfo(f"{number:03}.number.json")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+WRITERS = {"parquet": write_parquet, "jsonl": write_jsonl, "tar": write_tar}
+_FILES = tempfile.TemporaryDirectory(prefix="every-order-")
+
+
 def once(samples: list[int], epoch: int) -> None:
     del epoch
     assert sorted(samples) == list(range(N))
@@ -142,6 +192,19 @@ CASES = {
         lambda: data.mix({"a": columns(30), "b": columns(31, 30)}, {"b": 3, "a": 1}), partial(first_source, 0.25)
     ),
     "mixup": Case(lambda: data.mixup(Noisy(), 0.4), lambda samples, _: None),
+    "curriculum": Case(lambda: data.curriculum(Drawing(), LENGTHS, epochs=2), lambda samples, _: None),
+    "curriculum-in-an-epoch": Case(
+        lambda: data.curriculum(Drawing(), NUMBERS, start=0.3, steps=4), lambda samples, _: None
+    ),
+    **{kind: Case(partial(source, kind), spec=(("shuffle_window", 20),)) for kind in WRITERS},
+    "parquet-split": Case(lambda: data.split(source("parquet"), 0.5)[0], lambda samples, _: None),
+    "jsonl-weighted": Case(lambda: data.weighted(source("jsonl"), WEIGHTS), no_zero_weights),
+    "tar-grouped": Case(lambda: data.grouped(source("tar"), NUMBERS // 4), groups_together),
+    "parquet-tokens": Case(lambda: data.bucketed(source("parquet"), LENGTHS), spec=(("batch_tokens", 60),)),
+    "mix-of-sources": Case(
+        lambda: data.mix({kind: source(kind) for kind in WRITERS}, [1, 2, 3]), lambda samples, _: None
+    ),
+    "tar-curriculum": Case(lambda: data.curriculum(source("tar"), LENGTHS, epochs=2), lambda samples, _: None),
 }
 every = pytest.mark.parametrize("name", CASES)
 

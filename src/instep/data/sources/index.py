@@ -97,8 +97,9 @@ def _index(file: SourceFile, fmt: SourceFormat) -> IndexEntry:
         raise
     except Exception as error:
         file.check_unchanged()
+        reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
-            f"{file.url} cannot be read as {fmt.name}: {' '.join(str(error).split()).rstrip('.')}. It has {file.num_bytes} bytes. "
+            f"{file.url} cannot be read as {fmt.name}: {reason}. It has {file.num_bytes} bytes. "
             "Is it truncated, or of another format? Replace it, or leave it out."
         ) from error
     return IndexEntry(file.url, file.num_bytes, file.version, index)
