@@ -43,7 +43,7 @@ def test_killed_and_continued(kills: int, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     num_bytes = write_vectors(folder)
     words = [TASK, *OPTIONS, f"cache={tmp_path / 'cache'}"]
-    expected = result_of(run("python", *words, f"url={folder}", "--run-dir", str(tmp_path / "a")))
+    expected = result_of(run("python", *words, f"url={folder}", "--run-dir", str(tmp_path / "a"), timeout_s=150))
     with serve() as store:
         url = store.upload(folder, "bucket")
         store.disturb(0.05, 0.01)
@@ -55,15 +55,16 @@ def test_killed_and_continued(kills: int, tmp_path: Path) -> None:
             lived = len(steps_in(run_dir))
             process = start("instep", "train", *words, "-n", str(world_size))
             until = lived + draws.randint(8, 18)
-            wait_for(lambda until=until: len(steps_in(run_dir)) >= until, timeout_s=60)
+            wait_for(lambda until=until: len(steps_in(run_dir)) >= until, timeout_s=150)
             everybody = [process.pid, *descendants(process.pid)]
             for pid in everybody:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.communicate()
             wait_for(lambda pids=everybody: not any(map(is_alive, pids)))
-        actual = result_of(run("instep", "train", *words, "-n", "3", timeout_s=100))
+        actual = result_of(run("instep", "train", *words, "-n", "3", timeout_s=150))
         counts = store.counts()
+    print(f"kills={kills} read {counts['bytes']} of {num_bytes} bytes, {counts}")
     assert actual["weights_sha256"] == expected["weights_sha256"]
     assert counts["failed"] > 0 or kills == 1
     assert counts["bytes"] <= 1.1 * num_bytes
