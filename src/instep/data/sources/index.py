@@ -97,9 +97,10 @@ def _index(file: SourceFile, fmt: SourceFormat) -> IndexEntry:
         raise
     except Exception as error:
         file.check_unchanged()
+        words = " ".join(str(error).split()).rstrip(".")
         raise DataError(
-            f"{file.url} cannot be read as {fmt.name}: {' '.join(str(error).split()).rstrip('.')}. It has {file.num_bytes} bytes. "
-            "Is it truncated, or of another format? Replace it, or leave it out."
+            f"{file.url} cannot be read as {fmt.name}: {words}. It has {file.num_bytes} bytes. Is it truncated, or of "
+            "another format? Replace it, or leave it out."
         ) from error
     return IndexEntry(file.url, file.num_bytes, file.version, index)
 
