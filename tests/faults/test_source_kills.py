@@ -64,7 +64,6 @@ def test_killed_and_continued(kills: int, tmp_path: Path) -> None:
             wait_for(lambda pids=everybody: not any(map(is_alive, pids)))
         actual = result_of(run("instep", "train", *words, "-n", "3", timeout_s=150))
         counts = store.counts()
-    print(f"kills={kills} read {counts['bytes']} of {num_bytes} bytes, {counts}")
     assert actual["weights_sha256"] == expected["weights_sha256"]
     assert counts["failed"] > 0 or kills == 1
     assert counts["bytes"] <= 1.1 * num_bytes
