@@ -42,8 +42,9 @@ class BlockMemory:
     def get(
         self, block: int, read: Callable[[], BlockRows], is_final: Callable[[Exception], bool], num_samples: int = 1
     ) -> BlockRows:
-        """Return a block's rows, of which `num_samples` are wanted; the first thread that needs them reads them, and the
-        others wait for it.
+        """Return a block's rows, of which `num_samples` are wanted.
+
+        The first thread that needs them reads them, and the others wait for it.
 
         An error for which `is_final` holds is remembered, and raised again in place of another reading.
         """
