@@ -102,5 +102,6 @@ class SkippingReader(Reader):
         source = error.source if isinstance(error, BadSample) else f"{type(error).__name__}"
         if source not in self._named:
             self._named.add(source)
-            words = " ".join(str(error).split()) or type(error).__name__
+            # Without the advice what to do about it: it is done.
+            words = " ".join(str(error).split()).partition(" Replace the file")[0] or type(error).__name__
             _log.warning("data: sample %d is bad, and another is read in its place: %s", index, words)

@@ -46,6 +46,12 @@ def test_only_what_changed_is_indexed_again(tmp_path: Path, indexed: list[str]) 
     assert len(instep.data.parquet(folder, cache=tmp_path)) == 32
     assert sorted(indexed) == ["000.parquet", "001.parquet"]
     assert not [*(tmp_path / "index").glob("*.part*")]
+    indexed.clear()
+    write_files(tmp_path / "more", [5])
+    (tmp_path / "more" / "000.parquet").rename(folder / "009.parquet")
+    assert len(instep.data.parquet(folder, cache=tmp_path)) == 37
+    assert len(instep.data.parquet(f"{folder}/00[12].parquet", cache=tmp_path)) == 22
+    assert indexed == ["009.parquet"]
 
 
 def test_a_damaged_index_is_built_again(tmp_path: Path, indexed: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ indexed again. What is read back is checked against a checksum, and counts as ab
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -38,24 +39,41 @@ _log = logging.getLogger("instep.data")
 
 def load_index(files: Sequence[SourceFile], fmt: SourceFormat, folder: Path) -> list[IndexEntry]:
     """Return the index of each file, from the folder as far as it is known there; the rest is built and written."""
-    stem = _digest([fmt.name, fmt.options, [file.url for file in files]])
+    stem = _digest([fmt.name, fmt.options, _common_folder([file.url for file in files])])
     whole = folder / f"{fmt.name}-{stem}.index"
+    stamp = _stamp(whole)
     known = {entry.url: entry for entry in read_entries(whole)}
     missing = [file for file in files if not _fits(known.get(file.url), file)]
     if missing:
-        known.update({entry.url: entry for entry in _build(missing, fmt, whole, stem)})
+        known.update({entry.url: entry for entry in _build(missing, fmt, whole, stem, stamp)})
     entries = [known[file.url] for file in files]
     check_schemas(entries)
     if missing:
-        _write_whole(whole, entries)
+        _write_whole(whole, list(known.values()))  # other patterns may read other files of the folder
     return entries
+
+
+def _common_folder(urls: Sequence[str]) -> str:
+    """Return the folder that all files lie in: it stays the same when files are added."""
+    folders = [url.split("/")[:-1] for url in urls]
+    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False))
+    return "/".join(names[0] for names in shared)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what changes when another process writes a file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _fits(entry: IndexEntry | None, file: SourceFile) -> bool:
     return entry is not None and (entry.num_bytes, entry.version) == (file.num_bytes, file.version)
 
 
-def _build(files: list[SourceFile], fmt: SourceFormat, whole: Path, stem: str) -> list[IndexEntry]:
+def _build(files: list[SourceFile], fmt: SourceFormat, whole: Path, stem: str, stamp: Any) -> list[IndexEntry]:
     size = max(1, min(_GROUP_FILES, len(files) // _GROUP_FILES))
     groups = [files[first : first + size] for first in range(0, len(files), size)]
     progress = _Progress(len(files), fmt.name)
@@ -66,7 +84,7 @@ def _build(files: list[SourceFile], fmt: SourceFormat, whole: Path, stem: str) -
         part = whole.with_name(f"{stem}-{_digest([_identity(file) for file in group])}.part")
         with _claimed(part, wait) as is_ours:
             if is_ours:
-                done[number] = _build_part(group, part, fmt, whole if wait else None)
+                done[number] = _build_part(group, part, fmt, whole, stamp)
                 progress.add(len(group))
 
     first = os.getpid() % len(groups)  # ranks that come at the same time begin at different groups
@@ -79,9 +97,11 @@ def _build(files: list[SourceFile], fmt: SourceFormat, whole: Path, stem: str) -
     return [entry for number in range(len(groups)) for entry in done[number]]
 
 
-def _build_part(files: list[SourceFile], part: Path, fmt: SourceFormat, whole: Path | None) -> list[IndexEntry]:
+def _build_part(files: list[SourceFile], part: Path, fmt: SourceFormat, whole: Path, stamp: Any) -> list[IndexEntry]:
     """Index the files of a group, unless another process has: its part is there, or already the whole."""
-    for path in filter(None, (part, whole)):
+    for path in (part, whole):
+        if path is whole and _stamp(whole) == stamp:
+            continue  # it is the one that does not know these files
         known = {entry.url: entry for entry in read_entries(path)}
         if all(_fits(known.get(file.url), file) for file in files):
             return [known[file.url] for file in files]
@@ -97,9 +117,10 @@ def _index(file: SourceFile, fmt: SourceFormat) -> IndexEntry:
         raise
     except Exception as error:
         file.check_unchanged()
+        words = " ".join(str(error).split()).rstrip(".")
         raise DataError(
-            f"{file.url} cannot be read as {fmt.name}: {' '.join(str(error).split()).rstrip('.')}. It has {file.num_bytes} bytes. "
-            "Is it truncated, or of another format? Replace it, or leave it out."
+            f"{file.url} cannot be read as {fmt.name}: {words}. It has {file.num_bytes} bytes. Is it truncated, or of "
+            "another format? Replace it, or leave it out."
         ) from error
     return IndexEntry(file.url, file.num_bytes, file.version, index)
 

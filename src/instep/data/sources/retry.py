@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import time
 from collections.abc import Callable
@@ -61,6 +62,8 @@ def is_transient(error: BaseException) -> bool:
     if status is not None:
         return status >= 500 or status in _RETRIED_STATUS
     if isinstance(error, (NotADirectoryError, IsADirectoryError, FileNotFoundError, PermissionError)):
+        return False
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:  # the name of a bucket, a range beyond the end
         return False
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _TRANSIENT_PACKAGES
 
