@@ -61,9 +61,9 @@ def compare(kind, folder, args):
     same = dict.fromkeys(ways, True)
     expected = {way: measure(servers[way], "save", 0, args)["ids"] for way in ways}
     for _ in range(args.rounds):
+        for cache in ("instep", "datasets"):
+            shutil.rmtree(folder / cache, ignore_errors=True)
         for way in ways:
-            for cache in ("instep", "datasets"):
-                shutil.rmtree(folder / cache, ignore_errors=True)
             numbers[way]["cold"].append(measure(servers[way], "first", 0, args)["first_s"])
         for workers in WORKERS:
             for way in ways:
@@ -139,7 +139,7 @@ def write_tar(folder, images):
     import webdataset
 
     (folder / "tar").mkdir()
-    with webdataset.ShardWriter(str(folder / "tar" / "%05d.tar"), maxcount=4000, verbose=0) as writer:
+    with webdataset.ShardWriter(str(folder / "tar" / "%05d.tar"), maxcount=1000, verbose=0) as writer:
         for label, image in enumerate(images):
             writer.write({"__key__": f"{label:08}", "bin": image.tobytes(), "cls": label})
 

@@ -68,7 +68,6 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
         "clip_norm",
         "clip_value",
         "compile",
-        "batch_tokens",
         "drop_last",
         "on_bad_sample",
         "shuffle_window",
@@ -82,7 +81,6 @@ def test_the_recipe_is_what_the_trajectory_depends_on() -> None:
         "precision",
         "seed",
         "shards",
-        "shuffle_window",
         "threads",
         "warmup",
     }

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import instep
 from instep.core.errors import DataError
 from instep.data.sources import mds as module
+from instep.data.sources.mds_encodings import find_decoder
 from reading import assert_rows, assert_same_batches, small_blocks
 
 SHARDS = Path(__file__).parent / "mds_shards"
@@ -175,6 +176,14 @@ def test_the_samples_of_the_real_reader(tmp_path: Path) -> None:
     shards = json.loads((SHARDS / "raw" / "index.json").read_text())["shards"]
     expected = [row for shard in shards for row in reader_from_json(str(SHARDS / "raw"), None, shard)]
     assert_rows(instep.data.mds(SHARDS / "raw", cache=tmp_path), expected)
+
+
+@pytest.mark.parametrize(("code", "width"), [(0, 1), (1, 2), (2, 4), (3, 8)])
+def test_shapes_of_any_width(code: int, width: int) -> None:
+    head = bytes([33, 2 << 2 | code]) + np.array([2, 3], f"<u{width}").tobytes()
+    array = find_decoder("", "x", "ndarray")(head + np.arange(6, dtype="<i4").tobytes())
+    assert array.dtype == np.int32
+    assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 class TestBadInput:

@@ -140,7 +140,7 @@ class BlockDataset(BatchDataset):
             yield places[first:last], self._read_rows(number, rows[first:last], read)
 
     def _read_rows(self, number: int, rows: Indices, read: Callable[[BlockRows, Indices], T]) -> T:
-        block_rows = self._block_rows(number)
+        block_rows = self._block_rows(number, len(rows))
         try:
             return read(block_rows, rows)
         except InstepError:
@@ -155,10 +155,11 @@ class BlockDataset(BatchDataset):
                     raise BadSample(_corrupt(file, where, of_row), file.url) from of_row
             raise BadSample(_corrupt(file, f"block {block.number} ({block.num_rows} rows)", error), file.url) from error
 
-    def _block_rows(self, number: int) -> BlockRows:
+    def _block_rows(self, number: int, num_samples: int) -> BlockRows:
         if self._memory is None or self._memory[0] != os.getpid():  # threads of a fork's parent may hold its lock
             self._memory = os.getpid(), BlockMemory(self._memory_bytes)
-        return self._memory[1].get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample)
+        memory = self._memory[1]
+        return memory.get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples)
 
     def _read_block(self, number: int) -> BlockRows:
         file, block = self._locate(number)
