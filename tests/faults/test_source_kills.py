@@ -16,7 +16,7 @@ import pytest
 from commands import TESTS, descendants, is_alive, result_of, run, start, steps_in, wait_for
 from object_store import serve
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 TASK = str(TESTS / "faults" / "source_task.py")
 OPTIONS = ("--exact", "--steps", "120", "--batch-size", "48", "--seed", "3", "--save-every", "5", "--json")
 
@@ -37,8 +37,8 @@ def write_vectors(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-# A kill takes five seconds, most of it to start again. Without a kill: tests/data/sources/test_object_store.py.
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+# Most of the time goes into starting again. Without a kill: tests/data/sources/test_object_store.py.
+@pytest.mark.parametrize("kills", [1, 5])
 def test_killed_and_continued(kills: int, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     num_bytes = write_vectors(folder)
