@@ -92,6 +92,7 @@ class BlockDataset(BatchDataset):
         back = np.empty_like(places)
         back[places] = np.arange(len(places))
         columns = [columns for _, columns in parts]
+        _check_names([list(part) for part in columns])
         return {name: _join(name, [part[name] for part in columns], back) for name in columns[0]}
 
     def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
@@ -185,6 +186,17 @@ def _gather(block: BlockRows, rows: Indices) -> dict[str, Any]:
 
 def _rows(block: BlockRows, rows: Indices) -> list[dict[str, Any]]:
     return block.rows(rows)
+
+
+def _check_names(by_block: list[list[str]]) -> None:
+    """Raise DataError if the samples of some blocks have other entries than those of others."""
+    other = next((names for names in by_block if set(names) != set(by_block[0])), None)
+    if other is not None:
+        differing = ", ".join(sorted(map(repr, set(other) ^ set(by_block[0]))))
+        raise DataError(
+            f"Some samples have {differing} and others do not, so they cannot be stacked to a batch. Define "
+            "collate(samples) in the Task, or let map() give all samples the same entries."
+        )
 
 
 def _corrupt(file: SourceFile, where: str, error: Exception) -> str:
