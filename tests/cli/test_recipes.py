@@ -30,7 +30,7 @@ def test_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
     assert last_number(together.stdout) == pytest.approx(last_number(alone.stdout), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vae", pytest.param("distillation", marks=SLOW)])
+@pytest.mark.parametrize("name", ["vae", pytest.param("distillation", marks=SLOW), pytest.param("parquet", marks=SLOW)])
 def test_a_task(name: str, tmp_path: Path) -> None:
     words = (str(RECIPES / f"{name}.py"), "--epochs", "1", "--json")
     alone = result_of(run("python", *words, cwd=tmp_path))

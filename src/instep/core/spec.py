@@ -186,12 +186,12 @@ class TrainSpec(LaunchSpec):
     shuffle_window: int | None = recipe_option(
         None,
         TRAINING,
-        "where data is read in blocks: shuffle about this many samples among themselves (32 blocks; docs/data.md)",
+        "where data is read in blocks: shuffle about this many samples among themselves (32 blocks; docs/sources.md)",
         metavar="SAMPLES",
         at_least=1,
     )
     on_bad_sample: Literal["stop", "skip"] = recipe_option(
-        "stop", FAILURES, "when a sample cannot be read: stop, or read another one in its place (docs/data.md)"
+        "stop", FAILURES, "when a sample cannot be read: stop, or read another one in its place (docs/sources.md)"
     )
     batch_tokens: int | None = recipe_option(
         None,
