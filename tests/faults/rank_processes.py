@@ -182,8 +182,11 @@ def shared_blocks(pid: int) -> set[str]:
 
 
 def shared_files() -> set[str]:
-    """Return the names in /dev/shm, without semaphores of Python itself, which other programs create and remove."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "sem.instep-"))}
+    """Return the names in /dev/shm that instep, torch or Python's shared memory may have created.
+
+    Not others: tests of MPI and Ray, which run at the same time, keep files there for as long as they take.
+    """
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("instep", "torch", "gloo", "psm_", "wnsm_"))}
 
 
 @contextlib.contextmanager
