@@ -90,4 +90,5 @@ def test_killed_and_continued(kind: str, kills: int, tmp_path: Path) -> None:
         counts = store.counts()
     assert actual["weights_sha256"] == expected["weights_sha256"]
     assert counts["failed"] > 0 or kills == 1 or kind == "tokens"  # which is read in a few requests
-    assert counts["bytes"] - before["bytes"] <= 1.1 * num_bytes
+    # Finding the members of a tar reads it once more, before its blocks are read.
+    assert counts["bytes"] - before["bytes"] <= (2.1 if kind == "tar" else 1.1) * num_bytes
