@@ -81,7 +81,7 @@ def fitting_with(world: World) -> AbstractContextManager[None]:
 
 
 def set_fitted(task: Task, fitted: Mapping[str, Any]) -> None:
-    """Give a Task what its `preprocess()` returned."""
+    """Set on a Task what its `preprocess()` returned."""
     if "fitted" in field_names(type(task)):
         raise TaskError(
             f"{type(task).__name__}.fitted is a field, and holds what preprocess() returned. Rename the field."
@@ -95,7 +95,7 @@ def save_fitted(fitted: Mapping[str, Any], folder: Path) -> None:
 
 
 def restore_fitted(task: Task, world: World, checkpoint: Checkpoint | None) -> None:
-    """Give a Task what is in the checkpoint that rank 0 has found. Called on all ranks."""
+    """Set on a Task what is in the checkpoint that rank 0 has found. Called on all ranks."""
     if method_of(task, "preprocess") is None:
         return
     text = world.broadcast_object(None if checkpoint is None else _text_in(checkpoint))
@@ -108,7 +108,7 @@ def restore_fitted(task: Task, world: World, checkpoint: Checkpoint | None) -> N
 
 
 def load_fitted_of(task: Task, path: Path) -> None:
-    """Give a Task what is stored beside weights: in a checkpoint, a run directory, or an export."""
+    """Set on a Task what is stored beside weights: in a checkpoint, a run directory, or an export."""
     if method_of(task, "preprocess") is None:
         return
     if (path / MANIFEST).exists():

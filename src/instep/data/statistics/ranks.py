@@ -39,7 +39,7 @@ _ranks: ContextVar[FitRanks] = ContextVar("instep_fit_ranks", default=_ALONE)
 
 @contextlib.contextmanager
 def fitting_together(ranks: FitRanks) -> Iterator[None]:
-    """Let `fit` share its work over the ranks, all of which call it in the same order."""
+    """Share the work of `fit` over the ranks, all of which call it in the same order."""
     token = _ranks.set(ranks)
     try:
         yield
