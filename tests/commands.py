@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import patience
 from instep.events.read import read_events
 
 BIN = Path(sys.executable).parent
@@ -21,7 +22,7 @@ ROOT = TESTS.parent
 def start(*words: str, **more: Any) -> subprocess.Popen[str]:
     """Start a command of the environment (instep, torchrun, python) in the background."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTEST_"))}
-    return subprocess.Popen(
+    return patience.Popen(
         [str(BIN / words[0]), *words[1:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -53,7 +54,7 @@ def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 def wait_for(condition: Any, timeout_s: float = 20) -> None:
     """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * patience.PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)

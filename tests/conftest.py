@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import patience
 import rings
 
 torch.set_num_threads(1)
@@ -27,12 +28,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests that run alone come first of all: later, the other workers would wait for the one with the longest test.
     """
+    for item in items:
+        _be_patient(item)
     items.sort(key=lambda item: (item.path, not _runs_alone(item)))
     files = [list(group) for _, group in itertools.groupby(items, key=lambda item: item.path)]
     alone = [file for file in files if _runs_alone(file[0])]
     waiting = [file for file in files if file not in alone and "clusters" in file[0].path.parts]
     computing = sorted((file for file in files if file not in alone + waiting), key=_place)
     items[:] = [item for file in [*alone, *_spread(waiting, computing)] for item in file]
+
+
+def _be_patient(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("timeout")
+    limit_s = mark.args[0] if mark else float(item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(limit_s * patience.PATIENCE), append=False)
 
 
 def _runs_alone(item: pytest.Item) -> bool:

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import patience
+
 KEYS = {"key": "test", "secret": "test"}
 
 
@@ -60,7 +62,7 @@ def serve() -> Iterator[ObjectStore]:
     )
     store = ObjectStore(f"http://127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30 * patience.PATIENCE
         while True:
             try:
                 store.counts()

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import patience
 from instep.core.topology import Place
 
 _PRELOAD = ["torch", "torch._dynamo", "numpy", "instep.train.worker", "instep.data"]
@@ -47,7 +48,7 @@ def run_ranks(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * patience.PATIENCE
     try:
         answers = [_receive(pipe, deadline, rank) for rank, pipe in enumerate(pipes)]
     finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import patience
 from instep.events.read import read_events
 from instep.events.schema import EndRecord, EpochRecord, EvalRecord, NoticeRecord, PlanRecord, StartRecord, StepRecord
 from instep.events.write import EventLog
@@ -122,9 +122,7 @@ def expected(run_dir: Path) -> Numbers:
 
 def read_back(name: str, run_dir: Path) -> Numbers:
     """Return what a tracker has of a run; each number is there once."""
-    done = subprocess.run(
-        [sys.executable, __file__, name, str(run_dir)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = patience.run([sys.executable, __file__, name, str(run_dir)], timeout=60)
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout.splitlines()[-1])
     numbers = {(metric, step): value for metric, step, value in entries}
@@ -144,7 +142,7 @@ def rounded(name: str, numbers: Numbers) -> Numbers:
 def facts(name: str, run_dir: Path) -> str:
     """Return all texts that a tracker has of a run: hyper-parameters, incidents, the result."""
     words = [sys.executable, __file__, name, str(run_dir), "facts"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = patience.run(words, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

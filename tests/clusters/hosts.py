@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import patience
 from commands import BIN, ROOT
 from rings import require
 
@@ -40,7 +41,7 @@ class Host:
         """Start a command here, in a process namespace that ends with it."""
         program = str(BIN / words[0]) if (BIN / words[0]).exists() else words[0]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTEST_"))}
-        process = subprocess.Popen(
+        process = patience.Popen(
             [
                 *("ip", "netns", "exec", self.namespace, "unshare", "--uts", "--pid", "--fork", "--kill-child"),
                 *("--mount-proc", "sh", "-c", _ENTER, self.name, program, *words[1:]),

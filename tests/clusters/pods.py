@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import patience
 from commands import BIN
 from rings import require
 
@@ -87,7 +88,7 @@ class Pods:
             "mounts": [self._mount(pod, mount) for mount in container["volumeMounts"]],
             "command": command,
         }
-        self.processes[index] = subprocess.Popen(
+        self.processes[index] = patience.Popen(
             [
                 *("ip", "netns", "exec", self._net(index), "unshare", *UNSHARED, "--fork", "--kill-child"),
                 *(sys.executable, "-S", str(Path(__file__).with_name("pod_init.py")), json.dumps(orders)),

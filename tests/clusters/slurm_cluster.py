@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import patience
 from ranks import free_port
 
 NODES = ("node1", "node2", "node3", "node4")
@@ -93,7 +94,7 @@ class SlurmCluster:
 
     def run(self, *words: str, timeout_s: float = 60, check: bool = True, **more: object) -> str:
         """Run a program of SLURM's to its end, and give what it printed."""
-        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=timeout_s, **more)
+        done = patience.run(list(words), timeout=timeout_s, env=self.env, **more)
         assert not check or done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
@@ -119,7 +120,7 @@ class SlurmCluster:
         wanted = states or ENDED
         begun = pending = time.monotonic()
         while (state := self.state(job)) not in wanted:
-            if state in ENDED or time.monotonic() > begun + timeout_s:
+            if state in ENDED or time.monotonic() > begun + timeout_s * patience.PATIENCE:
                 told = self.run("scontrol", "show", "job", job)
                 raise AssertionError(f"job {job} is {state} and not {wanted}\n{told}{self.output(job)}")
             if state != "PENDING":
@@ -291,7 +292,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * patience.PATIENCE
     while not condition():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.1)

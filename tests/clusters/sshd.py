@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import patience
 from ranks import free_port
 from rings import require
 
@@ -105,7 +106,7 @@ Host *
 
 
 def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 10 * patience.PATIENCE
     while True:
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
@@ -118,7 +119,9 @@ def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
 
 def _log_in(ssh: str, folder: Path) -> None:
     """See that this user is let in: without PAM, sshd refuses accounts that have no password."""
-    done = subprocess.run([ssh, "-F", str(folder / "ssh_config"), "hosta", "true"], capture_output=True, timeout=20)
+    done = subprocess.run(
+        [ssh, "-F", str(folder / "ssh_config"), "hosta", "true"], capture_output=True, timeout=20 * patience.PATIENCE
+    )
     if done.returncode and os.geteuid() != 0:
         pytest.skip("left out: ssh (needs root)")
     assert done.returncode == 0, (folder / "log").read_text()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import patience
 from commands import TESTS, result_of, run, wait_for
 from hosts import connected_hosts
 from instep.events.read import read_events
@@ -49,7 +50,7 @@ class Training:
 
     def wait_for(self, world_size: int, steps: int, timeout_s: float = 90) -> None:
         """Wait until a world of that size has made so many steps."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s * patience.PATIENCE
         while self.world_size() != world_size or self.steps() < steps:
             seen = f"worlds {[event['world_size'] for event in self.starts()]}, {self.steps()} steps in the last"
             assert time.monotonic() < deadline, f"waited in vain for {steps} steps of {world_size}: {seen}"
@@ -126,6 +127,7 @@ def test_a_host_joins_is_cut_for_a_moment_and_then_for_good(training: Training, 
         assert "h3 (rank 2) has sent no heartbeat for 10 s: the node or its network is down" in each.stderr
     assert went_on_s < 30
     assert lost.returncode == 3, lost.stderr
+    assert "the nodes communicate over veth0 (10.77.0.3)" in lost.stderr  # it joined late
     assert f"h1, which hosts the rendezvous at h1:{PORT}, has not answered h3" in lost.stderr
     assert "The same command, on all nodes, continues from the newest checkpoint." in lost.stderr
 

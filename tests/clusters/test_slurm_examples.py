@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import patience
 from commands import BIN, ROOT, result_of, run, steps_in, wait_for
 from slurm_cluster import SlurmCluster
 from slurm_runs import result
@@ -56,14 +57,7 @@ def test_a_script_of_ones_own(slurm: SlurmCluster, tmp_path: Path, alone: str, n
 def test_submitted_by_instep(slurm: SlurmCluster, tmp_path: Path, alone: str, nodes: int, processes: int) -> None:
     run_dir = tmp_path / "a run"  # with a space
     words = ["--nodes", str(nodes), "-n", str(processes), *WORDS, "--run-dir", str(run_dir), "--follow", "--json"]
-    done = subprocess.run(
-        ["bash", "examples/slurm/submit.sh", *words],
-        env=env_of(slurm),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = patience.run(["bash", "examples/slurm/submit.sh", *words], timeout=200, env=env_of(slurm), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told == {"job_id": told["job_id"], "run_dir": str(run_dir), "script": str(run_dir / "submit.sh")}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import patience
 from commands import BIN
 from slurm_cluster import SlurmCluster
 from slurm_runs import RECIPE, TASK
@@ -68,7 +68,7 @@ def test_a_forgotten_srun(slurm: SlurmCluster, tmp_path: Path) -> None:
 def test_shells_of_an_allocation(slurm: SlurmCluster, tmp_path: Path) -> None:
     words = [*RECIPE, "--steps", "2", "pause_s=0", "--json"]
     command = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, TASK, *words, "--run-dir", str(tmp_path / "salloc")]
-    done = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=100)
+    done = patience.run(command, timeout=100, env=slurm.env)
     assert done.returncode == 0, done.stderr
     assert "is no task of that job" in done.stderr
     assert "srun before the command" in done.stderr

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import patience
 from commands import wait_for
 from instep.core.topology import Place
 from ranks import _context, _main_hidden, free_port, place_of
@@ -92,7 +93,9 @@ class RankProcesses:
 
     def heard(self, rank: int, timeout_s: float = 20) -> Any:
         """Wait for the next message of a rank: what it says, or its End; None if it was killed."""
-        assert self._pipes[rank].poll(timeout_s), f"rank {rank} has said nothing for {timeout_s:g} s"
+        assert self._pipes[rank].poll(timeout_s * patience.PATIENCE), (
+            f"rank {rank} has said nothing for {timeout_s:g} s"
+        )
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
         except EOFError:
@@ -123,7 +126,7 @@ class RankProcesses:
 
     def exit_codes(self, timeout_s: float = 5) -> list[int | None]:
         """Wait for the processes' own ends; a negative code is a signal, None a process that is still there."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s * patience.PATIENCE
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in self._processes]

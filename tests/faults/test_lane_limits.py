@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from namespaces import enter_pid_namespace, mount
 from rank_processes import End, RankProcesses, Say, nothing_left
 
+import patience
 from commands import BIN, TESTS
 from instep.world.world import World
 from rings import unless
@@ -28,7 +28,7 @@ def test_little_and_no_room_in_dev_shm() -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS / "faults"), os.environ.get("PYTHONPATH", "")])
     words = ["unshare", "--mount", str(BIN / "python"), "-c", "import small_shm; small_shm.main('64m', '4k')"]
     with nothing_left():
-        done = subprocess.run(words, capture_output=True, text=True, timeout=50, env=os.environ | {"PYTHONPATH": path})
+        done = patience.run(words, timeout=50, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     actual = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["size"] for each in actual] == ["64m", "4k"]

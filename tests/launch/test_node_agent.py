@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+import patience
 from commands import wait_for
 from instep.core.errors import RanksFailed
 from instep.launch.failures import environment_failure
@@ -230,7 +231,7 @@ def test_a_launcher_that_was_stopped_ends_its_ranks_first(host: ControlStore, tm
         time.sleep(4)
         assert rank.poll() is None
         process.send_signal(signal.SIGCONT)
-        rank.wait(3)
+        rank.wait(3 * patience.PATIENCE)
         process.kill()
     publisher.stop()
     actual = scratch.load_failure(0, 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import patience
 from launch_support import SCRIPTS
 
 
@@ -16,7 +17,7 @@ def test_two_nodes_restart_together(tmp_path, backend):
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     nodes = [
-        subprocess.Popen(
+        patience.Popen(
             [sys.executable, SCRIPTS / "node.py", backend, endpoint, str(node_rank), tmp_path / "logs"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import patience
 from instep.cli.findings import judge_accelerators
 from instep.core.errors import SpecError
 from instep.core.spec import TrainSpec
@@ -156,7 +157,7 @@ def test_gpus_are_named_without_touching_them(tmp_path, monkeypatch):
 
 def test_names_are_read_without_torch():
     program = "import sys, instep.world.device, instep.world.interfaces; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60 * patience.PATIENCE)
 
 
 def test_no_other_module_names_a_device_type_or_its_backend():

@@ -78,13 +78,16 @@ def join_job(
 
 
 def _run_generations(agent: NodeAgent, store: ControlStore, ranks: ElasticRanks) -> dict[int, Any]:
-    number = -1
+    number, interface_said = -1, False
     while (generation := agent.next_generation(number)) is not None:
         number = generation.number
         try:
             with agent.working(number):
                 agent.check_reach(generation)
                 rendezvous = _rendezvous_of(generation, agent.key, store, ranks.launch.spec)
+                if not interface_said and generation.others:
+                    interface_said = True
+                    _say_interface(generation.own.host, ranks.launch.say)
                 results = ranks.run(_job_of(generation, ranks), rendezvous)
         except RanksFailed as failed:
             agent.report_failures(failed.failures, number)
@@ -108,11 +111,13 @@ def _rendezvous_of(generation: Generation, key: int, store: ControlStore, spec: 
 
 def _job_of(generation: Generation, ranks: ElasticRanks) -> Job:
     """Make the ranks of a generation use the network interface that the other nodes reach."""
-    interface = interface_of(generation.own.host)
-    others = [name for name in interfaces() if name not in ("lo", interface)]
-    if others and generation.number == 0 and not is_loopback(generation.own.host):
-        ranks.launch.say(
-            f"the nodes communicate over {interface} ({generation.own.host}), not over {', '.join(others)}"
-        )
-    environ = {**ranks.job.environ, **socket_variables(interface, ranks.job.environ)}
+    environ = {**ranks.job.environ, **socket_variables(interface_of(generation.own.host), ranks.job.environ)}
     return dataclasses.replace(ranks.job, attempt=generation.number, environ=environ)
+
+
+def _say_interface(host: str, say: Callable[[str], None]) -> None:
+    """Name the network interface that was chosen where there is a choice."""
+    interface = interface_of(host)
+    others = [name for name in interfaces() if name not in ("lo", interface)]
+    if others and not is_loopback(host):
+        say(f"the nodes communicate over {interface} ({host}), not over {', '.join(others)}")
