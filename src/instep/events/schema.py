@@ -141,6 +141,57 @@ class MemoryRecord(Record, event="memory"):
     """Reserved on the accelerator; None on CPU."""
 
 
+PHASES = (
+    "startup",  # until the first step begins: imports, the model, the checkpoint, the data
+    "data",  # waiting for the next batch
+    "copy",  # of the batch to the device, or into place
+    "forward",
+    "backward",
+    "communication",  # waiting for other ranks or for a transfer, whichever phase that was in
+    "compile",
+    "optimizer",
+    "checkpoint",
+    "evaluation",
+    "hooks",  # what a Task does between steps
+    "other",
+)
+"""What a rank's time is divided into."""
+
+
+class PhasesRecord(Record, event="phases"):
+    """Where a rank's time went since its last such record; each rank writes its own, about once a second.
+
+    Records end at steps that are multiples of a power of two, so that those of several ranks can be put side by side:
+    the power is the smallest one whose steps take about a second. The last record of a process ends where it ends.
+    """
+
+    step: int
+    """Steps completed, over all restarts."""
+    num_steps: int
+    """Completed since the last record."""
+    num_samples: int
+    """This rank's share of their samples."""
+    seconds: float
+    """The time that passed."""
+    phases: dict[str, float]
+    """Seconds by phase (PHASES; those without any are left out). Host times: they add up to `seconds`."""
+    longest_s: float = 0.0
+    """Of the longest step among these."""
+    longest_step: int = 0
+    cpu_s: float = 0.0
+    """How long this process's threads computed; less than `seconds` where it waits, more with several threads."""
+    host_bytes: int = 0
+    """Resident in host memory now."""
+    device_bytes: int | None = None
+    """Allocated on the accelerator now; None on CPU."""
+    num_tokens: int | None = None
+    """This rank's share, where the batches are measured in tokens."""
+    comm_bytes: int = 0
+    """Passed to collectives by this rank."""
+    queue: float | None = None
+    """Batches that were ready when one was asked for, on average; None where nobody reads ahead."""
+
+
 class EvalRecord(Record, event="eval", once_per_step=True):
     """The evaluation set was evaluated."""
 
