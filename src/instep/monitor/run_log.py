@@ -211,21 +211,16 @@ def _fault(event: Mapping[str, Any]) -> str | None:
         return "names no event"
     if not isinstance(event.get("time"), _NUMBER):
         return f"{_a(kind)} event without a time"
-    for name, types, value_types in _REQUIRED.get(kind, ()):
-        if name not in event:
-            return f"{_a(kind)} event without {name}"
-        value: Any = event[name]
-        if not isinstance(value, types) or (value_types and not _are(value.values(), value_types)):
-            return f"{_a(kind)} event whose {name} is {value!r:.40}"
+    for field in _REQUIRED.get(kind, ()):
+        if field.name not in event:
+            return f"{_a(kind)} event without {field.name}"
+        if not field.admits(event[field.name]):
+            return f"{_a(kind)} event whose {field.name} is {event[field.name]!r:.40}"
     return None
 
 
 def _a(word: str) -> str:
     return f"an {word}" if word[:1] in "aeiou" else f"a {word}"
-
-
-def _are(values: Iterable[Any], types: tuple[type, ...]) -> bool:
-    return all(isinstance(value, types) for value in values)
 
 
 class _Required(NamedTuple):
@@ -234,6 +229,12 @@ class _Required(NamedTuple):
     name: str
     types: tuple[type, ...]
     value_types: tuple[type, ...]
+
+    def admits(self, value: Any) -> bool:
+        """Return whether a value is of the field's type."""
+        if self.value_types and isinstance(value, dict):
+            return all(isinstance(item, self.value_types) for item in value.values())
+        return isinstance(value, self.types)
 
 
 def _required(record: type[Any]) -> tuple[_Required, ...]:
