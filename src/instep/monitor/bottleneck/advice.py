@@ -197,6 +197,11 @@ def _straggler(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advic
 def _checkpoint(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
     num_saves = len(facts.saves)
     if num_saves < 2:
+        yield _hint(
+            "write checkpoints to a faster disk, or train longer per checkpoint: the only one of this run, which is "
+            f"written at the end in any case, took {cause.seconds:.3g} s.",
+            cause.seconds / frontier.wall_s,
+        )
         return
     stall_s = cause.seconds / num_saves
     interval = next((name for name, s in _INTERVALS.items() if s >= stall_s / _SAVE_SHARE), "2h")
