@@ -6,8 +6,7 @@ from pathlib import Path
 
 from instep.cli.command import argument, command, option, print_json, say
 from instep.core.errors import EXIT_DONE
-from instep.monitor.bottleneck.verdict import explain_run
-from instep.monitor.run_log import RunLog
+from instep.monitor.bottleneck.verdict import explain_run, open_log
 
 
 @command(
@@ -17,7 +16,7 @@ from instep.monitor.run_log import RunLog
 )
 def explain(run: Path, json: bool) -> int:
     """Explain a run's speed."""
-    log = RunLog(run)
+    log = open_log(run)
     verdict = explain_run(log)
     if (damage := log.damage_text()) is not None:
         say(f"notice: {damage}")
