@@ -12,18 +12,20 @@ from instep.monitor.progress import duration
 from instep.monitor.reading import size_text
 
 _NAMED_RANKS = 4
+_NAMED_OTHERS = 2
 _COMPUTING = ("forward", "backward", "optimizer")
 
 
-def paragraph(causes: Sequence[Cause], advice: Sequence[Advice], frontier: Frontier, facts: Facts) -> str:
-    """Return what bounded a run, what that cost and what to try, in words."""
+def paragraph(causes: Sequence[tuple[Cause, Sequence[Advice]]], frontier: Frontier, facts: Facts) -> str:
+    """Return what bounded a run, what that cost and what to try, in words; `causes` have what to try against each."""
     if not causes:
         return _nothing(frontier)
-    first, *others = causes
+    (first, advice), *others = causes
     parts = [sentence(first, frontier, facts), _by_rank(first)]
-    parts += [_advice_text(item, is_first=number == 0) for number, item in enumerate(advice[:2])]
-    for other in others[:2]:
+    parts += [_advice_text(item, "Try" if number == 0 else "Or try") for number, item in enumerate(advice)]
+    for other, advice in others[:_NAMED_OTHERS]:
         parts.append(f"Beside it, {_WHAT[other.kind](other, frontier, facts)} ({_share(other.seconds, frontier)}).")
+        parts += [_advice_text(item, "Against that, try") for item in advice[:1]]
     return " ".join(part for part in parts if part)
 
 
@@ -60,9 +62,8 @@ def _by_rank(cause: Cause) -> str:
     return f"{what}: {', '.join(named)}{more}."
 
 
-def _advice_text(advice: Advice, is_first: bool) -> str:
+def _advice_text(advice: Advice, begin: str) -> str:
     gain = "" if advice.gain is None else f" (predicted gain: {advice.gain:.0%} of the wall time)"
-    begin = "Try" if is_first else "Or try"
     return f"{begin} {advice.options}{gain}: {advice.text}" if advice.options else f"{begin} this{gain}: {advice.text}"
 
 

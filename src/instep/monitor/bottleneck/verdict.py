@@ -73,15 +73,15 @@ def find_bottleneck(
 
 
 def _bottleneck(frontier: Frontier, facts: Facts, causes: Sequence[Cause]) -> Bottleneck:
-    advice = tuple(advice for cause in causes for advice in advice_for(cause, frontier, facts))
+    advised = [(cause, advice_for(cause, frontier, facts)) for cause in causes]
     first = causes[0] if causes else None
     costs = {**frontier.phases, "slow rank": frontier.slow_s, "uneven": frontier.uneven_s}
     return Bottleneck(
         bounded_by=first.name if first else "nothing",
         rank=first.rank if first else None,
         share=round(first.seconds / frontier.wall_s, 4) if first else 0.0,
-        advice=advice,
-        text=paragraph(causes, advice, frontier, facts),
+        advice=tuple(item for _, advice in advised for item in advice),
+        text=paragraph(advised, frontier, facts),
         sentence=sentence(first, frontier, facts) if first else "",
         wall_s=round(frontier.wall_s, 3),
         ranks={rank: round(seconds, 3) for rank, seconds in first.by_rank.items()} if first else {},

@@ -59,13 +59,20 @@ def rank_time(event: Mapping[str, Any], on_cpu: bool) -> RankTime:
     which they may have been, in proportion.
     """
     phases = {name: max(0.0, float(value)) for name, value in event["phases"].items()}
-    seconds, cpu_s = float(event["seconds"]), float(event.get("cpu_s", 0.0))
-    delayed_s = float(event.get("delayed_s", 0.0))
+    cpu_s, delayed_s = float(event.get("cpu_s", 0.0)), float(event.get("delayed_s", 0.0))
     if on_cpu and delayed_s > 0:  # 0: the system does not count it
-        delayed_s -= _take_out(phases, _COMPUTING, "delayed", delayed_s)
-        _take_out(phases, _READING, "delayed", delayed_s)
-        _take_out(phases, _COMPUTING, "idle", sum(phases.get(name, 0.0) for name in _COMPUTING) - cpu_s)
-    return RankTime(seconds, phases, event["num_steps"], event["num_samples"], int(event.get("comm_bytes", 0)), cpu_s)
+        unused_s = sum(phases.get(name, 0.0) for name in _COMPUTING) - cpu_s
+        in_computing_s = _take_out(phases, _COMPUTING, "delayed", min(delayed_s, unused_s))
+        _take_out(phases, _READING, "delayed", delayed_s - in_computing_s)
+        _take_out(phases, _COMPUTING, "idle", unused_s - in_computing_s)
+    return RankTime(
+        float(event["seconds"]),
+        phases,
+        event["num_steps"],
+        event["num_samples"],
+        int(event.get("comm_bytes", 0)),
+        cpu_s,
+    )
 
 
 def _take_out(phases: dict[str, float], sources: tuple[str, ...], name: str, seconds: float) -> float:
