@@ -1,6 +1,6 @@
 """Plant bottlenecks and see whether `instep explain` names them first; train healthy runs and see that it names none.
 
-python benchmarks/explain_campaign.py [--only NAME,…] [--list]
+python benchmarks/explain_campaign.py [--only NAME,…] [--list] [--runs FOLDER]
 
 Each run is a short training of explain_task.py on 1 or 2 processes. A verdict is right when it names the planted cause
 (and the rank, where it was planted on one) before all others. Where the machine is busy with other work, the verdict
@@ -11,10 +11,10 @@ causes after it.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,30 +102,31 @@ PLANTS = (
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names of runs, separated by commas")
+    parser.add_argument("--runs", help="keep the runs here; those that are there already are only explained again")
     parser.add_argument("--list", action="store_true", help="print the names")
     args = parser.parse_args()
     plants = [plant for plant in PLANTS if not args.only or plant.name in args.only.split(",")]
     if args.list:
         print("\n".join(plant.name for plant in plants))
         return
-    rows = [judge(plant) for plant in plants]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [judge(plant, Path(args.runs or folder)) for plant in plants]
     if not args.only:
         write_result(
             "explain_campaign", "What `instep explain` says of planted bottlenecks", report(rows), [], "explain"
         )
 
 
-def judge(plant):
-    """Train one run, and return the plant, the verdict, whether it is right, and the seconds that the command took."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir, begun = Path(folder) / "run", time.monotonic()
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-        options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "env": environ}
-        trained = subprocess.run([*plant.command, "--run-dir", str(run_dir)], **options)
+def judge(plant, folder):
+    """Train one run, and return the plant, the verdict, its first cause, and whether that is right."""
+    run_dir = folder / re.sub(r"\W+", "-", plant.name)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "env": environ}
+    if not (run_dir / "result.json").exists():
+        trained = subprocess.run([*plant.command, "--fresh", "--run-dir", str(run_dir)], **options)
         if trained.returncode:
             sys.exit(f"{plant.name}: {trained.stderr[-2000:]}")
-        took_s = time.monotonic() - begun
-        explained = subprocess.run([str(BIN / "instep"), "explain", str(run_dir), "--json"], **options)
+    explained = subprocess.run([str(BIN / "instep"), "explain", str(run_dir), "--json"], **options)
     verdict = json.loads(explained.stdout.splitlines()[-1])
     causes = [
         cause for cause in verdict["causes"] if cause["kind"] != "delayed" or plant.name.startswith("more threads")
@@ -133,14 +134,14 @@ def judge(plant):
     first = causes[0] if causes else {"bounded_by": "nothing", "rank": None, "share": 0.0}
     is_right = first["bounded_by"] == plant.cause and plant.rank in (ANY, first["rank"])
     print(f"{'right' if is_right else 'WRONG'}  {plant.name}: {verdict['costs']}\n  {verdict['text']}", flush=True)
-    return plant, verdict, first, is_right, took_s
+    return plant, verdict, first, is_right
 
 
 def report(rows):
     planted = [row for row in rows if row[0].cause != "nothing"]
     healthy = [row for row in rows if row[0].cause == "nothing"]
     cells = []
-    for plant, verdict, first, is_right, took_s in rows:
+    for plant, verdict, first, is_right in rows:
         delayed = verdict["costs"].get("delayed", 0.0) / verdict["wall_s"]
         expected = plant.cause + (f", rank {plant.rank}" if isinstance(plant.rank, int) else "")
         said = first["bounded_by"] + (f", rank {first['rank']}" if first["rank"] is not None else "")
@@ -148,7 +149,16 @@ def report(rows):
         told = (advice.get("options") or advice.get("text", "").split(":")[0][:60]) if advice else ""
         right = "yes" if is_right else "**no**"
         cells.append(
-            [plant.name, expected, said, f"{first['share']:.0%}", right, f"{delayed:.0%}", f"{took_s:.0f}", told]
+            [
+                plant.name,
+                expected,
+                said,
+                f"{first['share']:.0%}",
+                right,
+                f"{delayed:.0%}",
+                f"{verdict['wall_s']:.0f}",
+                told,
+            ]
         )
     return [
         f"Planted: {sum(row[3] for row in planted)} of {len(planted)} right. "
