@@ -78,24 +78,33 @@ PLANTS = (
     Plant("the loss sleeps, 2 ranks", "host", "-n 2 plant=loss_sleep seconds=0.1"),
     Plant("backward sleeps", "host", "plant=backward_sleep seconds=0.1"),
     Plant("more threads than cores", "host", f"-n 2 {CONV} pixels=32 --threads 8", None, 30),
+    Plant("one thread of two cores", "compute", f"{CONV} pixels=32 --threads 1", None, 20),
     Plant("slow train_data()", "startup", "plant=slow_data seconds=30"),
     Plant("slow model(), 2 ranks", "startup", "-n 2 plant=slow_model seconds=30"),
     Plant("compiled for a few steps", "startup", "--compile", None, 20),
     Plant("compiled again for each shape", "startup", "plant=shapes --compile", None, 40),
     Plant("much to send, gloo", "communication", "-n 2 net=mlp width=2000 depth=3 --comm gloo --batch-size 2"),
     Plant("much to send, shared memory", "communication", "-n 2 net=mlp width=1000 depth=2 --batch-size 2", None, 200),
-    Plant("healthy: conv", "nothing", f"{CONV}", None, 60),
+    Plant("healthy: conv", "nothing", f"{CONV} --threads 2", None, 60),
     Plant("healthy: conv, 2 ranks", "nothing", f"-n 2 {CONV}", None, 100),
     Plant("healthy: conv, exact", "nothing", f"{CONV} --exact --shards 4", None, 60),
     Plant("healthy: conv, exact, 2 ranks", "nothing", f"-n 2 {CONV} --exact --shards 4", None, 60),
     Plant("healthy: conv, fsdp", "nothing", f"-n 2 {CONV} --strategy fsdp", None, 60),
-    Plant("healthy: conv, readers", "nothing", f"{CONV} --data-workers 1", None, 60),
-    Plant("healthy: transformer", "nothing", "net=transformer width=256 depth=4 --batch-size 128", None, 40),
+    Plant("healthy: conv, readers", "nothing", f"{CONV} --data-workers 1 --threads 2", None, 60),
+    Plant(
+        "healthy: transformer", "nothing", "net=transformer width=256 depth=4 --batch-size 128 --threads 2", None, 40
+    ),
     Plant(
         "healthy: transformer, 2 ranks", "nothing", "-n 2 net=transformer width=256 depth=4 --batch-size 256", None, 40
     ),
-    Plant("healthy: wide mlp, large batch", "nothing", "net=mlp width=1000 depth=3 --batch-size 1024", None, 20),
-    Plant("healthy: saves and evaluates", "nothing", f"{CONV} --save-every 30s --eval-every 30", None, 90),
+    Plant(
+        "healthy: wide mlp, large batch",
+        "nothing",
+        "net=mlp width=1000 depth=3 --batch-size 1024 --threads 2",
+        None,
+        20,
+    ),
+    Plant("healthy: saves and evaluates", "nothing", f"{CONV} --save-every 30s --eval-every 30 --threads 2", None, 90),
 )
 
 
