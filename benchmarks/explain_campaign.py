@@ -60,7 +60,7 @@ PLANTS = (
     Plant("rank 0 computes longer", "straggler", "-n 2 plant=loss_work seconds=0.1 rank=0", 0),
     Plant("rank 1 sleeps in forward", "straggler", "-n 2 plant=loss_sleep seconds=0.1 rank=1", 1),
     Plant("rank 0 sleeps in backward", "straggler", "-n 2 plant=backward_sleep seconds=0.1 rank=0", 0),
-    Plant("uneven batch", "straggler", f"-n 2 {CONV} pixels=32 --batch-size 3", 0, 120),
+    Plant("uneven batch", "straggler", f"-n 2 {CONV} pixels=32 --batch-size 3", 1, 120),
     Plant("a checkpoint every step", "checkpoint", "net=mlp width=1500 depth=3 --save-every 1"),
     Plant("a checkpoint every step, 2 ranks", "checkpoint", "-n 2 net=mlp width=1500 depth=3 --save-every 1", ANY),
     Plant("an evaluation every 5 steps", "evaluation", f"{CONV} eval_samples=512 --eval-every 5", None, 30),

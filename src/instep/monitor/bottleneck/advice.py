@@ -17,6 +17,7 @@ from instep.core.spec import TrainSpec
 from instep.monitor.bottleneck.causes import LARGER_BATCH, Cause
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
+from instep.monitor.bottleneck.windows import COMPUTING
 
 _SAVE_SHARE = 0.02
 """What checkpoints may cost with the interval that is advised."""
@@ -25,7 +26,6 @@ _INTERVALS = {"1m": 60, "2m": 120, "5m": 300, "10m": 600, "30m": 1800, "1h": 360
 _MOST_WORKERS = 16
 _MARGIN = 1.25
 """More readers than would be just enough, since batches do not take equally long."""
-_COMPUTING = ("forward", "backward", "optimizer", "hooks", "other", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _reading_of(cause: Cause, frontier: Frontier, facts: Facts) -> _Reading:
         busy = min(1.0, choice["cpu_s"] / choice["read_s"]) if choice is not None and choice["read_s"] > 0 else 0.0
         return _Reading(num_steps, wait_s, rest_s, readers, read_s, busy * read_s)
     own = frontier.ranks[rank]
-    computing_s = sum(own.phases.get(phase, 0.0) for phase in _COMPUTING) / num_steps
+    computing_s = sum(own.phases.get(phase, 0.0) for phase in COMPUTING) / num_steps
     return _Reading(num_steps, wait_s, rest_s, 0, wait_s, min(wait_s, max(0.0, own.cpu_s / num_steps - computing_s)))
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
-_COMPUTING = ("forward", "backward", "optimizer", "hooks", "other", "evaluation")
-"""The phases in which a rank on CPU should compute all the time."""
+COMPUTING = ("forward", "backward", "optimizer", "other")
+"""The phases in which a rank on CPU should compute all the time, and which are not a cause by themselves."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def rank_time(event: Mapping[str, Any], on_cpu: bool) -> RankTime:
     phases = {name: max(0.0, float(value)) for name, value in event["phases"].items()}
     cpu_s, delayed_s = float(event.get("cpu_s", 0.0)), float(event.get("delayed_s", 0.0))
     if on_cpu and delayed_s > 0:  # 0: the system does not count it
-        unused_s = sum(phases.get(name, 0.0) for name in _COMPUTING) - cpu_s
+        unused_s = sum(phases.get(name, 0.0) for name in COMPUTING) - cpu_s
         taken_s = _take_out(phases, "delayed", min(delayed_s, unused_s))
         _take_out(phases, "idle", unused_s - taken_s)
     return RankTime(
@@ -74,11 +74,11 @@ def rank_time(event: Mapping[str, Any], on_cpu: bool) -> RankTime:
 
 def _take_out(phases: dict[str, float], name: str, seconds: float) -> float:
     """Count up to so many seconds of computing phases as another one, of each in proportion; return how many."""
-    total_s = sum(phases.get(phase, 0.0) for phase in _COMPUTING)
+    total_s = sum(phases.get(phase, 0.0) for phase in COMPUTING)
     taken_s = min(max(0.0, seconds), total_s)
     if taken_s <= 0.0:
         return 0.0
-    for phase in _COMPUTING:
+    for phase in COMPUTING:
         if phase in phases:
             phases[phase] *= 1 - taken_s / total_s
     phases[name] = taken_s
