@@ -35,7 +35,7 @@ _COMPILING = ("entire_frame_compile", "entire_backward_compile")
 
 
 class PhaseLog:
-    """Writes a rank's PhasesRecords: after each step whose number is a multiple of a power of two, and at the end."""
+    """Writes a rank's PhasesRecords: after steps that are multiples of a power of two, the last one, and the end."""
 
     def __init__(self, pulse: Pulse, world: World, log: EventLog) -> None:
         pulse.watch_waits(lambda: world.waited_s)
@@ -47,6 +47,8 @@ class PhaseLog:
         self._cpu_s = time.process_time()
         self._compile_s = _compile_seconds()
         self._comm_bytes = world.comm_bytes
+        self.last_step: int | None = None
+        """What comes after it is no step's."""
         self._every = 1
         self._num_steps = self._num_samples = 0
         self._longest = (0.0, 0)
@@ -59,7 +61,7 @@ class PhaseLog:
         self._step_since_s = ended_s
         self._num_steps += 1
         self._num_samples += num_samples
-        if not step % self._every:
+        if not step % self._every or step == self.last_step:
             self._write(step)
 
     def close(self, step: int) -> None:

@@ -313,6 +313,7 @@ class Run(OwnEvaluation):
             self.notice(self._moves.pop())
         if self.engine.witness is not None:
             self.engine.witness.begin(self.engine.trained[0].model)
+        self._phases.last_step = num_steps
         self._pulse.begin_steps(self.step)
 
     def evaluate(
