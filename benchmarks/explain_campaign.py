@@ -34,6 +34,8 @@ class Plant:
     words: str
     rank: int | str | None = None
     steps: int = 60
+    hogs: int = 0
+    """Programs that compute beside it."""
 
     @property
     def command(self):
@@ -77,7 +79,8 @@ PLANTS = (
     Plant("the loss sleeps", "host", "plant=loss_sleep seconds=0.1"),
     Plant("the loss sleeps, 2 ranks", "host", "-n 2 plant=loss_sleep seconds=0.1"),
     Plant("backward sleeps", "host", "plant=backward_sleep seconds=0.1"),
-    Plant("more threads than cores", "host", f"-n 2 {CONV} pixels=32 --threads 8", None, 30),
+    Plant("two other programs compute", "host", f"-n 2 {CONV}", None, 40, hogs=2),
+    Plant("one other program computes", "host", f"-n 2 {CONV}", ANY, 40, hogs=1),
     Plant("one thread of two cores", "compute", f"{CONV} pixels=32 --threads 1", None, 20),
     Plant("slow train_data()", "startup", "plant=slow_data seconds=30"),
     Plant("slow model(), 2 ranks", "startup", "-n 2 plant=slow_model seconds=30"),
@@ -132,14 +135,18 @@ def judge(plant, folder):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "env": environ}
     if not (run_dir / "result.json").exists():
-        trained = subprocess.run([*plant.command, "--fresh", "--run-dir", str(run_dir)], **options)
+        hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(plant.hogs)]
+        try:
+            trained = subprocess.run([*plant.command, "--fresh", "--run-dir", str(run_dir)], **options)
+        finally:
+            for hog in hogs:
+                hog.kill()
+                hog.wait()
         if trained.returncode:
             sys.exit(f"{plant.name}: {trained.stderr[-2000:]}")
     explained = subprocess.run([str(BIN / "instep"), "explain", str(run_dir), "--json"], **options)
     verdict = json.loads(explained.stdout.splitlines()[-1])
-    causes = [
-        cause for cause in verdict["causes"] if cause["kind"] != "delayed" or plant.name.startswith("more threads")
-    ]
+    causes = [cause for cause in verdict["causes"] if cause["kind"] != "delayed" or plant.hogs]
     first = causes[0] if causes else {"bounded_by": "nothing", "rank": None, "share": 0.0}
     is_right = first["bounded_by"] == plant.cause and plant.rank in (ANY, first["rank"])
     print(f"{'right' if is_right else 'WRONG'}  {plant.name}: {verdict['costs']}\n  {verdict['text']}", flush=True)
