@@ -9,6 +9,7 @@ causes after it.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -36,6 +37,8 @@ class Plant:
     steps: int = 60
     hogs: int = 0
     """Programs that compute beside it."""
+    link: str = ""
+    """Two nodes, network namespaces on this machine, with a link of this rate (root only)."""
 
     @property
     def command(self):
@@ -88,6 +91,15 @@ PLANTS = (
     Plant("compiled again for each shape", "startup", "plant=shapes --compile", None, 40),
     Plant("much to send, gloo", "communication", "-n 2 net=mlp width=2000 depth=3 --comm gloo --batch-size 2"),
     Plant("much to send, shared memory", "communication", "-n 2 net=mlp width=1000 depth=2 --batch-size 2", None, 200),
+    Plant("a link of 200 Mbit/s", "communication", "net=mlp width=500 depth=2 --comm gloo", link="200mbit"),
+    Plant(
+        "a link of 1 Gbit/s, much to send",
+        "communication",
+        "net=mlp width=2000 depth=3 --comm gloo",
+        None,
+        30,
+        link="1gbit",
+    ),
     Plant("healthy: conv", "nothing", f"{CONV} --threads 2", None, 60),
     Plant("healthy: conv, 2 ranks", "nothing", f"-n 2 {CONV}", None, 100),
     Plant("healthy: conv, exact", "nothing", f"{CONV} --exact --shards 4", None, 60),
@@ -132,25 +144,45 @@ def main():
 def judge(plant, folder):
     """Train one run, and return the plant, the verdict, its first cause, and whether that is right."""
     run_dir = folder / re.sub(r"\W+", "-", plant.name)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "env": environ}
     if not (run_dir / "result.json").exists():
         hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(plant.hogs)]
         try:
-            trained = subprocess.run([*plant.command, "--fresh", "--run-dir", str(run_dir)], **options)
+            train(plant, run_dir)
         finally:
             for hog in hogs:
                 hog.kill()
                 hog.wait()
-        if trained.returncode:
-            sys.exit(f"{plant.name}: {trained.stderr[-2000:]}")
-    explained = subprocess.run([str(BIN / "instep"), "explain", str(run_dir), "--json"], **options)
+    command = [str(BIN / "instep"), "explain", str(run_dir), "--json"]
+    explained = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     verdict = json.loads(explained.stdout.splitlines()[-1])
     causes = [cause for cause in verdict["causes"] if cause["kind"] != "delayed" or plant.hogs]
     first = causes[0] if causes else {"bounded_by": "nothing", "rank": None, "share": 0.0}
     is_right = first["bounded_by"] == plant.cause and plant.rank in (ANY, first["rank"])
     print(f"{'right' if is_right else 'WRONG'}  {plant.name}: {verdict['costs']}\n  {verdict['text']}", flush=True)
     return plant, verdict, first, is_right
+
+
+def train(plant, run_dir):
+    """Train on this machine, or on two nodes with a slow link, one rank each."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    command = [*plant.command, "--run-dir", str(run_dir)]
+    with contextlib.ExitStack() as stack:
+        commands = [(command, environ)]
+        if plant.link:
+            from network import two_hosts
+
+            ours = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "veth0"}
+            ours |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29533"}
+            commands = [
+                (["ip", "netns", "exec", host, *command], environ | ours | {"RANK": str(rank)})
+                for rank, host in enumerate(stack.enter_context(two_hosts(plant.link)))
+            ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes = [subprocess.Popen(words, env=env, **pipes) for words, env in commands]
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        for process, output in zip(processes, outputs, strict=True):
+            if process.returncode:
+                sys.exit(f"{plant.name}: {output[-2000:]}")
 
 
 def report(rows):

@@ -100,12 +100,14 @@ class _Reading:
     read_s: float
     cpu_s: float
     """Of `read_s`, how long a core was busy."""
+    step_cpu_s: float
+    """How long cores are busy in a step, without reading."""
 
     def period_s(self, readers: int, cores: float | None) -> float:
         """Return what a step would take with so many readers, and so many cores for the rank and them."""
         if cores is None:  # then readers that mostly compute are not counted on
             cores = 1.0 if self.cpu_s > self.read_s / 2 else math.inf
-        computing_s = (self.rest_s + self.cpu_s) / cores
+        computing_s = (self.step_cpu_s + self.cpu_s) / cores
         return max(self.rest_s, self.read_s / readers, computing_s)
 
 
@@ -116,13 +118,14 @@ def _reading_of(cause: Cause, frontier: Frontier, facts: Facts) -> _Reading:
     rank = cause.rank if cause.rank is not None else min(frontier.ranks)
     choice, asked = facts.inputs.get(rank), facts.option("data_workers")
     readers = int(asked if asked is not None else (choice or {}).get("workers", 0))
+    own = frontier.ranks[rank]
+    own_cpu_s, computing_s = own.cpu_s / num_steps, sum(own.phases.get(phase, 0.0) for phase in COMPUTING) / num_steps
     if readers:  # they read all the time, also while the step runs
         read_s = readers * (wait_s + rest_s)
         busy = min(1.0, choice["cpu_s"] / choice["read_s"]) if choice is not None and choice["read_s"] > 0 else 0.0
-        return _Reading(num_steps, wait_s, rest_s, readers, read_s, busy * read_s)
-    own = frontier.ranks[rank]
-    computing_s = sum(own.phases.get(phase, 0.0) for phase in COMPUTING) / num_steps
-    return _Reading(num_steps, wait_s, rest_s, 0, wait_s, min(wait_s, max(0.0, own.cpu_s / num_steps - computing_s)))
+        return _Reading(num_steps, wait_s, rest_s, readers, read_s, busy * read_s, own_cpu_s)
+    cpu_s = min(wait_s, max(0.0, own_cpu_s - computing_s))
+    return _Reading(num_steps, wait_s, rest_s, 0, wait_s, cpu_s, own_cpu_s - cpu_s)
 
 
 def _readers(count: int) -> str:
