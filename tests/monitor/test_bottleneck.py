@@ -74,6 +74,12 @@ def test_one_rank_that_the_others_wait_for_is_named(phase: str, cause: str, slow
     assert found.advice[0].gain == pytest.approx(found.share, abs=0.02)
 
 
+def test_the_last_of_several_ranks_with_slow_data_is_not_blamed_alone() -> None:
+    last, ahead = COMPUTING | {"data": 3.0}, COMPUTING | {"data": 1.0, "communication": 2.0}
+    found = verdict(log_of(steady([last, ahead])))
+    assert (found.bounded_by, found.rank) == ("input", None)
+
+
 def test_waiting_of_all_ranks_is_communication_and_that_of_some_is_not() -> None:
     everyone = verdict(log_of(steady([COMPUTING | {"communication": 0.9}, COMPUTING | {"communication": 1.0}])))
     assert (everyone.bounded_by, everyone.rank) == ("communication", None)

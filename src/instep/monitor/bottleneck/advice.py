@@ -119,7 +119,7 @@ def _reading_of(cause: Cause, frontier: Frontier, facts: Facts) -> _Reading:
     choice, asked = facts.inputs.get(rank), facts.option("data_workers")
     readers = int(asked if asked is not None else (choice or {}).get("workers", 0))
     own = frontier.ranks[rank]
-    own_cpu_s, computing_s = own.cpu_s / num_steps, sum(own.phases.get(phase, 0.0) for phase in COMPUTING) / num_steps
+    own_cpu_s, computing_s = own.cpu_s / num_steps, own.seconds_in(*COMPUTING) / num_steps
     if readers:  # they read all the time, also while the step runs
         read_s = readers * (wait_s + rest_s)
         busy = min(1.0, choice["cpu_s"] / choice["read_s"]) if choice is not None and choice["read_s"] > 0 else 0.0

@@ -45,7 +45,7 @@ def causes_of(frontier: Frontier, facts: Facts) -> list[Cause]:
 
 
 def _by_rank(frontier: Frontier, *phases: str) -> dict[int, float]:
-    return {rank: sum(time.phases.get(p, 0.0) for p in phases) for rank, time in frontier.ranks.items()}
+    return {rank: time.seconds_in(*phases) for rank, time in frontier.ranks.items()}
 
 
 def _phases_cause(name: str, kind: str, frontier: Frontier, *phases: str) -> Cause:

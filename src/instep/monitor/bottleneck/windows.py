@@ -33,6 +33,10 @@ class RankTime:
         """How long the rank waited for others, or for a transfer."""
         return self.phases.get("communication", 0.0)
 
+    def seconds_in(self, *phases: str) -> float:
+        """Return the time in some phases."""
+        return sum(self.phases.get(phase, 0.0) for phase in phases)
+
     def __add__(self, other: RankTime) -> RankTime:
         names = self.phases.keys() | other.phases.keys()
         return RankTime(
