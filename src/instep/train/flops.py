@@ -20,7 +20,7 @@ from instep.world.device import synchronize
 
 _LEAST_S = 20.0
 """Of steps: measuring takes a fraction of a second."""
-_SIZES = {"cpu": 1024}
+_SIZES = {"cpu": 512}
 _SIZE = 8192
 """Of the matrices, on other devices."""
 _REPEATS = 4
