@@ -74,7 +74,7 @@ PLANTS = (
     ),
     Plant("metrics sleep", "evaluation", "plant=metric_sleep seconds=0.5 --eval-every 10", None, 100),
     Plant("one long evaluation at the end", "evaluation", f"{CONV} eval_samples=3000 --eval-every never", None, 30),
-    Plant("tiny batch", "host", "net=mlp width=1400 depth=3 --batch-size 1", None, 200),
+    Plant("tiny batch", "host", f"net=mlp width=1400 depth=3 --batch-size 1 {READS}", None, 200),
     Plant("Python in the loss", "host", "plant=loss_work seconds=0.3", None, 90),
     Plant("a batch of 2 for a deep small net", "host", "net=mlp width=16 depth=60 --batch-size 2", None, 3000),
     Plant("on_step sleeps", "host", "plant=hook_sleep seconds=0.1"),
@@ -92,7 +92,13 @@ PLANTS = (
     Plant("compiled for a few steps", "startup", "--compile", None, 20),
     Plant("compiled again for each shape", "startup", "plant=shapes --compile", None, 40),
     Plant("much to send, gloo", "communication", "-n 2 net=mlp width=2000 depth=3 --comm gloo --batch-size 2"),
-    Plant("much to send, shared memory", "communication", "-n 2 net=mlp width=1000 depth=2 --batch-size 2", None, 200),
+    Plant(
+        "much to send, shared memory",
+        "communication",
+        f"-n 2 net=mlp width=2000 depth=2 --batch-size 2 {READS}",
+        None,
+        80,
+    ),
     Plant("a link of 200 Mbit/s", "communication", "net=mlp width=500 depth=2 --comm gloo", link="200mbit"),
     Plant(
         "a link of 1 Gbit/s, much to send",
@@ -129,18 +135,12 @@ TRIED = (
     "dataset sleeps, 2 ranks",
     "dataset computes",
     "one reader for a slow disk",
-    "one reader, 2 ranks",
-    "collate sleeps",
-    "uneven batch",
     "a checkpoint every step",
     "an evaluation every 5 steps",
-    "an evaluation every 5 steps, 2 ranks",
     "metrics sleep",
     "tiny batch",
-    "one thread of two cores",
     "compiled for a few steps",
     "much to send, gloo",
-    "much to send, shared memory",
 )
 
 
