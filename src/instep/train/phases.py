@@ -34,6 +34,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _COMPILING = ("entire_frame_compile", "entire_backward_compile")
 
 
+def phase_name(phase: int) -> str:
+    """Return the name of a phase of the pulse, as events and traces have it."""
+    return _NAMES.get(Phase(phase), "other")
+
+
 class PhaseLog:
     """Writes a rank's PhasesRecords: after each step whose number is a multiple of a power of two, and at the end."""
 
@@ -72,7 +77,7 @@ class PhaseLog:
         pulse, since_s = self._pulse, self._pulse.since_s
         phases = dict.fromkeys((*_NAMES.values(), "other"), 0.0)
         for phase in Phase:
-            phases[_NAMES.get(phase, "other")] += pulse.seconds[phase] - self._seconds[phase]
+            phases[phase_name(phase)] += pulse.seconds[phase] - self._seconds[phase]
         self._take_compiling(phases)
         cpu_s, seconds = time.process_time(), since_s - self._since_s
         device = None if self._accelerator is None else self._accelerator.memory_bytes(self._world.device)

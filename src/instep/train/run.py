@@ -40,6 +40,7 @@ from instep.train.own_evaluation import OwnEvaluation
 from instep.train.patience import Patience
 from instep.train.phases import PhaseLog
 from instep.train.preprocessing import Fit, Preprocessing
+from instep.train.profiling import RunProfile
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
 from instep.train.saver import Saver
@@ -112,6 +113,7 @@ class Run(OwnEvaluation):
         self._memory = PeakMemory(world.device)
         self._pulse = here()
         self._phases = PhaseLog(self._pulse, world, log)
+        self._profile: RunProfile | None = None
         self._rng = rng_part()
         self._saver.add(self._rng)
         self._saver.restore(
@@ -254,6 +256,8 @@ class Run(OwnEvaluation):
             if witness is not None:
                 witness.finished(self.step)
             self._pulse.beat(Phase.DATA)
+            if self._profile is not None:
+                self._profile.passed(self.step)
         self.compare()
         for sentence in (*engine.strategy.report(), *reader.report()):
             self.notice(sentence)
@@ -314,6 +318,8 @@ class Run(OwnEvaluation):
         if self.engine.witness is not None:
             self.engine.witness.begin(self.engine.trained[0].model)
         self._pulse.begin_steps(self.step)
+        about = (self.directory.path, self._pulse, self.engine.trained, self.notice, self.step, num_steps)
+        self._profile = RunProfile.begin(self.world, self.spec, *about)
 
     def evaluate(
         self,
@@ -405,6 +411,8 @@ class Run(OwnEvaluation):
 
     def end_phases(self) -> None:
         """Log where the rest of this rank's time went."""
+        if self._profile is not None:
+            self._profile.close()
         self._phases.close(self.step)
 
     def close(self) -> None:
