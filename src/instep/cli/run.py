@@ -3,14 +3,17 @@
 import os
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from instep.cli.command import argument, command, make_spec, option
+from instep.cli.command import argument, command, make_spec, option, say
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
+from instep.core.profile_window import check_ranks
 from instep.launch.preload import fork_forkserver
+from instep.launch.script_profile import ScriptProfile
 
 
 @command(
@@ -37,12 +40,36 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     from instep.launch.script import run_script
     from instep.world.device import device_count
 
-    check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
+    processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
+    check_ranks(spec.profile_ranks, processes * spec.max_nodes)
     if not module and not Path(script).is_file():
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
     with nullcontext(log_dir) if log_dir else tempfile.TemporaryDirectory(prefix="instep-run-") as folder:
         logs = LogPlan(Path(folder), split=True)
         request = JobRequest(code=() if module else (script,))
-        args = (script, arguments or [], module)
-        launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
+        profile = _profile_of(spec, Path(script).stem, log_dir)
+        args = (script, arguments or [], module, profile, log_dir)
+        try:
+            launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
+        finally:
+            if profile is not None:
+                _report(profile)
     return None
+
+
+def _profile_of(spec: LaunchSpec, name: str, log_dir: str | None) -> ScriptProfile | None:
+    """Return what to profile, and where to: below --log-dir, or below a new folder in runs."""
+    if spec.profile is None:
+        return None
+    parent = Path(log_dir) if log_dir else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return ScriptProfile(spec.profile, spec.profile_ranks, str(parent.absolute() / "profile"), time.time_ns())
+
+
+def _report(profile: ScriptProfile) -> None:
+    """Merge and summarize the traces of this node's ranks."""
+    from instep.profile.report import write_report
+    from instep.world.device import device_backends
+
+    folder = Path(profile.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    say("\n".join(write_report(folder, profile.asked, device_backends())))

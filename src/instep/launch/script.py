@@ -3,19 +3,34 @@
 Ranks: all.
 """
 
+from __future__ import annotations
+
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Callable
 
 from instep.core.errors import SpecError
 from instep.guard.pulse import here
 from instep.launch.own_ranks import refuse_spawn, watch_spawned
+from instep.launch.script_profile import ScriptProfile, memory_explained, profiled
 
 
-def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> None:  # noqa: ARG001
-    """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does."""
+def run_script(
+    attempt: int,  # noqa: ARG001
+    target: str,
+    argv: list[str],
+    as_module: bool,
+    profile: ScriptProfile | None = None,
+    log_dir: str | None = None,
+) -> None:
+    """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does.
+
+    `log_dir`: where to write what holds the memory if it runs out; None: nowhere.
+    """
     # The launcher has left its traces in multiprocessing, but a script may set its start method once, and may ask
     # whether it is the main process.
     multiprocessing.set_start_method(None, force=True)
@@ -23,28 +38,31 @@ def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> N
     from instep.world import destroyed_groups  # not above: the launcher imports this module, and needs no torch for it
 
     destroyed_groups.keep_destroyed_groups()
-    _count_steps()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         refuse_spawn()
     else:
         watch_spawned()
     sys.argv[:] = [target, *argv]
-    if as_module:
-        _run_module(target)
-    else:
-        _run_file(target)
+    with memory_explained(log_dir), profiled(profile) as passed:
+        _count_steps(passed)
+        if as_module:
+            _run_module(target)
+        else:
+            _run_file(target)
 
 
-def _count_steps() -> None:
-    """Note every optimizer step of the script in the rank's pulse, for the detection of hangs."""
+def _count_steps(passed: Callable[[int], None] | None) -> None:
+    """Note every optimizer step of the script in the rank's pulse, for the detection of hangs, and tell `passed`."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    pulse = here()
+    pulse, numbers = here(), itertools.count(1)
 
     def count(*_: object) -> None:
         if not torch.compiler.is_compiling():  # a compiled step cannot run it
             pulse.end_step()
+            if passed is not None:
+                passed(next(numbers))
 
     register_optimizer_step_post_hook(count)
 

@@ -19,9 +19,14 @@ _NUM_NAMED = 3
 
 
 def explain_out_of_memory(
-    error: BaseException, trained: Sequence[Trained], device: torch.device, folder: Path, rank: int
+    error: BaseException,
+    trained: Sequence[Trained],
+    device: torch.device,
+    folder: Path | None,
+    rank: int,
+    advice: str = "",
 ) -> str:
-    """Return a paragraph that names where memory ran out and the largest holders; write all of them to a file.
+    """Return a paragraph that names where memory ran out and the largest holders; write all of them to a folder.
 
     On an accelerator, torch's snapshot of its memory is written, too, for https://pytorch.org/memory_viz.
     """
@@ -39,29 +44,28 @@ def explain_out_of_memory(
             f"{len(others)} other live tensors hold {size(total)} (activations, batches, what your code keeps); the "
             f"largest: {largest}."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"out-of-memory-rank-{rank}.json"
-    content = {
-        "rank": rank,
-        "device": str(device),
-        "where": place,
-        "error": str(error),
-        "modules": holders,
-        "other_tensors": [{"num_bytes": one.num_bytes, "tensor": one.description} for one in others[:100]],
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    files = [str(path)]
     accelerator = accelerator_of(device)
     if accelerator is not None:
-        allocated = accelerator.memory_bytes(device)
-        sentences.append(f"{device} has {size(allocated)} of this process's tensors.")
+        sentences.append(f"{device} has {size(accelerator.memory_bytes(device))} of this process's tensors.")
+    if advice:
+        sentences.append(advice)
+    files = []
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [str(folder / f"out-of-memory-rank-{rank}.json")]
+        content = {
+            "rank": rank,
+            "device": str(device),
+            "where": place,
+            "error": str(error),
+            "modules": holders,
+            "other_tensors": [{"num_bytes": one.num_bytes, "tensor": one.description} for one in others[:100]],
+        }
+        Path(files[0]).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         snapshot = folder / f"out-of-memory-rank-{rank}.pickle"
-        if accelerator.dump_memory(snapshot):
+        if accelerator is not None and accelerator.dump_memory(snapshot):
             files.append(f"{snapshot} (open it at https://pytorch.org/memory_viz)")
-    sentences.append(
-        "Less memory: a larger --accumulate, --recompute, --precision bf16, or --strategy fsdp over more processes."
-    )
-    return " ".join(sentences) + f"\nAll holders: {', '.join(files)}"
+    return "\n".join([" ".join(sentences), *([f"All holders: {', '.join(files)}"] if files else [])])
 
 
 def _kinds(row: dict[str, object]) -> str:

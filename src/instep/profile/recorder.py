@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,13 @@ class StepProfiler:
         window: ProfileWindow,
         info: TraceInfo,
         num_steps: int | None,
-        phases: Callable[[Callable[[str], None], Callable[[], None]], Any],
+        phases: Callable[[Callable[[str], None], Callable[[], None]], Any] = lambda _push, _pop: nullcontext(),
         holders: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
-        """`phases(push, pop)` returns a context in which each phase is a range; `holders()` says what holds memory."""
+        """`num_steps`: when the training ends, if that is known.
+
+        `phases(push, pop)` returns a context in which each phase is a range; `holders()` says what holds memory.
+        """
         self._folder, self._window, self._info, self._num_steps = folder, window, info, num_steps
         self._phases, self._holders = phases, holders
         self._recording: _Recording | None = None
@@ -50,7 +53,7 @@ class StepProfiler:
         self._memory_from_us: float | None = None
         self._held: list[dict[str, Any]] = []
         self._flame: FlameGraph | None = None
-        self._notes: list[str] = []
+        self._notes = list(info.notes)
         self.is_done = False
         """Whether there is nothing more to record."""
 

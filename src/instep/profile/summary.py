@@ -46,7 +46,7 @@ def _summarize_rank(trace: RankTrace, backends: Sequence[str]) -> dict[str, Any]
         (s.begin_us, s.end_us)
         for (_, tid), slices in host.items()
         for s in slices
-        if tid == info.pid and (s.category == HOST_OPERATION or communicates(s, backends))
+        if communicates(s, backends) or (tid == info.pid and s.category == HOST_OPERATION)
     )
     return {
         "rank": info.rank,
@@ -55,7 +55,7 @@ def _summarize_rank(trace: RankTrace, backends: Sequence[str]) -> dict[str, Any]
         "steps": [info.first, info.last],
         "seconds": _rounded(seconds),
         "phases": {name: _rounded(value) for name, value in phase_seconds(host).items()},
-        "outside_operations_s": _rounded(max(0.0, seconds - length(busy) / 1e6)),
+        "python_s": _rounded(max(0.0, seconds - length(busy) / 1e6)),
         "device_busy_s": _rounded(busy_s) if device else None,
         "operations": _rows(host_totals(host)),
         "kernels": _rows(device_totals(device)),
@@ -153,7 +153,7 @@ def _rank_parts(rank: dict[str, Any]) -> list[str]:
     parts = [f"## Rank {rank['rank']} on {rank['host']} ({rank['device']})\n"]
     facts = [
         f"{_time(seconds / num_steps)} a step",
-        f"{_time(rank['outside_operations_s'])} in Python, outside of operations and communication",
+        f"{_time(rank['python_s'])} in neither operations nor communication (Python)",
     ]
     if rank["device_busy_s"] is not None:
         facts.append(f"the device was busy for {_percent(rank['device_busy_s'], seconds)} of the time")

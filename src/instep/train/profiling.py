@@ -34,6 +34,9 @@ from instep.world.world import World
 
 _NUM_ROUNDS = 5
 """All-gathers that measure the clocks."""
+_LESS_MEMORY = (
+    "Less memory: a larger --accumulate, --recompute, --precision bf16, or --strategy fsdp on more processes."
+)
 _WARM_UP = 2
 """Steps that say nothing about a rank's speed."""
 
@@ -187,7 +190,7 @@ def explain_memory(
     if not is_out_of_memory(error):
         return ""
     try:
-        text = explain_out_of_memory(error, trained_models(trained), device, run_dir / FOLDER, rank)
+        text = explain_out_of_memory(error, trained_models(trained), device, run_dir / FOLDER, rank, _LESS_MEMORY)
     except (MemoryError, RuntimeError, OSError) as second:  # there may be too little memory, or disk, even for this
         text = f"What holds the memory cannot be said: {type(second).__name__}: {second}"
     error.add_note(text)
