@@ -75,8 +75,8 @@ def check_ranks(text: str, world_size: int) -> None:
     """Raise SpecError for ranks to profile that a world does not have."""
     missing = [rank for rank in parse_ranks(text) or () if rank >= world_size]
     if missing:
-        ranks = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-        raise SpecError(f"profile_ranks={text} names rank {missing[0]}, and there is {ranks}. Leave it out.")
+        last = f"the last rank is {world_size - 1}" if world_size > 1 else "there is only rank 0"
+        raise SpecError(f"profile_ranks={text} names rank {missing[0]}, and {last}. Leave it out.")
 
 
 def choose_ranks(text: str, own_s: Sequence[float]) -> list[int]:

@@ -104,9 +104,14 @@ def named(events: Iterable[Event], info: TraceInfo) -> list[Event]:
 
     A device's events have the device's number as pid, so that those of several ranks would be one process.
     """
-    kept = [e for e in events if not (e.get("ph") == "M" and str(e.get("name", "")).startswith("process_"))]
+    events = list(events)
+    pids = {e["pid"] for e in events if e.get("ph") != "M" and "pid" in e}
+    # Kineto also names devices that did nothing.
+    kept = [
+        e for e in events if e.get("ph") != "M" or (e.get("pid") in pids and not str(e["name"]).startswith("process_"))
+    ]
     labels: list[Event] = []
-    for pid in sorted({e["pid"] for e in kept if "pid" in e}, key=lambda pid: (pid != info.pid, str(pid))):
+    for pid in sorted(pids, key=lambda pid: (pid != info.pid, str(pid))):
         name = f"rank {info.rank}" + ("" if pid == info.pid else f", device {pid}")
         labels.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
         labels.append({"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": info.host}})
