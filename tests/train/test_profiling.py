@@ -23,11 +23,12 @@ from instep.guard.pulse import Phase, Pulse
 from instep.profile.operations import ANNOTATION, Slice, slices_by_thread
 from instep.profile.overlap import measure_overlap
 from instep.profile.report import write_report
-from instep.profile.trace import RankTrace, read_trace
+from instep.profile.trace import RankTrace, read_trace, write_trace
 from instep.train.profiling import _plan, phases_marked
 from instep.train.worker import worker_main
 from instep.world.device import ACCELERATORS, device_backends
 from instep.world.world import World
+from profile_traces import info
 from ranks import run_ranks
 from tasks import made_up
 
@@ -229,13 +230,14 @@ def test_out_of_memory_is_explained_and_a_profile_under_way_is_kept(tmp_path: Pa
         ("10:15", 4, 1, [10, 14]),
         ("10:15", 12, 0, [13, 14]),
         ("10:15", 12, 1, "already has a profile"),
+        ("10:15", 12, -1, [13, 14]),  # the last attempt ended within them
         ("10:15", 14, 0, "already at step 14"),
         ("300:305", 0, 0, "ends at step 200"),
     ],
 )
 def test_what_a_restart_profiles(asked: str, step: int, files: int, plan: Any, tmp_path: Path) -> None:
-    for rank in range(files):
-        (tmp_path / f"rank-{rank}.trace.json.gz").touch()
+    for rank in range(abs(files)):
+        write_trace(tmp_path, RankTrace(info(rank=rank, is_whole=files > 0), []))
     answer = _plan(asked, tmp_path, step, 200)
     assert plan in answer if isinstance(plan, str) else answer == plan
 

@@ -34,8 +34,28 @@ def find_py_spy() -> str | None:
 
 def forget_flame(folder: Path, rank: int) -> None:
     """Remove the flame graph of an earlier profile."""
-    for suffix in (SUFFIX, LOG_SUFFIX):
-        (folder / f"rank-{rank}{suffix}").unlink(missing_ok=True)
+    for name in _names(rank):
+        (folder / name).unlink(missing_ok=True)
+
+
+def collect_flame(folder: Path, rank: int) -> str:
+    """Give the graph that py-spy has written its name; return why there is none, or nothing.
+
+    After a rank was killed this is done for it: py-spy writes its graph when the process that it samples is gone.
+    """
+    graph, log, part = (folder / name for name in _names(rank))
+    if part.is_file() and part.stat().st_size:
+        part.replace(graph)
+    part.unlink(missing_ok=True)
+    if graph.is_file() or not log.is_file():
+        log.unlink(missing_ok=True)
+        return ""
+    return describe_failure(log.read_text(errors="replace"))
+
+
+def _names(rank: int) -> tuple[str, str, str]:
+    """Return the names of a rank's graph, of what py-spy said, and of the graph until it is complete."""
+    return f"rank-{rank}{SUFFIX}", f"rank-{rank}{LOG_SUFFIX}", f".rank-{rank}{SUFFIX}"
 
 
 class FlameGraph:
@@ -43,16 +63,13 @@ class FlameGraph:
 
     def __init__(self, program: str, pid: int, folder: Path, rank: int) -> None:
         """Start to sample; `pid` is this process."""
-        self._path = folder / f"rank-{rank}{SUFFIX}"
-        self._log = folder / f"rank-{rank}{LOG_SUFFIX}"
-        self._part = folder / f".rank-{rank}{SUFFIX}"
-        command = [program, "record", "--pid", str(pid), "--output", str(self._part), "--format", "flamegraph"]
+        self._folder, self._rank = folder, rank
+        _, log_name, part_name = _names(rank)
+        command = [program, "record", "--pid", str(pid), "--output", str(folder / part_name), "--format", "flamegraph"]
         # Without pausing the process: its collectives would make all other ranks wait.
         command += ["--duration", str(SECONDS), "--rate", str(_RATE), "--nonblocking"]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=False
-            )
+        with (folder / log_name).open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         _allow_tracing(self._process.pid)
 
     def finish(self) -> None:
@@ -64,10 +81,7 @@ class FlameGraph:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._part.is_file() and self._part.stat().st_size:
-            self._part.replace(self._path)
-            self._log.unlink(missing_ok=True)
-        self._part.unlink(missing_ok=True)
+        collect_flame(self._folder, self._rank)
 
 
 def describe_failure(log: str) -> str:

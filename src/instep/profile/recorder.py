@@ -114,6 +114,7 @@ class StepProfiler:
             self._info,
             first=timed[0][0],
             last=timed[-1][0],
+            is_whole=timed[-1][0] == self._window.last,
             memory_step=memory_step,
             memory_from_us=self._memory_from_us,
             holders=self._held,

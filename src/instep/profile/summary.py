@@ -129,10 +129,13 @@ def _talk(rank: dict[str, Any]) -> str:
     talk = rank["communication"]
     if not talk["seconds"]:
         return "no communication"
-    return (
-        f"communication {_percent(talk['seconds'], rank['seconds'])} of the time, "
-        f"{_percent(talk['hidden_s'], talk['seconds'])} of it hidden behind computation"
-    )
+    hidden = _percent(talk["hidden_s"], talk["seconds"])
+    return f"{_time(talk['seconds'] / _num_steps(rank))} of communication a step, {hidden} of it hidden"
+
+
+def _num_steps(rank: dict[str, Any]) -> int:
+    first, last = rank["steps"]
+    return int(last - first + 1)
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -148,7 +151,7 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def _rank_parts(rank: dict[str, Any]) -> list[str]:
-    num_steps, seconds = rank["steps"][1] - rank["steps"][0] + 1, rank["seconds"]
+    num_steps, seconds = _num_steps(rank), rank["seconds"]
     talk = rank["communication"]
     parts = [f"## Rank {rank['rank']} on {rank['host']} ({rank['device']})\n"]
     facts = [

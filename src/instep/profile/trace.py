@@ -49,6 +49,8 @@ class TraceInfo:
     """How far the node's clock is ahead of rank 0's; the times are corrected by it."""
     doubt_ns: int = 0
     """The true offset is at most this far away."""
+    is_whole: bool = False
+    """Whether all steps were recorded that were to be; not if the rank failed within them."""
     memory_step: int | None = None
     """The step that was recorded with its memory; None: there was none left."""
     memory_from_us: float | None = None

@@ -25,7 +25,7 @@ from instep.profile.holders import Trained, holders_by_module
 from instep.profile.out_of_memory import explain_out_of_memory
 from instep.profile.ranges import PhaseRanges
 from instep.profile.recorder import StepProfiler
-from instep.profile.report import FOLDER, rank_files, write_report
+from instep.profile.report import FOLDER, has_whole_profile, write_report
 from instep.profile.trace import TraceInfo
 from instep.train.phases import phase_name
 from instep.train.train_state import TrainState
@@ -140,7 +140,7 @@ def _plan(asked: str, folder: Path, step: int, num_steps: int) -> list[int] | st
         why = f"the run is already at step {step}" if first and first.last <= step else f"it ends at step {num_steps}"
         return f"profile={asked}: nothing is profiled, because {why}."
     is_whole = asked != AUTO and window == ProfileWindow.parse(asked)
-    if step and not is_whole and rank_files(folder):
+    if step and not is_whole and has_whole_profile(folder):
         return f"{folder} already has a profile of this run. --profile FIRST:END profiles other steps."
     return [window.first, window.last]
 
