@@ -81,7 +81,7 @@ class Delayed(instep.Task):
 
     def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
         self.delay("evaluation")
-        return {"size": model(batch).abs().mean()}
+        return {"size": model(batch).abs().squeeze(1)}
 
     def on_step(self, record: Any) -> None:
         self.delay("hooks")
@@ -131,14 +131,11 @@ def test_all_of_a_process_is_counted_and_nothing_twice(tmp_path: Path) -> None:
     assert sum(record["num_samples"] for record in records) == STEPS * 8
     for record in records:
         assert sum(record["phases"].values()) == pytest.approx(record["seconds"], rel=0.02, abs=1e-5)
-    at = {event["step"]: event["time"] for event in steps}
-    for record in records:
-        if (first := record["step"] - record["num_steps"]) in at and record["num_steps"]:
-            took_s = at[record["step"]] - at[first]  # by another clock, and another file's time stamps
-            assert record["seconds"] == pytest.approx(took_s, rel=0.02, abs=2e-3)
-    assert max(record["longest_s"] for record in records) < records[0]["seconds"] + 1e-6 + sum(
-        record["seconds"] for record in records[1:]
-    )
+    took_s = steps[-1]["time"] - steps[0]["time"]  # by another clock, at another moment of the step
+    later = [record for record in records if record["step"] > 1 and record["num_steps"]]
+    assert sum(record["seconds"] for record in later) == pytest.approx(took_s, rel=0.02, abs=0.02)
+    assert all(DELAY_S <= record["longest_s"] <= record["seconds"] for record in later)
+    assert [record["num_steps"] for record in records if record["step"] == STEPS] == [later[-1]["num_steps"], 0]
     assert events[-1]["event"] == "end"
 
 

@@ -13,7 +13,6 @@ from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
 from instep.core.profile_window import check_ranks
 from instep.launch.preload import fork_forkserver
-from instep.launch.script_profile import ScriptProfile
 
 
 @command(
@@ -21,7 +20,9 @@ from instep.launch.script_profile import ScriptProfile
     argument("script", str, "SCRIPT", "a Python file, or with -m a module"),
     argument("arguments", list[str] | None, "ARGUMENTS", "arguments of the script", default=None),
     option("module", bool, False, "SCRIPT is the name of a module, as for python -m", "-m", "--module"),
-    option("log_dir", str | None, None, "keep each rank's output in this directory"),
+    option(
+        "log_dir", str | None, None, "keep each rank's output and events in this directory: instep explain reads them"
+    ),
     spec=LaunchSpec,
     allow_interspersed_args=False,
 )
@@ -38,38 +39,23 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     from instep.launch.membership.node_info import JobRequest
     from instep.launch.processes import check_process_count
     from instep.launch.script import run_script
+    from instep.launch.script_profile import ScriptProfile
     from instep.world.device import device_count
 
     processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
     check_ranks(spec.profile_ranks, processes * spec.max_nodes)
     if not module and not Path(script).is_file():
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
+    if spec.profile is not None and log_dir is None:
+        log_dir = f"runs/{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     with nullcontext(log_dir) if log_dir else tempfile.TemporaryDirectory(prefix="instep-run-") as folder:
         logs = LogPlan(Path(folder), split=True)
         request = JobRequest(code=() if module else (script,))
-        profile = _profile_of(spec, Path(script).stem, log_dir)
-        args = (script, arguments or [], module, profile, log_dir)
+        profile = ScriptProfile.of(spec)
+        args = (script, arguments or [], module, log_dir and os.path.abspath(log_dir), profile)
         try:
             launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
         finally:
-            if profile is not None:
-                _report(profile)
+            if profile is not None and log_dir is not None:
+                say("\n".join(profile.report(log_dir)))
     return None
-
-
-def _profile_of(spec: LaunchSpec, name: str, log_dir: str | None) -> ScriptProfile | None:
-    """Return what to profile, and where to: below --log-dir, or below a new folder in runs."""
-    if spec.profile is None:
-        return None
-    parent = Path(log_dir) if log_dir else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return ScriptProfile(spec.profile, spec.profile_ranks, str(parent.absolute() / "profile"), time.time_ns())
-
-
-def _report(profile: ScriptProfile) -> None:
-    """Merge and summarize the traces of this node's ranks."""
-    from instep.profile.report import write_report
-    from instep.world.device import device_backends
-
-    folder = Path(profile.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    say("\n".join(write_report(folder, profile.asked, device_backends())))

@@ -3,10 +3,7 @@
 Ranks: all.
 """
 
-from __future__ import annotations
-
 import importlib.util
-import itertools
 import multiprocessing
 import os
 import runpy
@@ -20,16 +17,16 @@ from instep.launch.script_profile import ScriptProfile, memory_explained, profil
 
 
 def run_script(
-    attempt: int,  # noqa: ARG001
+    attempt: int,
     target: str,
     argv: list[str],
     as_module: bool,
-    profile: ScriptProfile | None = None,
     log_dir: str | None = None,
+    profile: ScriptProfile | None = None,
 ) -> None:
     """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does.
 
-    `log_dir`: where to write what holds the memory if it runs out; None: nowhere.
+    `log_dir`: where to log its events, and to write its profile.
     """
     # The launcher has left its traces in multiprocessing, but a script may set its start method once, and may ask
     # whether it is the main process.
@@ -38,31 +35,42 @@ def run_script(
     from instep.world import destroyed_groups  # not above: the launcher imports this module, and needs no torch for it
 
     destroyed_groups.keep_destroyed_groups()
+    end = _watch(attempt, log_dir)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         refuse_spawn()
     else:
         watch_spawned()
     sys.argv[:] = [target, *argv]
-    with memory_explained(log_dir), profiled(profile) as passed:
-        _count_steps(passed)
-        if as_module:
-            _run_module(target)
-        else:
-            _run_file(target)
+    try:
+        with memory_explained(log_dir), profiled(profile, log_dir):
+            if as_module:
+                _run_module(target)
+            else:
+                _run_file(target)
+    finally:
+        end()
 
 
-def _count_steps(passed: Callable[[int], None] | None) -> None:
-    """Note every optimizer step of the script in the rank's pulse, for the detection of hangs, and tell `passed`."""
+def _watch(attempt: int, log_dir: str | None) -> Callable[[], None]:
+    """Note what the script does in the rank's pulse, and in a log if wanted; return what to call at its end."""
+    if log_dir is None:
+        _count_steps()
+        return lambda: None
+    from instep.launch.script_phases import watch_phases
+
+    return watch_phases(here(), log_dir, attempt)
+
+
+def _count_steps() -> None:
+    """Note every optimizer step of the script in the rank's pulse, for the detection of hangs."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    pulse, numbers = here(), itertools.count(1)
+    pulse = here()
 
     def count(*_: object) -> None:
         if not torch.compiler.is_compiling():  # a compiled step cannot run it
             pulse.end_step()
-            if passed is not None:
-                passed(next(numbers))
 
     register_optimizer_step_post_hook(count)
 

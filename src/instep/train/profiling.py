@@ -18,6 +18,7 @@ import torch
 from instep.core.errors import SpecError
 from instep.core.profile_window import AUTO, ProfileWindow, choose_ranks
 from instep.core.spec import TrainSpec
+from instep.guard.phase_log import phase_name
 from instep.guard.pulse import Phase, Pulse
 from instep.launch.failures import is_out_of_memory
 from instep.profile.clock import ClockOffset, clock_offsets
@@ -27,7 +28,6 @@ from instep.profile.ranges import PhaseRanges
 from instep.profile.recorder import StepProfiler
 from instep.profile.report import FOLDER, has_whole_profile, write_report
 from instep.profile.trace import TraceInfo
-from instep.train.phases import phase_name
 from instep.train.train_state import TrainState
 from instep.world.device import accelerator_of, device_backends
 from instep.world.world import World
