@@ -79,6 +79,8 @@ def test_overlap_on_a_device() -> None:
 
 def test_no_communication() -> None:
     assert measure_overlap([op("aten::mm", 0.0, 5.0)], BACKENDS).share is None
+    summary = summarize([RankTrace(info(world_size=1), ON_HOST)], BACKENDS)  # a rank alone waits for nobody
+    assert lines(summary)[1].endswith("; no communication")
 
 
 def test_kernels() -> None:

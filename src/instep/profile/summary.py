@@ -17,7 +17,7 @@ from instep.profile.operations import (
     phase_seconds,
     slices_by_thread,
 )
-from instep.profile.overlap import communicates, measure_overlap
+from instep.profile.overlap import Overlap, communicates, measure_overlap
 from instep.profile.trace import MERGED, STEP_TRACK, RankTrace
 
 _NUM_ROWS = 15
@@ -40,7 +40,7 @@ def _summarize_rank(trace: RankTrace, backends: Sequence[str]) -> dict[str, Any]
     seconds = sum(one.took_us for slices in steps.values() for one in slices) / 1e6
     host = slices_by_thread(timed, (HOST_OPERATION, ANNOTATION))
     device = slices_by_thread(timed, DEVICE_CATEGORIES)
-    overlap = measure_overlap(timed, backends)
+    overlap = measure_overlap(timed, backends) if info.world_size > 1 else Overlap("", 0.0, 0.0, 0.0)
     busy_s = length(union((s.begin_us, s.end_us) for slices in device.values() for s in slices)) / 1e6
     busy = union(
         (s.begin_us, s.end_us)

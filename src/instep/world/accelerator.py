@@ -80,9 +80,6 @@ class Accelerator(ABC):
         """Return the most memory of a device that this process has reserved so far, without waiting for it."""
         return int(self.module.max_memory_reserved(device))
 
-    def record_memory(self) -> None:  # noqa: B027 - most types keep no record
-        """Keep a record of allocations from now on, with the lines that made them, for `dump_memory`."""
-
     def dump_memory(self, path: Path) -> bool:  # noqa: ARG002 - for subclasses
         """Write a snapshot of the memory that this process has on the devices; return whether there is one."""
         return False

@@ -68,9 +68,6 @@ class Cuda(Accelerator):
     def supports_bf16(self) -> bool:
         return bool(self.module.is_bf16_supported(including_emulation=False))
 
-    def record_memory(self) -> None:
-        self.module.memory._record_memory_history(max_entries=100_000)
-
     def dump_memory(self, path: Path) -> bool:
         self.module.memory._dump_snapshot(str(path))
         return True
