@@ -122,6 +122,7 @@ def test_a_summary_reads_well(events: list[Any], device: str) -> None:
     assert "may be off by 2 µs" in text
     assert ("Kernels, by self time" in text) == (device != "cpu")
     assert lines(summary)[1].endswith("% of it hidden")
+    assert ("; forward 40 %, backward 40 %, communication 12 %; operations: " in lines(summary)[1]) == (device == "cpu")
     if device != "cpu":
         assert rank["device_busy_s"] == pytest.approx(165e-6)
         assert "sm90_xmma_gemm_f32f32_tn 61 %" in lines(summary)[1]

@@ -115,10 +115,10 @@ def lines(summary: dict[str, Any]) -> list[str]:
         top = (rank["kernels"] or rank["operations"])[:3]
         base = rank["device_busy_s"] if rank["kernels"] else rank["seconds"]
         shares = ", ".join(f"{_short(row['name'])} {_percent(row['self_s'], base)}" for row in top)
-        num_steps = rank["steps"][1] - rank["steps"][0] + 1
-        said.append(
-            f"rank {rank['rank']}: {_time(rank['seconds'] / num_steps)} a step; most in {shares}; {_talk(rank)}"
-        )
+        phases = sorted(rank["phases"].items(), key=lambda item: -item[1])[:3]
+        of_step = ", ".join(f"{name} {_percent(value, rank['seconds'])}" for name, value in phases)
+        begin = f"rank {rank['rank']}: {_time(rank['seconds'] / _num_steps(rank))} a step"
+        said.append("; ".join(filter(None, [begin, of_step, f"operations: {shares}", _talk(rank)])))
     if len(summary["ranks"]) > len(said):
         said.append(f"and {len(summary['ranks']) - len(said)} more ranks")
     steps = f"step {first}" if first == last else f"steps {first} to {last}"

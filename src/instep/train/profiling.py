@@ -51,49 +51,39 @@ class RunProfile:
         run_dir: Path,
         pulse: Pulse,
         trained: Sequence[TrainState],
-        window: ProfileWindow,
-        step: int,
-        num_steps: int,
+        notice: Callable[[str], None],
     ) -> None:
-        self._world, self._spec, self._pulse, self._trained = world, spec, pulse, trained
-        self._folder, self._window, self._num_steps = run_dir / FOLDER, window, num_steps
-        self._warm_at = min(step + _WARM_UP, window.first - 1)
+        assert spec.profile is not None
+        self._asked, self._ranks = spec.profile, spec.profile_ranks
+        self._world, self._pulse, self._trained, self._notice = world, pulse, trained, notice
+        self._folder = run_dir / FOLDER
+        self._window: ProfileWindow | None = None
+        self._num_steps = self._warm_at = 0
         self._own_s = 0.0
         self._profiler: StepProfiler | None = None
 
-    @classmethod
-    def begin(
-        cls,
-        world: World,
-        spec: TrainSpec,
-        run_dir: Path,
-        pulse: Pulse,
-        trained: Sequence[TrainState],
-        notice: Callable[[str], None],
-        step: int,
-        num_steps: int,
-    ) -> RunProfile | None:
-        """Agree on the steps to profile; return None if there are none. Called on all ranks."""
-        if spec.profile is None:
-            return None
-        answer: list[int] | str = ""
-        if world.is_main:
-            answer = _plan(spec.profile, run_dir / FOLDER, step, num_steps)
-        answer = world.broadcast_object(answer)
+    def begin(self, step: int, num_steps: int) -> None:
+        """Agree on the steps to profile, of those from `step` to `num_steps`. Called on all ranks."""
+        self.close()
+        self._profiler = self._window = None
+        answer = _plan(self._asked, self._folder, step, num_steps) if self._world.is_main else ""
+        answer = self._world.broadcast_object(answer)
         if isinstance(answer, str):
-            notice(answer)
-            return None
-        profile = cls(world, spec, run_dir, pulse, trained, ProfileWindow(*answer), step, num_steps)
-        profile.passed(step)
-        return profile
+            self._notice(answer)
+            return
+        self._window, self._num_steps = ProfileWindow(*answer), num_steps
+        self._warm_at = min(step + _WARM_UP, self._window.first - 1)
+        self.passed(step)
 
     def passed(self, step: int) -> None:
-        """Note that a step is completed, and the next one begins."""
+        """Note that a step is completed, and the next one begins. Called on all ranks."""
+        if self._window is None:
+            return
         if step == self._warm_at:
             self._own_s = _own_seconds(self._pulse)
         if step + 1 == self._window.first:
             with self._pulse.during(Phase.OTHER):
-                self._profiler = self._choose()
+                self._profiler = self._choose(self._window)
         if self._profiler is not None and not self._profiler.is_done:
             with self._pulse.during(Phase.OTHER):
                 self._profiler.passed(step)
@@ -103,13 +93,13 @@ class RunProfile:
         if self._profiler is not None:
             self._profiler.close()
 
-    def _choose(self) -> StepProfiler | None:
+    def _choose(self, window: ProfileWindow) -> StepProfiler | None:
         """Return the profiler of this rank; None: it is not profiled. Called on all ranks."""
         world, host = self._world, socket.gethostname()
         told = [host, _own_seconds(self._pulse) - self._own_s, time.time_ns()]
         hosts, own_s, times_ns = zip(*world.all_gather_object(told), strict=True)
         offset = ClockOffset() if len(set(hosts)) == 1 else _measure_clock(world)
-        if world.rank not in choose_ranks(self._spec.profile_ranks, own_s):
+        if world.rank not in choose_ranks(self._ranks, own_s):
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
         info = TraceInfo(
@@ -118,15 +108,15 @@ class RunProfile:
             host=host,
             pid=os.getpid(),
             device=world.device.type,
-            asked=str(self._spec.profile),
-            first=self._window.first,
-            last=self._window.last,
+            asked=self._asked,
+            first=window.first,
+            last=window.last,
             base_ns=times_ns[0],
             ahead_ns=offset.ahead_ns,
             doubt_ns=offset.doubt_ns,
         )
         phases = partial(PhaseRanges, self._pulse, phase_name)
-        return StepProfiler(self._folder, self._window, info, self._num_steps, phases, self._holders)
+        return StepProfiler(self._folder, window, info, self._num_steps, phases, self._holders)
 
     def _holders(self) -> list[dict[str, object]]:
         return holders_by_module(trained_models(self._trained))
