@@ -10,17 +10,19 @@ Ranks: those that are profiled. No collectives.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig  # torch.profiler takes it, and exports it under no other name
+from torch.autograd import profiler
 
 from instep.core.profile_window import ProfileWindow
 from instep.profile.flame import MISSING, FlameGraph, find_py_spy, forget_flame
@@ -37,7 +39,9 @@ class StepProfiler:
         window: ProfileWindow,
         info: TraceInfo,
         num_steps: int | None,
-        phases: Callable[[Callable[[str], None], Callable[[], None]], Any] = lambda _push, _pop: nullcontext(),
+        phases: Callable[[Callable[[str], None], Callable[[], None]], Any] = lambda _push, _pop: (
+            contextlib.nullcontext()
+        ),
         holders: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         """`num_steps`: when the training ends, if that is known.
@@ -59,8 +63,11 @@ class StepProfiler:
 
     def passed(self, step: int) -> None:
         """Note that a step is completed, and the next one begins."""
-        if self.is_done:
-            return
+        if not self.is_done:
+            with self._failures_said():
+                self._pass(step)
+
+    def _pass(self, step: int) -> None:
         if self._recording is not None:
             self._recording.end_step(step)
             if self._memory_from_us is not None:
@@ -77,14 +84,25 @@ class StepProfiler:
 
     def close(self) -> None:
         """Write what was recorded so far, and end the sampling."""
-        if self._recording is not None:
-            self._finish(None)
-        self.is_done = True
-        if self._flame is not None:
-            self._flame.finish()
-            self._flame = None
+        with self._failures_said():
+            if self._recording is not None:
+                self._finish(None)
+            if self._flame is not None:
+                self._flame.finish()
+        self.is_done, self._flame = True, None
+
+    @contextlib.contextmanager
+    def _failures_said(self) -> Iterator[None]:
+        """Say why there is no profile: a full disk, or a trace that torch wrote badly, ends no training."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self.is_done, self._events = True, []
+            sys.stderr.write(f"instep: the profile of rank {self._info.rank} is not made: {error}\n")
 
     def _record(self, memory: bool) -> None:
+        if profiler._is_profiler_enabled:  # a second one would end the first
+            raise ValueError("the program uses torch.profiler itself in these steps. Profile others, or leave that out")
         if memory:
             self._memory_from_us = (time.time_ns() - self._info.base_ns - self._info.ahead_ns) / 1000
         self._recording = _Recording(memory, self._phases)
@@ -138,7 +156,7 @@ class _Recording:
         self._profiler = torch.profiler.profile(
             activities=torch.profiler.supported_activities(), profile_memory=memory, experimental_config=config
         )
-        self._phases, self._ranges = phases, ExitStack()
+        self._phases, self._ranges = phases, contextlib.ExitStack()
         self._open: Any = None
         self.steps: list[tuple[int, int, int]] = []
         self._begun_ns = 0
