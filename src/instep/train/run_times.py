@@ -8,7 +8,7 @@ from pathlib import Path
 
 from instep.core.spec import TrainSpec
 from instep.events.write import EventLog
-from instep.guard.phase_log import PhaseLog
+from instep.guard.phase_log import PhaseLog, SampleRate
 from instep.guard.pulse import Phase, Pulse
 from instep.train.profiling import RunProfile
 from instep.train.train_state import TrainState
@@ -50,6 +50,11 @@ class RunTimes:
         self._pulse.beat(Phase.DATA)
         if self._profile is not None:
             self._profile.passed(step)
+
+    @property
+    def rate(self) -> SampleRate | None:
+        """How many samples this rank has computed since its start, and the time; None before there are any."""
+        return self._phases.rate
 
     def close(self, step: int) -> None:
         """Write what is left. Issues no collective, so it is safe after a failure."""
