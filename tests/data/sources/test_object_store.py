@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +78,42 @@ def test_read_once_from_a_slow_and_flaky_store(slow: Remote, tmp_path: Path) -> 
     assert counts["at_once"] >= 4, "blocks are fetched ahead, several at a time"
     assert read_epoch(slow.open(tmp_path, columns=WHOLE), workers=2) == numbers
     assert slow.store.counts()["bytes"] - counts["bytes"] < 0.02 * slow.num_bytes, "it is in the cache"
+
+
+def _tar(path: Path, numbers: range) -> None:
+    with tarfile.open(path.with_suffix(".tar"), "w") as archive:
+        for number in numbers:
+            # Some are so large that the index passes over them.
+            for suffix, content in (("cls", b"%d" % number), ("bin", bytes(400_000 if number % 40 == 0 else 2000))):
+                member = tarfile.TarInfo(f"{number:05}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def _json_lines(path: Path, numbers: range) -> None:
+    path.with_suffix(".jsonl").write_text("".join(f'{{"cls": {number}, "x": "{"x" * 4000}"}}\n' for number in numbers))
+
+
+@pytest.mark.parametrize(("open_source", "write"), [(instep.data.tar, _tar), (instep.data.jsonl, _json_lines)])
+def test_what_the_index_reads_is_not_read_again(
+    open_source: Any, write: Any, remote: Remote, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"once-{write.__name__.strip('_').replace('_', '-')}"
+    folder.mkdir()
+    for number in range(3):
+        write(folder / str(number), range(number * 400, number * 400 + 400))
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    url = remote.store.upload(folder, folder.name)
+    before = remote.store.counts()
+    dataset = open_source(url, cache=tmp_path / "cache", storage_options=remote.store.storage_options)
+    indexed = remote.store.counts()
+    numbers = torch.randperm(1200, generator=torch.Generator().manual_seed(0))
+    assert [row["cls"] for row in dataset.rows(numbers)] == numbers.tolist()
+    after = remote.store.counts()
+    assert after["bytes"] - before["bytes"] <= 1.1 * num_bytes
+    assert after["requests"] - indexed["requests"] <= 2, "the blocks are in the cache"
+    cached = sum(file.stat().st_size for file in (tmp_path / "cache" / "ranges").rglob("*") if file.is_file())
+    assert cached <= 1.1 * num_bytes
 
 
 def test_worker_processes_read_it(slow: Remote, tmp_path: Path) -> None:
