@@ -95,9 +95,7 @@ def _json_lines(path: Path, numbers: range) -> None:
 
 
 @pytest.mark.parametrize(("open_source", "write"), [(instep.data.tar, _tar), (instep.data.jsonl, _json_lines)])
-def test_what_the_index_reads_is_not_read_again(
-    open_source: Any, write: Any, remote: Remote, tmp_path: Path
-) -> None:
+def test_what_the_index_reads_is_not_read_again(open_source: Any, write: Any, remote: Remote, tmp_path: Path) -> None:
     folder = tmp_path / f"once-{write.__name__.strip('_').replace('_', '-')}"
     folder.mkdir()
     for number in range(3):

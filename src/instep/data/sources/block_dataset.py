@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -28,6 +30,8 @@ from instep.data.sources.storage import Urls, find_files
 
 T = TypeVar("T")
 _MEMORY_BYTES = 2 << 30
+_DECODERS = 4
+"""Threads that decode blocks at the same time, at most: other ranks of the machine decode theirs."""
 
 
 class SourceOptions(TypedDict, total=False):
@@ -136,12 +140,38 @@ class BlockDataset(BatchDataset):
         blocks = blocks[places]
         rows = indices[places] - self._starts[blocks]
         bounds = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(blocks)]
-        numbers = blocks[bounds[:-1]].tolist()
-        for number, (first, last) in zip(numbers, itertools.pairwise(bounds), strict=True):
-            yield places[first:last], self._read_rows(number, rows[first:last], read)
+        numbers, spans = blocks[bounds[:-1]].tolist(), list(itertools.pairwise(bounds))
+        loaded = self._load([(number, last - first) for number, (first, last) in zip(numbers, spans, strict=True)])
+        for number, (first, last), block_rows in zip(numbers, spans, loaded, strict=True):
+            yield places[first:last], self._read_rows(number, block_rows, rows[first:last], read)
 
-    def _read_rows(self, number: int, rows: Indices, read: Callable[[BlockRows, Indices], T]) -> T:
-        block_rows = self._block_rows(number, len(rows))
+    def _load(self, wanted: list[tuple[int, int]]) -> Iterator[BlockRows]:
+        """Yield the rows of blocks, of each of which so many samples are wanted; decode new ones in several threads.
+
+        The first batch of a window has samples of most of its blocks, so it waits for all of them.
+        """
+        memory = self._block_memory()
+        num_missing = sum(number not in memory for number, _ in wanted) if self._format.decodes_in_parallel else 0
+        num_threads = min(num_missing, len(os.sched_getaffinity(0)), _DECODERS)
+        if num_threads < 2:
+            yield from itertools.starmap(self._block_rows, wanted)
+            return
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as threads:
+            coming: deque[Future[BlockRows]] = deque()
+            try:
+                for number, num_samples in wanted:
+                    coming.append(threads.submit(self._block_rows, number, num_samples))
+                    if len(coming) > num_threads:  # not all at once: they need not fit into memory
+                        yield coming.popleft().result()
+                while coming:
+                    yield coming.popleft().result()
+            finally:
+                for future in coming:
+                    future.cancel()
+
+    def _read_rows(
+        self, number: int, block_rows: BlockRows, rows: Indices, read: Callable[[BlockRows, Indices], T]
+    ) -> T:
         try:
             return read(block_rows, rows)
         except InstepError:
@@ -156,11 +186,15 @@ class BlockDataset(BatchDataset):
                     raise BadSample(_corrupt(file, where, of_row), file.url) from of_row
             raise BadSample(_corrupt(file, f"block {block.number} ({block.num_rows} rows)", error), file.url) from error
 
-    def _block_rows(self, number: int, num_samples: int) -> BlockRows:
+    def _block_memory(self) -> BlockMemory:
         if self._memory is None or self._memory[0] != os.getpid():  # threads of a fork's parent may hold its lock
             self._memory = os.getpid(), BlockMemory(self._memory_bytes)
-        memory = self._memory[1]
-        return memory.get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples)
+        return self._memory[1]
+
+    def _block_rows(self, number: int, num_samples: int) -> BlockRows:
+        return self._block_memory().get(
+            number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples
+        )
 
     def _read_block(self, number: int) -> BlockRows:
         file, block = self._locate(number)

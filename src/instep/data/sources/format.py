@@ -67,6 +67,8 @@ class SourceFormat(ABC):
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     """The files of a folder that are read."""
+    decodes_in_parallel: ClassVar[bool] = False
+    """Whether `read_block` leaves other threads of Python running for most of its time."""
 
     @property
     def options(self) -> Any:

@@ -41,6 +41,7 @@ class Parquet(SourceFormat):
 
     name: ClassVar[str] = "Parquet"
     suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+    decodes_in_parallel: ClassVar[bool] = True
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         try:
