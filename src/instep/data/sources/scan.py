@@ -41,10 +41,11 @@ class Scan:
 
     def read(self, place: int, num_bytes: int) -> bytes:
         """Return bytes of the file, fewer at its end; `place` must lie behind the last block."""
-        end = min(place + num_bytes, self._file.num_bytes)
-        if end > self._start + len(self._data):
-            self._read_on(place, end)
-        return bytes(self._data[place - self._start : end - self._start])
+        first = place - self._start
+        if first + num_bytes > len(self._data):
+            self._read_on(place, min(place + num_bytes, self._file.num_bytes))
+            first = place - self._start
+        return bytes(self._data[first : first + num_bytes])
 
     def _read_on(self, place: int, end: int) -> None:
         if not self._file.is_cached or place - self._last_block_end > _MOST_HELD_BYTES:
@@ -55,6 +56,8 @@ class Scan:
             self._start, self._data, read_to = place, bytearray(), place
             self._next_bytes = LEAST_BYTES
         size = min(max(end - read_to, self._next_bytes), self._file.num_bytes - read_to)
+        if size <= 0:  # the end of the file
+            return
         self._data += self._file.scan(read_to, size)
         self._next_bytes = min(2 * self._next_bytes, MOST_BYTES)
 

@@ -163,6 +163,8 @@ def _samples(found: Iterable[Member]) -> Iterator[_Sample]:
 
 
 def _check_members(url: str, sample: _Sample, required: frozenset[str], exact: bool) -> None:
+    if sample.members.keys() == required:
+        return
     names = frozenset(sample.members)
     if missing := sorted(required - names):
         raise DataError(
