@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 import random
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
@@ -152,6 +157,37 @@ def test_changed_files(remote: Remote, tmp_path: Path) -> None:
     assert len(remote.open(tmp_path / "cache", url=url)) == 12
 
 
+class _Refuses(BaseHTTPRequestHandler):
+    """Answers everything as S3 answers keys that it does not know."""
+
+    def do_GET(self) -> None:
+        content = b"<Error><Code>InvalidAccessKeyId</Code><Message>We do not know you.</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_words: Any) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    """Run a server that refuses everything; yield its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 class TestBadInput:
     def test_nothing_there(self, remote: Remote, tmp_path: Path) -> None:
         for url in ("s3://bucket/absent", "s3://absent/files", "s3://bucket/files/*.csv"):
@@ -167,6 +203,19 @@ class TestBadInput:
         with pytest.raises(DataError, match=r"the storage refuses access \(NoCredentialsError.*storage_options"):
             remote.open(tmp_path, storage_options=options)
         assert time.perf_counter() - begun < 5
+
+    def test_refused(self, tmp_path: Path) -> None:
+        with refusing() as server:
+            keys = {"key": "wrong", "secret": "wrong", "client_kwargs": {"endpoint_url": server}}
+            for url, options in {
+                f"{server}/a.parquet": None,
+                "s3://bucket/a.parquet": keys,
+                "s3://bucket/*.parquet": keys,
+            }.items():
+                with pytest.raises(DataError) as refused:
+                    instep.data.parquet(url, cache=tmp_path, storage_options=options)
+                assert str(refused.value).startswith(f"{url}: the storage refuses access (")
+                assert "Check the credentials" in str(refused.value)
 
     def test_no_server(self, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("instep.data.sources.retry._FIRST_DELAY_S", 0.001)
@@ -203,6 +252,17 @@ class TestRetries:
         assert len(pauses) == 7
         assert 0.05 <= pauses[0] <= 0.1
         assert all(later > earlier for earlier, later in zip(pauses, pauses[2:], strict=False))
+
+    @pytest.mark.parametrize(
+        ("status", "words"), [(403, "refuses access"), (503, "failed 8 times"), (404, "no such file")]
+    )
+    def test_the_cause_of_a_file_that_http_does_not_find(self, status: int, words: str) -> None:
+        def fails() -> None:
+            answer = aiohttp.ClientResponseError(SimpleNamespace(real_url="http://x"), (), status=status)
+            raise FileNotFoundError("http://x") from (FileNotFoundError("http://x") if status == 404 else answer)
+
+        with pytest.raises(DataError, match=f"here: .*{words}"):
+            retrying("here", fails, lambda _s: None)
 
     @pytest.mark.parametrize("error", [FileNotFoundError("x"), PermissionError("x"), ValueError("x"), KeyError("x")])
     def test_what_stays_wrong_is_said_at_once(self, error: Exception) -> None:

@@ -6,6 +6,7 @@ Ranks: all; each reads what it needs, those of a machine through one cache.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from instep.data.sources.storage import Urls, find_files
 
 T = TypeVar("T")
 _MEMORY_BYTES = 2 << 30
+_log = logging.getLogger("instep.data")
 _DECODERS = 4
 """Threads that decode blocks at the same time, at most: other ranks of the machine decode theirs."""
 
@@ -80,6 +82,7 @@ class BlockDataset(BatchDataset):
             raise DataError(f"{self._files[0].url} and {len(self._files) - 1} other files have no rows.")
         self._memory: tuple[int, BlockMemory] | None = None
         self._ahead: Prefetcher | None = None
+        self._window_blocks, self._is_warned = 0, False
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -122,6 +125,8 @@ class BlockDataset(BatchDataset):
             self._ahead = Prefetcher(self._fetch)
         # Each process begins elsewhere, so that those of a machine share the work.
         numbers = blocks.tolist()
+        self._window_blocks = max(self._window_blocks, len(numbers))
+        self._check_window(blocks)
         first = os.getpid() % max(1, len(numbers))
         self._ahead.add(numbers[first:] + numbers[:first])
 
@@ -192,8 +197,29 @@ class BlockDataset(BatchDataset):
         return self._memory[1]
 
     def _block_rows(self, number: int, num_samples: int) -> BlockRows:
-        return self._block_memory().get(
-            number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples
+        memory = self._block_memory()
+        rows = memory.get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples)
+        if memory.capacity is not None and memory.capacity < self._window_blocks:
+            self._warn_of_window(memory.capacity)
+        return rows
+
+    def _check_window(self, blocks: Indices) -> None:
+        """Warn if it is known before they are read that the blocks of a window do not fit into memory."""
+        num_bytes = sum(self._format.least_memory_bytes(self._locate(number)[1]) for number in blocks.tolist())
+        if num_bytes > self._memory_bytes:
+            self._warn_of_window(len(blocks) * self._memory_bytes // num_bytes)
+
+    def _warn_of_window(self, capacity: int) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        _log.warning(
+            "data: a shuffle window has %d blocks, and memory_bytes=%d has room for about %d of them: blocks are read "
+            "and decoded again and again. Use --shuffle-window %d or less, or a larger memory_bytes.",
+            self._window_blocks,
+            self._memory_bytes,
+            capacity,
+            max(1, capacity * len(self) // len(self._ends)),
         )
 
     def _read_block(self, number: int) -> BlockRows:

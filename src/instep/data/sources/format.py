@@ -87,3 +87,7 @@ class SourceFormat(ABC):
         """Return the ranges of bytes that `read_block` asks the file for, to fetch them ahead."""
         del file
         return [(block.start, block.num_bytes)]
+
+    def least_memory_bytes(self, block: Block) -> int:
+        """Return how much memory the rows of a block take at least, as far as that is known without reading it."""
+        return block.num_bytes
