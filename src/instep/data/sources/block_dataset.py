@@ -9,8 +9,9 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -146,11 +147,12 @@ class BlockDataset(BatchDataset):
         rows = indices[places] - self._starts[blocks]
         bounds = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(blocks)]
         numbers, spans = blocks[bounds[:-1]].tolist(), list(itertools.pairwise(bounds))
-        loaded = self._load([(number, last - first) for number, (first, last) in zip(numbers, spans, strict=True)])
-        for number, (first, last), block_rows in zip(numbers, spans, loaded, strict=True):
-            yield places[first:last], self._read_rows(number, block_rows, rows[first:last], read)
+        wanted = [(number, last - first) for number, (first, last) in zip(numbers, spans, strict=True)]
+        with closing(self._load(wanted)) as loaded:
+            for number, (first, last), block_rows in zip(numbers, spans, loaded, strict=True):
+                yield places[first:last], self._read_rows(number, block_rows, rows[first:last], read)
 
-    def _load(self, wanted: list[tuple[int, int]]) -> Iterator[BlockRows]:
+    def _load(self, wanted: list[tuple[int, int]]) -> Generator[BlockRows]:
         """Yield the rows of blocks, of each of which so many samples are wanted; decode new ones in several threads.
 
         The first batch of a window has samples of most of its blocks, so it waits for all of them.
