@@ -1,8 +1,8 @@
-"""What watching costs: heartbeat, comparison of the ranks and events, as they are by default, on and off in turns.
+"""What watching costs: heartbeat, phases, comparison of the ranks, events, as they are by default, on and off in turns.
 
 python benchmarks/overhead.py
 
-Two processes train the same model in one run. Every hundred steps all three are switched off or on again, on both ranks
+Two processes train the same model in one run. Every hundred steps all four are switched off or on again, on both ranks
 at the same step; a block of a hundred steps with them holds one comparison.
 """
 
@@ -21,6 +21,8 @@ from machine import BIN, HERE, table, write_result
 
 sys.path.insert(0, str(HERE / "recovery_variants"))
 from jobs import BATCH, made_up_data, network
+
+from instep.guard.pulse import here
 
 BLOCK = 100
 GOAL = 1.01
@@ -53,7 +55,13 @@ def main():
         ["without", f"{1000 * statistics.median(off):.3f}", "1", "", ""],
         ["without / the block without before", "", f"{statistics.median(control):.4f}", "", ""],
     ]
-    header = ["heartbeat, comparison, events", "median ms a step", "ratio, median", "its quarters", f"<= {GOAL}"]
+    header = [
+        "heartbeat, phases, comparison, events",
+        "median ms a step",
+        "ratio, median",
+        "its quarters",
+        f"<= {GOAL}",
+    ]
     write_result(
         "overhead", f"What watching costs, {len(on)} blocks of {BLOCK} steps each", table(header, rows), sys.argv[1:]
     )
@@ -65,7 +73,7 @@ def be_a_rank(pairs):
     torch.set_num_threads(1)
     with instep.start(run_dir="run", seed=0, save_every="never") as run:
         model, _ = run.prepare(network(), lambda p: torch.optim.Adam(p, lr=1e-3))
-        real = run._pulse, run.log.step, run._replica_check.is_due
+        real = run.log.step, run._replica_check.is_due
         x, y = made_up_data()
         times, begun = [], time.perf_counter()
         for step in run.steps((x, y), batch_size=BATCH, steps=BLOCK * (2 * pairs + 2)):
@@ -81,17 +89,15 @@ def be_a_rank(pairs):
             Path("times").write_text(" ".join(map(str, times[2:])))
 
 
-class NoPulse:
-    """A pulse that records nothing."""
-
-    def __getattr__(self, name):
-        return lambda *_: None
-
-
 def switch(run, on, real):
     """Switch all of it on or off."""
-    pulse, log, is_due = real
-    run._pulse = pulse if on else NoPulse()
+    log, is_due = real
+    pulse, phases = here(), run._times._phases
+    for thing, name in ((pulse, "beat"), (phases, "end_step")):
+        if on:
+            vars(thing).pop(name, None)
+        else:
+            setattr(thing, name, lambda *_: None)
     run.log.step = log if on else lambda _: None
     run._replica_check.is_due = is_due if on else lambda _: False
 
