@@ -55,6 +55,10 @@ class EventTail:
         self._path = path
         self._offset = 0
         self._rest = b""
+        self.line = 0
+        """The number of the line that was read last, counted from 1; its event is the one that `poll` yielded last."""
+        self.damaged: list[int] = []
+        """The numbers of the lines that are no JSON object; empty lines are not counted."""
 
     def poll(self) -> Iterator[dict[str, Any]]:
         """Yield the new events; a line that is still being written comes with a later poll."""
@@ -66,9 +70,12 @@ class EventTail:
                 self._offset += len(data)
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
+                    self.line += 1
                     try:
                         event = json.loads(line)
                     except (ValueError, RecursionError):
-                        continue  # the torn last line of a process that was killed while it wrote
+                        event = None  # the torn last line of a process that was killed while it wrote
                     if isinstance(event, dict):
                         yield event
+                    elif line.strip():
+                        self.damaged.append(self.line)
