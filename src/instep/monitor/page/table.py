@@ -84,10 +84,10 @@ class Table:
             return
         self._rewinds.append(num_rows)
         del self._steps[num_rows:], self._times[num_rows:]
-        for name, column in self._columns.items():
+        for column in self._columns.values():
             del column[num_rows:]
-            newest = next((value for value in reversed(column) if value == value), None)
-            self._last = {**self._last, name: newest} if newest is not None else _without(self._last, name)
+        newest = {name: _last_of(column) for name, column in self._columns.items()}
+        self._last = {name: value for name, value in newest.items() if value is not None}
 
     def since(self, cursor: Cursor, origin_s: float) -> dict[str, Any] | None:
         """Return the buckets that somebody with this cursor lacks; None: none. Times count from `origin_s`."""
@@ -132,8 +132,8 @@ class Table:
         return bucket
 
 
-def _without(values: dict[str, float], name: str) -> dict[str, float]:
-    return {key: value for key, value in values.items() if key != name}
+def _last_of(column: array[float]) -> float | None:
+    return next((value for value in reversed(column) if value == value), None)
 
 
 def _lists(*arrays: npt.NDArray[Any]) -> list[list[Any]]:
