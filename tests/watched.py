@@ -156,7 +156,9 @@ def write_eventful_run(run_dir: Path, num_steps: int = 4000, seed: int = 0, slow
                 log.write(EvalRecord(step=step, metrics=metrics, seconds=0.3))
                 log.write(SaveRecord(step=step, path="x", num_bytes=1_234_567, seconds=0.4, stall_s=0.01))
             if step == num_steps * 3 // 10:
-                log.write(NoticeRecord(text=f"the loss of step {step} is nan. Its samples: 3, 5. This update is skipped."))
+                log.write(
+                    NoticeRecord(text=f"the loss of step {step} is nan. Its samples: 3, 5. This update is skipped.")
+                )
             if step == num_steps * 7 // 10:
                 log.write(NoticeRecord(text=f"a sentence of a run: {NASTY}"))
         log.raw("".join(lines))

@@ -45,6 +45,7 @@ class PageServer:
                 Route("/api/runs", self._list),
                 Route("/api/stream", self._stream),
                 Route("/api/window", self._window),
+                Route("/api/explain", self._explain),
                 Route("/api/logs", self._logs),
                 Route("/api/log", self._log),
                 Mount("/static", StaticFiles(directory=STATIC)),
@@ -72,6 +73,10 @@ class PageServer:
         if not first <= last:
             raise ValueError(f"from={first} and to={last} are no range of steps.")
         return _json(await run_in_threadpool(view.window, first, last))
+
+    async def _explain(self, request: Request) -> Response:
+        view = self.view(request.query_params.get("run", ""))
+        return _json(await run_in_threadpool(view.verdict))
 
     async def _logs(self, request: Request) -> Response:
         path = self._runs.path(request.query_params.get("run", ""))
@@ -105,7 +110,7 @@ class PageServer:
                 if message is not None:
                     cursors[name] = message.pop("cursor")
                 yield _event({"run": name, "facts": state[0], "progress": state[1], **(message or {})}, cursors)
-            pause_s = PAUSE_S if any(view.is_behind for view in views.values()) else POLL_S
+            pause_s = PAUSE_S if any(view.is_reading for view in views.values()) else POLL_S
             await asyncio.sleep(pause_s)
             if (quiet_s := quiet_s + pause_s) >= ALIVE_S:
                 quiet_s = 0.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.events.read import last_step, path_of
+from instep.monitor.page.evidence import Evidence
 from instep.monitor.page.logs import hang_sentences
 from instep.monitor.page.marks import MarkFold
 from instep.monitor.page.phase_sums import PhaseSums
@@ -39,18 +40,19 @@ class RunView:
     def _begin(self) -> None:
         self.id = secrets.token_hex(4)
         self._reading: Iterator[RankEvent] | None = None
-        self._is_behind = sum(p.stat().st_size for p in (self.run_dir / "events").glob("rank-*.jsonl")) > LONG_BYTES
+        self._is_read = False
         self._tables: dict[str, Table] = {name: Table() for name in ("train", "eval", "epoch", "speed")}
         self._marks, self._phases = MarkFold(lambda: hang_sentences(self.run_dir)), PhaseSums()
+        self._evidence = Evidence()
         self._facts: dict[str, Any] = {"step": 0, "status": "starting"}
         self._origin_s: float | None = None
         self._speed_since: tuple[float, int] | None = None
         self._hosts: dict[int, str] = {}
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a long log is still being read for the first time."""
-        return self._is_behind
+    def is_reading(self) -> bool:
+        """Whether the last `advance` left something to read."""
+        return self._reading is not None
 
     def advance(self, budget_s: float, every_s: float = 0.0) -> None:
         """Read what is new, for about so long; not more often than every `every_s`, whoever asks."""
@@ -71,13 +73,13 @@ class RunView:
                 if number % _CLOCK_CHECK == 0 and time.monotonic() > deadline:
                     return
             self._reading = None
-            self._is_behind = False
+            self._is_read = True
 
     def message(self, cursor: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return what is new to somebody with this cursor, and the next cursor; None: nothing is."""
         with self._lock:
-            if self._is_behind:
-                return self._preview() if cursor is None else None
+            if not self._is_read:
+                return self._preview() if cursor is None and self._is_long() else None
             is_known = cursor is not None and cursor.get("view") == self.id
             had: Mapping[str, Any] = cursor if cursor is not None and is_known else {}
             tables = {name: table.since(_cursor_of(had, name), self.origin_s) for name, table in self._tables.items()}
@@ -107,9 +109,14 @@ class RunView:
             facts["is_complete"] = (self.run_dir / "result.json").exists()
             return facts
 
+    def verdict(self) -> dict[str, Any] | None:
+        """Return what bounded the run's speed, as far as it is read; None: its log does not say."""
+        with self._lock:
+            return self._evidence.verdict(self.run_dir) if self._is_read else None
+
     def progress(self) -> float | None:
         """Return how much of a long log is read; None: all of it."""
-        if not self._is_behind:
+        if self._is_read or not self._is_long():
             return None
         return min(float(self._facts["step"]) / max(last_step(self.run_dir) or 1, 1), 0.99)
 
@@ -126,6 +133,10 @@ class RunView:
             "damaged": len(self._log.damaged),
         }
         return {"view": self.id, "tables": tables, **counts}
+
+    def _is_long(self) -> bool:
+        path = path_of(self.run_dir)
+        return path.exists() and path.stat().st_size > LONG_BYTES
 
     def _preview(self) -> dict[str, Any]:
         table = preview(path_of(self.run_dir))
@@ -145,6 +156,7 @@ class RunView:
                 self._take_step(event)
             return
         self._marks.take(rank, event, self._facts["step"])
+        self._evidence.take(rank, event)
         if kind == "phases":
             self._take_phases(rank, event)
         elif kind == "start":
@@ -186,7 +198,8 @@ class RunView:
         elif kind == "eval":
             self._append("eval", event, event["metrics"])
             self._facts["metrics"] = event["metrics"]
-            self._speed_since = None
+            if self._speed_since is not None:  # the speed of the training alone
+                self._speed_since = (self._speed_since[0] + event["seconds"], self._speed_since[1])
         elif kind == "epoch":
             scalars = {f"scalars/{name}": value for name, value in event.get("scalars", {}).items()}
             self._append("epoch", event, {"loss": event["loss"], **scalars})

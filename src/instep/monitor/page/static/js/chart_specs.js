@@ -2,6 +2,12 @@
 
 const TITLES = { lr: "learning rate", grad_norm: "gradient norm", samples_per_s: "samples per second" };
 
+const PER_RANK = [
+  ["device_bytes", "device", "memory of the device", "bytes"],
+  ["host_bytes", "host", "host memory", "bytes"],
+  ["cores", "cores", "cores in use", ""],
+];
+
 export function chartSpecs(runs) {
   const specs = new Map();
   const several = runs.length > 1;
@@ -10,28 +16,28 @@ export function chartSpecs(runs) {
     specs.get(id).lines.push({ run, table, column, label, ...style });
   };
   for (const run of runs) {
-    const of = (label) => (several ? (label ? `${run.name} ${label}` : run.name) : label);
     const columns = (table) => Object.keys(run.tables[table]?.series ?? {});
-    if (columns("train").includes("loss")) add("loss", "loss", "", run, "train", "loss", of(several ? "" : "step"), { thin: true });
-    if (columns("epoch").includes("loss")) add("loss", "loss", "", run, "epoch", "loss", of("epoch mean"), { bold: true });
+    // Of one run, a chart has all that is a loss; of several, a chart each, in which a line is a run.
+    const loss = (id, title) => (several ? [id, title] : ["loss", "loss"]);
+    const label = (text) => (several ? "" : text);
+    if (columns("train").includes("loss")) add("loss", "loss", "", run, "train", "loss", label("step"), { thin: true });
+    if (columns("epoch").includes("loss")) add(...loss("epoch/loss", "mean loss of the epoch"), "", run, "epoch", "loss", label("epoch mean"), { bold: true });
     for (const metric of columns("eval")) {
-      if (metric === "eval_loss") add("loss", "loss", "", run, "eval", metric, of("evaluation"), { dash: true });
-      else add(`eval/${metric}`, metric, "", run, "eval", metric, of(""), { bold: true, dots: true });
+      if (metric === "eval_loss") add(...loss("eval/eval_loss", "eval_loss"), "", run, "eval", metric, label("evaluation"), { dash: !several });
+      else add(`eval/${metric}`, metric, "", run, "eval", metric, "", { bold: true, dots: true });
     }
-    for (const column of columns("speed")) add("speed", TITLES[column], "", run, "speed", column, of(""));
+    for (const column of columns("speed")) add("speed", TITLES[column], "", run, "speed", column, "");
     for (const column of columns("train")) {
       if (column === "loss") continue;
       const title = TITLES[column] ?? column.replace("scalars/", "");
-      if (!hasPoints(run.tables.train.series[column])) continue;
-      add(`train/${column}`, title, "", run, "train", column, of(several ? "" : column.startsWith("scalars/") ? "step" : ""), { thin: column !== "lr" });
+      add(`train/${column}`, title, "", run, "train", column, column.startsWith("scalars/") ? label("step") : "", { thin: column !== "lr" });
     }
     for (const column of columns("epoch")) {
-      if (column.startsWith("scalars/")) add(`train/${column}`, column.slice(8), "", run, "epoch", column, of("epoch mean"), { bold: true });
+      if (column.startsWith("scalars/") && !several) add(`train/${column}`, column.slice(8), "", run, "epoch", column, "epoch mean", { bold: true });
     }
     for (const table of Object.keys(run.tables).filter((name) => name.startsWith("rank/")).sort(byRank)) {
-      const rank = `rank ${table.slice(5)}`;
-      for (const [column, id, title, unit] of [["device_bytes", "device", "memory of the device", "bytes"], ["host_bytes", "host", "host memory", "bytes"], ["cores", "cores", "cores in use", ""]]) {
-        if (hasPoints(run.tables[table].series[column] ?? [])) add(`rank/${id}`, title, unit, run, table, column, of(rank));
+      for (const [column, id, title, unit] of PER_RANK) {
+        if (columns(table).includes(column)) add(`rank/${id}`, title, unit, run, table, column, `rank ${table.slice(5)}`);
       }
     }
   }
@@ -39,4 +45,3 @@ export function chartSpecs(runs) {
 }
 
 const byRank = (one, other) => Number(one.slice(5)) - Number(other.slice(5));
-const hasPoints = (buckets) => buckets.some((bucket) => bucket.length);

@@ -116,12 +116,13 @@ export class Charts {
   legend(card, index) {
     const { plot, spec } = card;
     const value = spec.unit === "bytes" ? bytes : number;
+    const name = (line) => (card.runs.length > 1 ? `${line.run.name} ${line.label}`.trim() : line.label);
     const entries = spec.lines.slice(0, MAX_LEGEND).map((line, place) => {
       const ys = plot.data[place + 1];
       const exact = index === null || index === undefined ? line.run.tables[line.table].last?.[line.column] : nearest(ys, index);
       const text = exact === null || exact === undefined ? "–" : value(exact);
-      return make("span", { title: exact === null || exact === undefined ? "" : String(exact) },
-        swatch(plot.series[place + 1].stroke()), line.label ? `${line.label} ` : "", make("b", { "data-line": line.label, "data-value": exact === undefined ? null : String(exact) }, text));
+      return make("span", { title: exact === null || exact === undefined ? name(line) : `${name(line)} ${exact}`.trim() },
+        swatch(plot.series[place + 1].stroke()), line.label ? `${line.label} ` : "", make("b", { "data-line": name(line), "data-value": exact === undefined ? null : String(exact) }, text));
     });
     if (spec.lines.length > MAX_LEGEND) entries.push(make("span", {}, `and ${spec.lines.length - MAX_LEGEND} more`));
     if (index !== null && index !== undefined && plot.data[0][index] !== undefined) {

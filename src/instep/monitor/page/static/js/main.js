@@ -13,6 +13,7 @@ import { startTheme } from "./theme.js";
 
 const LIST_MS = 5000;
 const DRAW_MS = 250;
+const EXPLAIN_MS = 10000;
 const MAX_SHOWN = 8;
 
 const runs = new Map();
@@ -35,7 +36,8 @@ function shown() { return selected.map((name) => runs.get(name)).filter((run) =>
 
 function take(message) {
   runs.get(message.run)?.take(message);
-  if (charts.range && message.tables) fetchWindows();
+  if (charts.range && Object.keys(message.tables ?? {}).length) fetchWindows();
+  if (message.reset && Object.keys(message.phases).length) explain(message.run);
   draw();
 }
 
@@ -66,14 +68,13 @@ function choose(names) {
   document.title = selected.length ? `${selected.join(", ")} · instep` : "instep watch";
   stream.open(selected);
   logs.show(selected[0] ?? null);
-  selected.forEach(explain);
   drawRuns($("runs"), lines, selected, choose);
   draw();
 }
 
 async function explain(name) {
   const verdict = await ask("api/explain", { run: name }).catch(() => null);
-  if (verdict?.text) { verdicts.set(name, verdict.text); draw(); }
+  if (verdict?.text) { verdicts.set(name, (verdict.is_of_last_part ? "Of the last part of the run: " : "") + verdict.text); draw(); }
 }
 
 async function list() {
@@ -131,4 +132,5 @@ $("toggle-runs").addEventListener("click", () => {
 });
 startTheme($("theme"), () => { charts.redraw(); draw(); });
 setInterval(list, LIST_MS);
+setInterval(() => { if (!document.hidden) selected.forEach(explain); }, EXPLAIN_MS);
 list();

@@ -33,7 +33,7 @@ function drawMarks(plot, { runs, axis }) {
       drawn.add(key);
       ctx.strokeStyle = ctx.fillStyle = colorOfMark(mark.kind);
       ctx.globalAlpha = isTick ? 0.75 : 0.9;
-      const size = 4 * devicePixelRatio;
+      const size = 3.5 * devicePixelRatio;
       if (isTick) {
         ctx.beginPath();
         ctx.moveTo(left, bbox.top + bbox.height);

@@ -17,14 +17,32 @@ export function statusOf(line, now) {
 
 export function overview(element, runs, verdicts) {
   const now = Date.now() / 1000;
-  fill(element, ...runs.map((run, place) => card(run, now, runs.length > 1 ? css(`--c${place % 8}`) : null, verdicts.get(run.name))));
+  if (runs.length > 1) fill(element, comparison(runs, now));
+  else fill(element, ...runs.map((run) => card(run, now, verdicts.get(run.name))));
 }
 
-function card(run, now, color, verdict) {
+/** Return several runs as a table, a row each. */
+function comparison(runs, now) {
+  const rows = runs.map((run) => new Map(entriesOf(run).map(([name, , text, exact]) => [name, [text, exact]])));
+  const names = [...new Set(rows.flatMap((row) => [...row.keys()]))];
+  const body = runs.map((run, place) => {
+    const [status, tone] = statusOf(run.facts, now);
+    const cells = names.map((name) => {
+      const [text, exact] = rows[place].get(name) ?? ["", ""];
+      return make("td", { title: String(exact), "data-tile": name, "data-value": String(exact) }, text);
+    });
+    const chip = make("span", { class: "chip", "data-tone": tone, title: run.facts.error ?? "" }, status);
+    return make("tr", { "data-run": run.name }, make("th", { scope: "row" }, swatch(css(`--c${place % 8}`)), run.name), make("td", {}, chip), ...cells);
+  });
+  const head = make("tr", {}, make("th", {}, "run"), make("th", {}, ""), ...names.map((name) => make("th", { scope: "col" }, name)));
+  return make("article", { class: "card" }, make("div", { class: "scroll" }, make("table", { class: "compare" }, make("thead", {}, head), make("tbody", {}, ...body))));
+}
+
+function card(run, now, verdict) {
   const { facts } = run;
   const [status, tone] = statusOf(facts, now);
   return make("article", { class: "card", "data-run": run.name },
-    make("div", { class: "head" }, make("h2", {}, color ? swatch(color) : null, run.name), make("span", { class: "chip", "data-tone": tone }, status), make("span", { class: "facts" }, about(run, now))),
+    make("div", { class: "head" }, make("h2", {}, run.name), make("span", { class: "chip", "data-tone": tone }, status), make("span", { class: "facts" }, about(run, now))),
     facts.num_steps ? make("progress", { class: "progress", max: String(facts.num_steps), value: String(facts.step), "aria-label": "steps" }) : null,
     run.progress !== null ? make("p", { class: "sentence", "data-tone": "warn" }, `A long log: ${Math.floor(run.progress * 100)} % is read. Until then the curve is a sample of it.`) : null,
     facts.error ? make("p", { class: "sentence", "data-tone": "bad" }, facts.error) : null,
@@ -47,7 +65,7 @@ function about(run, now) {
   return words.join(" · ");
 }
 
-function tiles(run) {
+function entriesOf(run) {
   const { facts } = run;
   const values = facts.values ?? {};
   const entries = [["step", facts.num_steps ? `of ${number(facts.num_steps)}` : "", number(facts.step), facts.step]];
@@ -58,10 +76,14 @@ function tiles(run) {
   for (const [name, value] of Object.entries(facts.metrics ?? {})) entries.push([name, "", number(value), value]);
   if (facts.samples_per_s) entries.push(["samples/s", "", number(Math.round(facts.samples_per_s)), facts.samples_per_s]);
   const memory = Object.entries(run.tables).filter(([name]) => name.startsWith("rank/")).map(([, table]) => lastValue(table.series.device_bytes) ?? lastValue(table.series.host_bytes) ?? 0);
-  if (memory.length && Math.max(...memory) > 0) entries.push(["memory", memory.length > 1 ? "largest rank" : "", bytes(Math.max(...memory)), Math.max(...memory)]);
+  if (memory.length && Math.max(...memory) > 0) entries.push([memory.length > 1 ? "most memory" : "memory", "", bytes(Math.max(...memory)), Math.max(...memory)]);
   if (facts.left_s) entries.push(["time left", "", duration(facts.left_s), facts.left_s]);
   if (facts.num_restarts) entries.push(["restarts", "", number(facts.num_restarts), facts.num_restarts]);
-  return make("dl", { class: "tiles" }, ...entries.map(([name, of, text, exact]) =>
+  return entries;
+}
+
+function tiles(run) {
+  return make("dl", { class: "tiles" }, ...entriesOf(run).map(([name, of, text, exact]) =>
     make("div", { class: "tile" }, make("dt", { title: `${name} ${of}` }, `${name} ${of}`), make("dd", { title: String(exact), "data-tile": name, "data-value": String(exact) }, text))));
 }
 

@@ -8,7 +8,7 @@ export function startTheme(button, onChange) {
   let choice = localStorage.getItem(KEY) ?? "auto";
   const apply = () => {
     document.documentElement.dataset.theme = choice === "auto" ? (system.matches ? "dark" : "light") : choice;
-    button.textContent = choice;
+    button.textContent = `◐ ${choice}`;
     onChange();
   };
   button.addEventListener("click", () => {
