@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
+import patience
 from instep.events.read import path_of
 from instep.events.schema import (
     EndRecord,
@@ -153,6 +160,7 @@ def write_eventful_run(run_dir: Path, num_steps: int = 4000, seed: int = 0, slow
                 lines = []
                 accuracy = 1 - 0.8 * math.exp(-4 * step / num_steps)
                 metrics = {"accuracy": accuracy, "eval_loss": 2.1 * math.exp(-3 * step / num_steps) + 0.15}
+                log.now_s += 0.3
                 log.write(EvalRecord(step=step, metrics=metrics, seconds=0.3))
                 log.write(SaveRecord(step=step, path="x", num_bytes=1_234_567, seconds=0.4, stall_s=0.01))
             if step == num_steps * 3 // 10:
@@ -172,3 +180,89 @@ def write_eventful_run(run_dir: Path, num_steps: int = 4000, seed: int = 0, slow
     for rank in range(4):
         text = "".join(f"rank {rank}: batch {n} read in {draw.random():.3f} s\n" for n in range(3000))
         (run_dir / "logs" / f"rank-{rank}.log").write_text(text + f"\x1b[31mthe end\x1b[0m {NASTY}\n")
+
+
+TOKEN = "a-token-of-the-tests"
+
+
+class Site:
+    """A server of the page, as a client without a browser sees it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.address = f"http://127.0.0.1:{port}/{TOKEN}/"
+
+    def get(self, path: str, token: str = TOKEN, headers: dict[str, str] | None = None, **query: Any) -> Any:
+        """Return status, headers and content of an answer."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=20 * patience.PATIENCE)
+        words = f"?{urlencode(query, doseq=True)}" if query else ""
+        connection.request("GET", f"/{token}{path}{words}", headers=headers or {})
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        is_json = answer.getheader("content-type") == "application/json"
+        return answer.status, answer.headers, json.loads(content) if is_json else content.decode()
+
+    @contextmanager
+    def stream(self, *runs: str, cursors: str = "{}", last_event_id: str | None = None) -> Iterator[Messages]:
+        """Yield the messages about runs."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=20 * patience.PATIENCE)
+        headers = {} if last_event_id is None else {"Last-Event-ID": last_event_id}
+        query = urlencode([*(("run", run) for run in runs), ("cursors", cursors)])
+        connection.request("GET", f"/{TOKEN}/api/stream?{query}", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        try:
+            yield Messages(answer)
+        finally:
+            answer.close()
+            connection.close()
+
+
+class Messages:
+    """Reads server-sent events."""
+
+    def __init__(self, answer: HTTPResponse) -> None:
+        self._answer = answer
+        self.cursors, self.num_bytes = "{}", 0
+
+    def next(self) -> dict[str, Any]:
+        """Return the next message; keep its cursors."""
+        while line := self._answer.readline():
+            self.num_bytes += len(line)
+            name, _, value = line.decode().partition(": ")
+            if name == "id":
+                self.cursors = value.strip()
+            elif name == "data":
+                return json.loads(value)
+        raise EOFError
+
+    def until(self, condition: Any) -> dict[str, Any]:
+        """Return the first message for which a condition holds."""
+        while not condition(message := self.next()):
+            pass
+        return message
+
+
+@contextmanager
+def served(*roots: Path) -> Iterator[Site]:
+    """Serve the page of runs from a thread of this process."""
+    from instep.monitor.page.runs import RunIndex
+    from instep.monitor.page.serve import listen, make_server
+
+    listener: socket.socket = listen("127.0.0.1", 0)
+    server = make_server(RunIndex(roots), TOKEN, "127.0.0.1")
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
+    thread.start()
+    try:
+        yield Site(listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def points(message: dict[str, Any], table: str, column: str) -> dict[int, float]:
+    """Return the values of a message by step."""
+    buckets = message["tables"].get(table, {"series": {}})["series"].get(column, [])
+    return {bucket[n]: bucket[n + 2] for bucket in buckets for n in range(0, len(bucket), 3)}

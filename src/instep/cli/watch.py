@@ -56,7 +56,7 @@ def _require_packages() -> None:
         )
 
 
-def _serve(index: RunIndex, host: str, port: int | None, opens: bool | None) -> None:
+def _serve(index: RunIndex, host: str, port: int, opens: bool | None) -> None:
     from instep.monitor.page.serve import is_loopback, listen, serve
 
     listener = listen(host, port)

@@ -15,6 +15,7 @@ from instep.monitor.page.runs import RunIndex
 from instep.monitor.page.server import PageServer
 
 LOOPBACK = "127.0.0.1"
+_ALL_INTERFACES = ("0.0.0.0", "::")  # noqa: S104 - recognised, not listened on
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,14 +47,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def serve(runs: RunIndex, listener: socket.socket, host: str, announce: Callable[[str], None]) -> None:
-    """Serve the page at a socket until Ctrl-C; `announce` gets the address, with the token, when it can be opened."""
-    token = secrets.token_urlsafe(16)
-    port = listener.getsockname()[1]
+def make_server(runs: RunIndex, token: str, host: str) -> uvicorn.Server:
+    """Return the server of the page; its `should_exit` ends it, and the streams of browsers with it."""
     page = PageServer(runs, lambda: server.should_exit)
-    gate = Gate(page.app, token, is_loopback(host))
     config = uvicorn.Config(
-        gate,
+        Gate(page.app, token, is_loopback(host)),
         lifespan="off",
         log_level="warning",
         access_log=False,
@@ -62,6 +60,13 @@ def serve(runs: RunIndex, listener: socket.socket, host: str, announce: Callable
         timeout_graceful_shutdown=2,
     )
     server = uvicorn.Server(config)
-    name = f"[{host}]" if ":" in host else socket.getfqdn() if host in ("0.0.0.0", "::") else host  # noqa: S104
+    return server
+
+
+def serve(runs: RunIndex, listener: socket.socket, host: str, announce: Callable[[str], None]) -> None:
+    """Serve the page at a socket until Ctrl-C; `announce` gets the address, with the token."""
+    token, port = secrets.token_urlsafe(16), listener.getsockname()[1]
+    server = make_server(runs, token, host)
+    name = f"[{host}]" if ":" in host else socket.getfqdn() if host in _ALL_INTERFACES else host
     announce(f"http://{name}:{port}/{token}/")
     server.run(sockets=[listener])

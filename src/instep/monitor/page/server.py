@@ -15,16 +15,15 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from instep.core.errors import InstepError
 from instep.monitor.page.logs import log_files, log_piece
 from instep.monitor.page.runs import RunIndex
+from instep.monitor.page.static_files import StaticFiles
 from instep.monitor.page.view import RunView
 
-STATIC = Path(__file__).parent / "static"
 POLL_S = 0.5
 ALIVE_S = 15.0
 """A stream without news says so, so that a connection that is gone is noticed."""
@@ -39,16 +38,17 @@ class PageServer:
     def __init__(self, runs: RunIndex, is_stopping: Callable[[], bool] = lambda: False) -> None:
         self._runs, self._is_stopping = runs, is_stopping
         self._views: dict[Path, RunView] = {}
+        files = StaticFiles()
         self.app = Starlette(
             routes=[
-                Route("/", self._page),
+                Route("/", files.page),
+                Route("/static/{name:path}", files.file),
                 Route("/api/runs", self._list),
                 Route("/api/stream", self._stream),
                 Route("/api/window", self._window),
                 Route("/api/explain", self._explain),
                 Route("/api/logs", self._logs),
                 Route("/api/log", self._log),
-                Mount("/static", StaticFiles(directory=STATIC)),
             ],
             exception_handlers={InstepError: _refused, ValueError: _refused},
         )
@@ -59,9 +59,6 @@ class PageServer:
         if path not in self._views:
             self._views[path] = RunView(path)
         return self._views[path]
-
-    async def _page(self, _request: Request) -> Response:
-        return FileResponse(STATIC / "index.html")
 
     async def _list(self, _request: Request) -> Response:
         runs = await run_in_threadpool(self._runs.summaries)
@@ -101,7 +98,10 @@ class PageServer:
         yield "retry: 1000\n\n"
         while not self._is_stopping():
             for name, view in views.items():
-                await run_in_threadpool(view.advance, SLICE_S, POLL_S)
+                if (
+                    name in cursors or not view.is_long
+                ):  # of a long log, the preview comes before the first line is read
+                    await run_in_threadpool(view.advance, SLICE_S, POLL_S)
                 message = await run_in_threadpool(view.message, cursors.get(name))
                 state = (view.facts(), view.progress())
                 if message is None and sent.get(name) == state:

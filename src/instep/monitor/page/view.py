@@ -54,6 +54,12 @@ class RunView:
         """Whether the last `advance` left something to read."""
         return self._reading is not None
 
+    @property
+    def is_long(self) -> bool:
+        """Whether reading the log takes so long that a preview comes first."""
+        path = path_of(self.run_dir)
+        return not self._is_read and path.exists() and path.stat().st_size > LONG_BYTES
+
     def advance(self, budget_s: float, every_s: float = 0.0) -> None:
         """Read what is new, for about so long; not more often than every `every_s`, whoever asks."""
         with self._lock:
@@ -79,7 +85,7 @@ class RunView:
         """Return what is new to somebody with this cursor, and the next cursor; None: nothing is."""
         with self._lock:
             if not self._is_read:
-                return self._preview() if cursor is None and self._is_long() else None
+                return self._preview() if cursor is None and self.is_long else None
             is_known = cursor is not None and cursor.get("view") == self.id
             had: Mapping[str, Any] = cursor if cursor is not None and is_known else {}
             tables = {name: table.since(_cursor_of(had, name), self.origin_s) for name, table in self._tables.items()}
@@ -116,7 +122,7 @@ class RunView:
 
     def progress(self) -> float | None:
         """Return how much of a long log is read; None: all of it."""
-        if self._is_read or not self._is_long():
+        if not self.is_long:
             return None
         return min(float(self._facts["step"]) / max(last_step(self.run_dir) or 1, 1), 0.99)
 
@@ -133,10 +139,6 @@ class RunView:
             "damaged": len(self._log.damaged),
         }
         return {"view": self.id, "tables": tables, **counts}
-
-    def _is_long(self) -> bool:
-        path = path_of(self.run_dir)
-        return path.exists() and path.stat().st_size > LONG_BYTES
 
     def _preview(self) -> dict[str, Any]:
         table = preview(path_of(self.run_dir))
