@@ -266,3 +266,17 @@ def points(message: dict[str, Any], table: str, column: str) -> dict[int, float]
     """Return the values of a message by step."""
     buckets = message["tables"].get(table, {"series": {}})["series"].get(column, [])
     return {bucket[n]: bucket[n + 2] for bucket in buckets for n in range(0, len(bucket), 3)}
+
+
+def write_many_steps(run_dir: Path, first: int, last: int) -> None:
+    """Append steps as the training writes them; a third of the way, one has a loss of 40."""
+    log = Writer(run_dir, world_size=1)
+    if first == 1:
+        log.start(num_steps=2 * last)
+    with path_of(run_dir).open("a") as file:
+        for step in range(first, last + 1):
+            loss = 40.0 if step == last // 3 else 2.3 / (1 + step / 1e5)
+            file.write(
+                f'{{"event": "step", "time": {1_790_000_000 + step * 0.002:.6f}, "step": {step}, "epoch": 0, '
+                f'"loss": {loss!r}, "lr": 0.001, "num_samples": 64}}\n'
+            )

@@ -366,7 +366,6 @@ def test_the_command_without_runs_or_packages(tmp_path: Path) -> None:
     nothing = commands.run("instep", "watch", cwd=tmp_path)
     assert nothing.returncode == 2
     assert "there is no folder runs here" in nothing.stderr
-    (tmp_path / "starlette").mkdir()
     hidden = "import sys; sys.modules.update(starlette=None, uvicorn=None)\n"
     (tmp_path / "sitecustomize.py").write_text(hidden)
     env = {"PYTHONPATH": f"{tmp_path}:{commands.ROOT / 'src'}"}

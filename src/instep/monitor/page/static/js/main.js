@@ -22,6 +22,7 @@ let selected = [];
 let lines = [];
 let isDue = false;
 let drawnAt = 0;
+let hasCurve = false;
 
 const charts = new Charts($("charts"), zoomed);
 const heatMap = new HeatMap($("phases"));
@@ -52,7 +53,7 @@ function draw() {
     charts.draw(current);
     markList.draw(current);
     heatMap.draw(current[0], current.length > 1);
-    document.body.dataset.drawn = String(drawnAt);
+    if (charts.cards.size && !hasCurve) { hasCurve = true; performance.mark("first curve"); }
   }), Math.max(0, drawnAt + DRAW_MS - performance.now()));
 }
 
