@@ -24,8 +24,8 @@ HEADERS = {
 class Gate:
     """Passes requests for /TOKEN/… on as /…, and refuses all others.
 
-    [Note: Rebinding] A page on the internet may have its own name point to 127.0.0.1, and so ask a browser for pages of
-    this server. It does not know the token; and its requests carry its name as Host, which is refused on the loopback.
+    A page on the internet may have its own name point to 127.0.0.1, and so ask a browser for pages of this server (DNS
+    rebinding). It does not know the token; and its requests carry its name as Host, which is refused on the loopback.
     """
 
     def __init__(self, app: ASGIApp, token: str, is_loopback: bool) -> None:

@@ -15,7 +15,7 @@ KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("hang", re.compile(r"\bhung\b")),
     ("nan", re.compile(r"^(NumericsError: )?the (loss of step \d+ is (nan|-?inf)|gradient of step \d+ is not finite)")),
     ("divergence", re.compile(r"no longer hold the same|ended with other weights")),
-    ("straggler", re.compile(r"^rank \d+ .*slow|straggler")),
+    ("straggler", re.compile(r"^rank \d+ takes .* a step for ")),
     ("stop", re.compile(r"^(asked to stop|stopped early)")),
 )
 """Which mark a sentence of a run becomes, by its words; the first that fits."""
@@ -106,8 +106,8 @@ class MarkFold:
                 self._add(event["time"], event["step"], "end", f"{event['status']} after step {event['step']}")
             return
         text = event.get("error") or "the rank failed"
-        # The ranks that lost a peer say so seconds later: the first failure is the cause.
-        if text.startswith("PeerLost") or abs(event["time"] - self._failed_s) < _SAME_FAILURE_S:
+        # Ranks that lost a peer fail seconds later. Logs are read rank by rank, so an earlier failure may come after them.
+        if text.startswith("PeerLost") or 0 <= event["time"] - self._failed_s < _SAME_FAILURE_S:
             return
         self._failed_s = event["time"]
         self._add(event["time"], event["step"], kind_of(text, "failure"), f"rank {rank}: {text}")

@@ -208,6 +208,9 @@ class RunView:
         elif kind == "memory" and not self._phases.num_records:
             memory = {name: event.get(name) for name in ("host_bytes", "device_bytes")}
             self._append("rank/0", event, memory)
+        elif kind == "flops":
+            names = ("flops_per_s", "device_flops_per_s")
+            self._facts |= {name: event[name] for name in names if isinstance(event.get(name), float)}
         elif kind == "end":
             self._facts |= {"status": event["status"], "error": event.get("error", "")}
         self._facts["time_s"] = event["time"]

@@ -1,7 +1,7 @@
 // Where a run stands: a line of facts, a bar, the newest numbers, and what should be known first.
 
 import { make, fill } from "./dom.js";
-import { ago, bytes, duration, number } from "./format.js";
+import { ago, bytes, duration, number, percent } from "./format.js";
 import { swatch, css } from "./charts.js";
 
 const QUIET_S = 60;
@@ -77,6 +77,7 @@ function entriesOf(run) {
   if (facts.samples_per_s) entries.push(["samples/s", "", number(Math.round(facts.samples_per_s)), facts.samples_per_s]);
   const memory = Object.entries(run.tables).filter(([name]) => name.startsWith("rank/")).map(([, table]) => lastValue(table.series.device_bytes) ?? lastValue(table.series.host_bytes) ?? 0);
   if (memory.length && Math.max(...memory) > 0) entries.push([memory.length > 1 ? "most memory" : "memory", "", bytes(Math.max(...memory)), Math.max(...memory)]);
+  if (facts.device_flops_per_s) entries.push(["FLOP/s of the device", "", percent(facts.flops_per_s / facts.device_flops_per_s), facts.flops_per_s]);
   if (facts.left_s) entries.push(["time left", "", duration(facts.left_s), facts.left_s]);
   if (facts.num_restarts) entries.push(["restarts", "", number(facts.num_restarts), facts.num_restarts]);
   return entries;
