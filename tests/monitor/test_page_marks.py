@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from instep.events.read import path_of
 from instep.events.schema import EndRecord, NoticeRecord
 from instep.guard.straggler import StepTime, StragglerDetector
 from instep.monitor.page.logs import plain_text
@@ -137,6 +141,38 @@ def _text_of(renderable: Any) -> str:
     with console.capture() as captured:
         console.print(renderable)
     return captured.get()
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_a_log_holds_the_good_part_is_shown(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """Fields of any type, in any event: nothing is raised, and the steps after it are there."""
+    run_dir = tmp_path_factory.mktemp("run")
+    log = Writer(run_dir, world_size=1)
+    log.start()
+    log.steps(1, 2)
+    log.phases(2, 2, 0.2)
+    lines = path_of(run_dir).read_text().splitlines()
+    for _ in range(5):
+        event = json.loads(data.draw(st.sampled_from(lines)))
+        name = data.draw(st.sampled_from([*event, "scalars", "metrics", "grad_norm", "stall_s", "error"]))
+        event[name] = data.draw(JSON)
+        log.raw(json.dumps(event) + "\n")
+    log.start(attempt=1)
+    log.steps(1, 4, loss=0.5)
+    view = RunView(run_dir)
+    view.advance(60)
+    message = view.message(None)
+    assert message is not None
+    assert message["tables"]["train"]["last"]["loss"] == 0.5
+    json.dumps([message, view.facts(), view.window(0, 10)])
 
 
 def test_a_spike_is_seen_in_a_line_of_blocks() -> None:

@@ -106,7 +106,7 @@ class MarkFold:
                 self._add(event["time"], event["step"], "end", f"{event['status']} after step {event['step']}")
             return
         text = event.get("error") or "the rank failed"
-        # Ranks that lost a peer fail seconds later. Logs are read rank by rank, so an earlier failure may come after them.
+        # Ranks that lost a peer fail seconds later. Logs are read rank by rank: an earlier failure may come after them
         if text.startswith("PeerLost") or 0 <= event["time"] - self._failed_s < _SAME_FAILURE_S:
             return
         self._failed_s = event["time"]

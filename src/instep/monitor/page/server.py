@@ -93,17 +93,12 @@ class PageServer:
 
     async def _messages(self, views: dict[str, RunView], cursors: dict[str, Any]) -> AsyncIterator[str]:
         """Yield server-sent events: what is new of each run, then what changes. The cursors are the event's ID."""
-        sent: dict[str, tuple[dict[str, Any], float | None]] = {}
+        sent: dict[str, list[Any]] = {}
         quiet_s = 0.0
         yield "retry: 1000\n\n"
         while not self._is_stopping():
             for name, view in views.items():
-                if (
-                    name in cursors or not view.is_long
-                ):  # of a long log, the preview comes before the first line is read
-                    await run_in_threadpool(view.advance, SLICE_S, POLL_S)
-                message = await run_in_threadpool(view.message, cursors.get(name))
-                state = (view.facts(), view.progress())
+                message, *state = await run_in_threadpool(_look, view, cursors.get(name))
                 if message is None and sent.get(name) == state:
                     continue
                 quiet_s, sent[name] = 0.0, state
@@ -115,6 +110,13 @@ class PageServer:
             if (quiet_s := quiet_s + pause_s) >= ALIVE_S:
                 quiet_s = 0.0
                 yield ": alive\n\n"
+
+
+def _look(view: RunView, cursor: Any) -> tuple[dict[str, Any] | None, dict[str, Any], float | None]:
+    """Return what is new of a run to somebody with this cursor, where it stands, and how much of a long log is read."""
+    if cursor is not None or not view.is_long:  # of a long log, the preview comes before the first line is read
+        view.advance(SLICE_S, POLL_S)
+    return view.message(cursor), view.facts(), view.progress()
 
 
 def _event(values: dict[str, Any], cursors: dict[str, Any]) -> str:

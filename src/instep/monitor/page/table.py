@@ -63,17 +63,17 @@ class Table:
         return self._times[0] if self._times else 0.0
 
     def append(self, step: int, time_s: float, values: Mapping[str, float | None]) -> None:
-        """Add a row; its step must not be smaller than the last row's."""
-        for name, value in values.items():
-            if value is not None:
-                self._last[name] = value
-                if name not in self._columns:
-                    self._columns[name] = array("d", [_NAN]) * len(self._steps)
+        """Add a row; its step must not be smaller than the last one. Change nothing if a value is no number: raise."""
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        time_s = float(time_s)
         self._steps.append(step)
         self._times.append(time_s)
+        for name in numbers:
+            if name not in self._columns:
+                self._columns[name] = array("d", [_NAN]) * (len(self._steps) - 1)
         for name, column in self._columns.items():
-            value = values.get(name)
-            column.append(_NAN if value is None else value)
+            column.append(numbers.get(name, _NAN))
+        self._last.update(numbers)
         if len(self._steps) > MAX_BUCKETS << self.level:
             self.level += 1
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from instep.core.plural import plural
 from instep.events.read import last_step, path_of
 from instep.monitor.page.evidence import Evidence
 from instep.monitor.page.logs import hang_sentences
@@ -48,6 +49,7 @@ class RunView:
         self._origin_s: float | None = None
         self._speed_since: tuple[float, int] | None = None
         self._hosts: dict[int, str] = {}
+        self._num_odd = 0
 
     @property
     def is_reading(self) -> bool:
@@ -75,7 +77,7 @@ class RunView:
                     self._generation, reading = self._log.generation, self._reading
                     self._begin()
                     self._reading = reading
-                self._take(rank, event)
+                self._take_if_sound(rank, event)
                 if number % _CLOCK_CHECK == 0 and time.monotonic() > deadline:
                     return
             self._reading = None
@@ -93,8 +95,11 @@ class RunView:
             news = {
                 "tables": {name: change for name, change in tables.items() if change is not None},
                 "marks": [mark.to_json(self.origin_s) for mark in self._marks.marks[first_mark:]],
-                "phases": self._phases.since(had.get("phases", 0)),
-                "damaged": self._log.damage_text() if len(self._log.damaged) > had.get("damaged", 0) else None,
+                "phases": {
+                    rank: {**sums, "host": self._hosts.get(rank, "")}
+                    for rank, sums in self._phases.since(had.get("phases", 0)).items()
+                },
+                "damaged": self._damage_text() if self._num_damaged > had.get("damaged", 0) else None,
             }
             if is_known and not any(news.values()):
                 return None
@@ -109,7 +114,7 @@ class RunView:
         """Return where the run stands: its newest numbers, to the last digit of the log."""
         with self._lock:
             facts = dict(self._facts)
-            facts |= {"num_restarts": self._marks.num_restarts, "ranks": list(self._log.ranks), "hosts": self._hosts}
+            facts["num_restarts"] = self._marks.num_restarts
             facts["samples_per_s"] = self._tables["speed"].last("samples_per_s")
             facts["left_s"] = self._left_s()
             facts["is_complete"] = (self.run_dir / "result.json").exists()
@@ -136,7 +141,7 @@ class RunView:
         counts = {
             "marks": len(self._marks.marks),
             "phases": self._phases.num_records,
-            "damaged": len(self._log.damaged),
+            "damaged": self._num_damaged,
         }
         return {"view": self.id, "tables": tables, **counts}
 
@@ -148,6 +153,21 @@ class RunView:
         cursor = {"view": "", "tables": {}}
         nothing = {"marks": list[Any](), "phases": dict[int, Any](), "damaged": None}
         return {"reset": True, "cursor": cursor, "origin_s": origin_s, "tables": tables, **nothing}
+
+    @property
+    def _num_damaged(self) -> int:
+        return len(self._log.damaged) + self._num_odd
+
+    def _damage_text(self) -> str:
+        odd = f"{plural(self._num_odd, 'event')} left out, whose values are none of a run." if self._num_odd else ""
+        return " ".join(text for text in (self._log.damage_text(), odd) if text)
+
+    def _take_if_sound(self, rank: int, event: dict[str, Any]) -> None:
+        """Take an event in; one that is sound JSON with the right fields may still hold what no run writes."""
+        try:
+            self._take(rank, event)
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError):
+            self._num_odd += 1
 
     def _take(self, rank: int, event: dict[str, Any]) -> None:
         if self._origin_s is None:
@@ -209,8 +229,8 @@ class RunView:
             memory = {name: event.get(name) for name in ("host_bytes", "device_bytes")}
             self._append("rank/0", event, memory)
         elif kind == "flops":
-            names = ("flops_per_s", "device_flops_per_s")
-            self._facts |= {name: event[name] for name in names if isinstance(event.get(name), float)}
+            speeds = {name: float(event[name]) for name in ("flops_per_s", "device_flops_per_s")}
+            self._facts |= speeds
         elif kind == "end":
             self._facts |= {"status": event["status"], "error": event.get("error", "")}
         self._facts["time_s"] = event["time"]

@@ -26,7 +26,7 @@ export class HeatMap {
   draw(run, many) {
     this.run = run;
     this.many = many;
-    const rows = Object.entries(run?.phases ?? {}).map(([rank, sums]) => row(rank, sums[this.span]));
+    const rows = Object.entries(run?.phases ?? {}).map(([rank, sums]) => row(rank, sums.host, sums[this.span]));
     this.element.hidden = rows.length === 0;
     if (!rows.length) return;
     this.which.textContent = many ? run.name : "";
@@ -36,20 +36,19 @@ export class HeatMap {
     const odd = rows.length > 1 ? oddest(rows, medians) : null;
     const shown = rows.length > MAX_ROWS ? [...rows].sort((a, b) => distance(b, medians) - distance(a, medians)).slice(0, MAX_ROWS) : rows;
     const head = make("tr", {}, make("th", {}, "rank"), ...phases.map((phase) => make("th", { scope: "col" }, phase)), make("th", { scope: "col" }, "per step"));
-    const hosts = run.facts.hosts ?? {};
-    fill(this.body, make("table", { class: "heat" }, make("thead", {}, head), make("tbody", {}, ...shown.map((one) => line(one, phases, medians, hosts)))));
+    fill(this.body, make("table", { class: "heat" }, make("thead", {}, head), make("tbody", {}, ...shown.map((one) => line(one, phases, medians)))));
     this.sentence.textContent = rows.length === 1 ? "" : odd ?? "All ranks spend their time alike.";
     this.sentence.dataset.tone = odd ? "bad" : "";
     if (rows.length > MAX_ROWS) this.sentence.textContent += ` Shown: the ${MAX_ROWS} ranks of ${rows.length} that differ most.`;
   }
 }
 
-function row(rank, sums) {
+function row(rank, host, sums) {
   const shares = Object.fromEntries(Object.entries(sums.phases).map(([phase, seconds]) => [phase, sums.seconds > 0 ? seconds / sums.seconds : 0]));
-  return { rank, shares, sums };
+  return { rank, host, shares, sums };
 }
 
-function line(one, phases, medians, hosts) {
+function line(one, phases, medians) {
   const cells = phases.map((phase) => {
     const share = one.shares[phase] ?? 0;
     const title = `rank ${one.rank}, ${phase}: ${(one.sums.phases[phase] ?? 0).toFixed(3)} s of ${one.sums.seconds.toFixed(1)} s; the median rank ${percent(medians[phase])}`;
@@ -58,7 +57,7 @@ function line(one, phases, medians, hosts) {
     return cell;
   });
   const step = one.sums.num_steps ? duration1(one.sums.seconds / one.sums.num_steps) : "–";
-  return make("tr", { "data-rank": one.rank }, make("th", { scope: "row", title: hosts[one.rank] ?? "" }, one.rank), ...cells, make("td", { class: "plain" }, step));
+  return make("tr", { "data-rank": one.rank }, make("th", { scope: "row", title: one.host }, one.rank), ...cells, make("td", { class: "plain" }, step));
 }
 
 const isOdd = (phase, share, medians) => phase !== "communication" && share - medians[phase] >= ODD_SHARE;
