@@ -20,8 +20,8 @@ export function fill(element, ...children) {
 
 /** Return an error's text after a request that was refused, or the answer. */
 export async function ask(path, parameters = {}) {
-  const query = new URLSearchParams(parameters);
-  const response = await fetch(`${path}?${query}`);
+  const query = new URLSearchParams(parameters).toString();
+  const response = await fetch(query ? `${path}?${query}` : path);
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
   return answer;

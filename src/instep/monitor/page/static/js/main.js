@@ -21,7 +21,7 @@ const verdicts = new Map();
 let selected = [];
 let lines = [];
 let isDue = false;
-let drawnAt = 0;
+let drawnAt = -DRAW_MS; // the first curve waits for nothing
 let hasCurve = false;
 
 const charts = new Charts($("charts"), zoomed);
@@ -47,8 +47,8 @@ function draw() {
   isDue = true;
   setTimeout(() => requestAnimationFrame(() => {
     isDue = false;
-    drawnAt = performance.now();
     const current = shown();
+    if (current.some((run) => Object.keys(run.tables).length)) drawnAt = performance.now();
     overview($("overview"), current, verdicts);
     charts.draw(current);
     markList.draw(current);
