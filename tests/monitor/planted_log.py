@@ -7,7 +7,9 @@ from typing import Any
 
 from instep.events.schema import (
     EvalRecord,
+    FlopsRecord,
     InputRecord,
+    NodeRecord,
     PhasesRecord,
     PlanRecord,
     Record,
@@ -32,6 +34,13 @@ def start(rank: int, world_size: int, attempt: int = 0, device: str = "cpu") -> 
         backend="gloo" if world_size > 1 else "none",
         launcher="none",
         versions={"torch": "2.13.0"},
+    )
+
+
+def node(num_cores: int, host: str = "node0") -> NodeRecord:
+    """What a node is."""
+    return NodeRecord(
+        host=host, versions={}, platform={}, variables={}, code={}, packages_sha256="", num_cores=num_cores
     )
 
 
@@ -68,6 +77,11 @@ def phases(step: int, num_steps: int, seconds: Mapping[str, float], num_samples:
 def save(step: int, stall_s: float = 0.1) -> SaveRecord:
     """A checkpoint."""
     return SaveRecord(step=step, path="c", num_bytes=2**20, seconds=stall_s, stall_s=stall_s)
+
+
+def flops(per_sample: float, device: float) -> FlopsRecord:
+    """How fast a rank computes."""
+    return FlopsRecord(step=1, flops_per_sample=per_sample, flops_per_s=1.0, device_flops_per_s=device)
 
 
 def evaluation(step: int, seconds: float) -> EvalRecord:

@@ -39,6 +39,10 @@ class Phase(IntEnum):
     OTHER = 11
 
 
+# One attribute less to look up in each of the ten beats of a step.
+_REDUCE, _IDENTITY_BYTES, _write_beat = int(Phase.REDUCE), _IDENTITY.size, _BEAT.pack_into
+
+
 @dataclass(frozen=True)
 class Beat:
     """What a pulse contains, and which process wrote it."""
@@ -76,11 +80,14 @@ class Pulse:
 
     def beat(self, phase: Phase) -> None:
         """Write what this rank is doing now."""
-        now, waited_s, seconds = time.monotonic(), self._waited(), self.seconds
-        _BEAT.pack_into(self._memory, _IDENTITY.size, self._made, self._step, phase, now)
-        took_s, new_s, self._waited_s = now - self.since_s, waited_s - self._waited_s, waited_s
-        seconds[self.phase] += took_s - new_s
-        seconds[Phase.REDUCE] += new_s
+        now, waited_s = time.monotonic(), self._waited()
+        _write_beat(self._memory, _IDENTITY_BYTES, self._made, self._step, phase, now)
+        took_s = now - self.since_s
+        if waited_s != self._waited_s:
+            took_s -= waited_s - self._waited_s
+            self.seconds[_REDUCE] += waited_s - self._waited_s
+            self._waited_s = waited_s
+        self.seconds[self.phase] += took_s
         self.phase, self.since_s = phase, now
         if self.listener is not None:
             self.listener(phase)

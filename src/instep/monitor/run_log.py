@@ -58,12 +58,13 @@ class RunLog:
 
     A step that a restart made again, its evaluation, its checkpoint and the end of its epoch are yielded once: as the
     attempt that came first wrote them, unless `repeats` asks for all. Events that are not of a step (`start`, `phases`,
-    `notice`, …) are all yielded: a second that was spent again was spent.
+    `notice`, …) are all yielded: a second that was spent again was spent. The kinds `without` are not read at all.
     """
 
-    def __init__(self, run_dir: Path, repeats: bool = False) -> None:
+    def __init__(self, run_dir: Path, repeats: bool = False, without: Iterable[str] = ()) -> None:
         check_run(run_dir)
         self.run_dir = run_dir
+        self._without = tuple(without)
         self.damaged: list[DamagedLine] = []
         """The lines that could not be read so far."""
         self.generation = 0
@@ -97,16 +98,16 @@ class RunLog:
             self._ranks, self.damaged = {}, []
         for rank in _ranks_in(self.run_dir):
             if rank not in self._ranks:
-                self._ranks[rank] = _RankLog(path_of(self.run_dir, rank))
+                self._ranks[rank] = _RankLog(path_of(self.run_dir, rank), self._without)
 
 
 class _RankLog:
     """One rank's log."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, without: tuple[str, ...]) -> None:
         self.path = path
         self.damaged: list[DamagedLine] = []
-        self._tail = EventTail(path)
+        self._tail = EventTail(path, without)
         self._num_damaged = 0
         self._inode, self._num_bytes = _identity(path)
         self._newest_step: dict[str, int] = {}

@@ -16,6 +16,8 @@ USUAL_START_S = 10.0
 """What a process may take until its first step: imports, the model, the data."""
 LARGER_BATCH = 4
 """By which factor the advice enlarges a batch that is too small."""
+LOW_UTILISATION = 0.05
+"""Forward and backward passes below this share of the speed of matrix products are overhead, not computation."""
 _FEWER_TRANSFERS = 0.5
 """What is left of the cost of communication with batches twice as large: half as many transfers per sample."""
 
@@ -45,7 +47,7 @@ def causes_of(frontier: Frontier, facts: Facts) -> list[Cause]:
 
 
 def _by_rank(frontier: Frontier, *phases: str) -> dict[int, float]:
-    return {rank: sum(time.phases.get(p, 0.0) for p in phases) for rank, time in frontier.ranks.items()}
+    return {rank: time.seconds_in(*phases) for rank, time in frontier.ranks.items()}
 
 
 def _phases_cause(name: str, kind: str, frontier: Frontier, *phases: str) -> Cause:
@@ -75,6 +77,17 @@ def _small_batch(frontier: Frontier, facts: Facts) -> Cause:
     seconds = frontier.seconds("optimizer", "other") if facts.on_cpu else 0.0
     avoidable_s = seconds * (1 - 1 / LARGER_BATCH)
     return Cause("host", "batch", seconds, avoidable_s, None, _by_rank(frontier, "optimizer", "other"))
+
+
+def _operations(frontier: Frontier, facts: Facts) -> Cause:
+    """What forward and backward take longer than at a twentieth of the speed of matrix products."""
+    seconds, phases = frontier.seconds("forward", "backward"), ("forward", "backward")
+    if facts.flops is None or facts.flops["device_flops_per_s"] <= 0:
+        return Cause("host", "operations", seconds, 0.0, None, _by_rank(frontier, *phases))
+    num_samples = frontier.ranks[min(frontier.ranks)].num_samples
+    ideal_s = facts.flops["flops_per_sample"] * num_samples / facts.flops["device_flops_per_s"]
+    avoidable_s = max(0.0, seconds - ideal_s / LOW_UTILISATION)
+    return Cause("host", "operations", seconds, avoidable_s, None, _by_rank(frontier, *phases))
 
 
 def _communication(frontier: Frontier, _facts: Facts) -> Cause:
@@ -113,12 +126,22 @@ def _recompute(frontier: Frontier, facts: Facts) -> Cause:
     return Cause("compute", "recompute", seconds, seconds, None, _by_rank(frontier, "forward"))
 
 
+def _threads(frontier: Frontier, facts: Facts) -> Cause:
+    """What computing on fewer cores than there are costs, if all of them would help."""
+    cores, threads = facts.cores_per_rank(), facts.option("threads")
+    is_free = facts.on_cpu and cores is not None and threads is not None and not facts.option("exact")
+    share = max(0.0, 1 - threads / int(cores)) if is_free and cores and cores >= 1 else 0.0
+    seconds = frontier.seconds("forward", "backward")
+    return Cause("compute", "threads", seconds, seconds * share, None, _by_rank(frontier, "forward", "backward"))
+
+
 _CAUSES: tuple[Callable[[Frontier, Facts], Cause], ...] = (
     _input,
     _hooks,
     _delayed,
     _idle,
     _small_batch,
+    _operations,
     _communication,
     _straggler,
     _checkpoint,
@@ -126,4 +149,5 @@ _CAUSES: tuple[Callable[[Frontier, Facts], Cause], ...] = (
     _startup,
     _compile,
     _recompute,
+    _threads,
 )

@@ -12,18 +12,20 @@ from instep.monitor.progress import duration
 from instep.monitor.reading import size_text
 
 _NAMED_RANKS = 4
+_NAMED_OTHERS = 2
 _COMPUTING = ("forward", "backward", "optimizer")
 
 
-def paragraph(causes: Sequence[Cause], advice: Sequence[Advice], frontier: Frontier, facts: Facts) -> str:
-    """Return what bounded a run, what that cost and what to try, in words."""
+def paragraph(causes: Sequence[tuple[Cause, Sequence[Advice]]], frontier: Frontier, facts: Facts) -> str:
+    """Return what bounded a run, what that cost and what to try, in words; `causes` have what to try against each."""
     if not causes:
         return _nothing(frontier)
-    first, *others = causes
+    (first, advice), *others = causes
     parts = [sentence(first, frontier, facts), _by_rank(first)]
-    parts += [_advice_text(item, is_first=number == 0) for number, item in enumerate(advice[:2])]
-    for other in others[:2]:
+    parts += [_advice_text(item, "Try" if number == 0 else "Or try") for number, item in enumerate(advice)]
+    for other, advice in others[:_NAMED_OTHERS]:
         parts.append(f"Beside it, {_WHAT[other.kind](other, frontier, facts)} ({_share(other.seconds, frontier)}).")
+        parts += [_advice_text(item, "Against that, try") for item in advice[:1]]
     return " ".join(part for part in parts if part)
 
 
@@ -60,9 +62,8 @@ def _by_rank(cause: Cause) -> str:
     return f"{what}: {', '.join(named)}{more}."
 
 
-def _advice_text(advice: Advice, is_first: bool) -> str:
+def _advice_text(advice: Advice, begin: str) -> str:
     gain = "" if advice.gain is None else f" (predicted gain: {advice.gain:.0%} of the wall time)"
-    begin = "Try" if is_first else "Or try"
     return f"{begin} {advice.options}{gain}: {advice.text}" if advice.options else f"{begin} this{gain}: {advice.text}"
 
 
@@ -99,6 +100,16 @@ def _batch(cause: Cause, frontier: Frontier, facts: Facts) -> str:
         f"batches of {facts.batch_size:,} samples are too small: {_step_ms(cause.seconds, frontier)} of each step of "
         f"{_step_ms(frontier.wall_s - frontier.seconds('startup'), frontier)} went into the update and into what comes "
         "between steps, which cost the same for larger batches"
+    )
+
+
+def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> str:
+    assert facts.flops is not None
+    ideal_s = facts.flops["flops_per_sample"] * frontier.ranks[min(frontier.ranks)].num_samples
+    share = ideal_s / facts.flops["device_flops_per_s"] / max(1e-9, cause.seconds)
+    return (
+        f"forward and backward take {_step_ms(cause.seconds, frontier)} per step for what matrix products would do in "
+        f"{share:.1%} of that: Python and small operations, not the device, set the pace"
     )
 
 
@@ -145,6 +156,10 @@ def _recompute(_cause: Cause, _frontier: Frontier, _facts: Facts) -> str:
     return "--recompute runs the forward pass of the repeated blocks twice"
 
 
+def _threads(_cause: Cause, _frontier: Frontier, facts: Facts) -> str:
+    return f"forward and backward ran on {facts.option('threads')} of the cores that each process could have"
+
+
 _PHASE_WORDS = {"delayed": "waiting for a core", "idle": "waiting without computing"}
 _SUBJECT = {
     "input": "Input",
@@ -162,6 +177,7 @@ _WHAT: Mapping[str, Callable[[Cause, Frontier, Facts], str]] = {
     "delayed": _delayed,
     "idle": _idle,
     "batch": _batch,
+    "operations": _operations,
     "transfer": _transfer,
     "rank": _rank,
     "saving": _saving,
@@ -169,4 +185,5 @@ _WHAT: Mapping[str, Callable[[Cause, Frontier, Facts], str]] = {
     "start": _start,
     "compile": _compile,
     "recompute": _recompute,
+    "threads": _threads,
 }

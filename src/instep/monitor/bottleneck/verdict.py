@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,10 @@ from instep.monitor.bottleneck.text import paragraph, sentence
 from instep.monitor.bottleneck.windows import windows_of
 from instep.monitor.run_log import RunLog
 
+_LEAST_S = 20.0
+"""Nothing is said of a run that is over sooner, unless somebody asks."""
+_MOST_BYTES = 2**28
+"""Nor of one whose logs would take a while to read."""
 WORTH = 0.1
 """A cause that costs less than this share of the wall time is not worth a change."""
 
@@ -68,15 +73,15 @@ def find_bottleneck(
 
 
 def _bottleneck(frontier: Frontier, facts: Facts, causes: Sequence[Cause]) -> Bottleneck:
-    advice = tuple(advice for cause in causes for advice in advice_for(cause, frontier, facts))
+    advised = [(cause, advice_for(cause, frontier, facts)) for cause in causes]
     first = causes[0] if causes else None
     costs = {**frontier.phases, "slow rank": frontier.slow_s, "uneven": frontier.uneven_s}
     return Bottleneck(
         bounded_by=first.name if first else "nothing",
         rank=first.rank if first else None,
         share=round(first.seconds / frontier.wall_s, 4) if first else 0.0,
-        advice=advice,
-        text=paragraph(causes, advice, frontier, facts),
+        advice=tuple(item for _, advice in advised for item in advice),
+        text=paragraph(advised, frontier, facts),
         sentence=sentence(first, frontier, facts) if first else "",
         wall_s=round(frontier.wall_s, 3),
         ranks={rank: round(seconds, 3) for rank, seconds in first.by_rank.items()} if first else {},
@@ -104,16 +109,40 @@ def read_options(run_dir: Path) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
+def open_log(run_dir: Path) -> RunLog:
+    """Return the log of a run to derive a verdict from; most of its events, the steps, are not read."""
+    return RunLog(run_dir, without=("step",))
+
+
 def explain_run(log: RunLog) -> Bottleneck:
     """Return what bounded the speed of a run; raise SpecError if its log does not say where the time went."""
-    events: dict[int, list[Mapping[str, Any]]] = {}
-    for rank, event in log.poll():
-        if event["event"] in KINDS:
-            events.setdefault(rank, []).append(event)
-    bottleneck = find_bottleneck(events, read_options(log.run_dir))
+    bottleneck = _read_verdict(log)
     if bottleneck is None:
         raise SpecError(
             f"{log.run_dir} has no `phases` events, which say where the time went: it has made no step yet, or was "
             "written by an earlier version of instep. Train it, or give another run."
         )
     return bottleneck
+
+
+def last_word(run_dir: Path) -> str | None:
+    """Return the sentence to end a training with; None: nothing bounded its speed, or it was short."""
+    if sum(path.stat().st_size for path in (run_dir / "events").glob("rank-*.jsonl")) > _MOST_BYTES:
+        return None
+    bottleneck = _read_verdict(open_log(run_dir))
+    if bottleneck is None or bottleneck.wall_s < _LEAST_S or not bottleneck.sentence:
+        return None
+    return f"{bottleneck.sentence} More: instep explain {shlex.quote(str(run_dir))}"
+
+
+def read_events_of(log: RunLog) -> dict[int, list[Mapping[str, Any]]]:
+    """Return the new events of all ranks that a verdict is derived from."""
+    events: dict[int, list[Mapping[str, Any]]] = {}
+    for rank, event in log.poll():
+        if event["event"] in KINDS:
+            events.setdefault(rank, []).append(event)
+    return events
+
+
+def _read_verdict(log: RunLog) -> Bottleneck | None:
+    return find_bottleneck(read_events_of(log), read_options(log.run_dir))
