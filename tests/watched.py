@@ -237,6 +237,10 @@ class Messages:
                 return json.loads(value)
         raise EOFError
 
+    def whole(self) -> dict[str, Any]:
+        """Return the message that has everything; on a busy machine, some about the reading come before it."""
+        return self.until(lambda message: message.get("reset"))
+
     def until(self, condition: Any) -> dict[str, Any]:
         """Return the first message for which a condition holds."""
         while not condition(message := self.next()):

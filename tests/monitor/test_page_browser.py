@@ -186,7 +186,7 @@ class TestAFinishedRun:
         log.start(num_steps=20_000)
         messages = []
         with served(tmp_path / "run") as other, other.stream("run") as stream:
-            messages.append(stream.next())
+            messages.append(stream.whole())
             for first in (1, 401, 2001, 2002, 4097, 9000):
                 if first == 9000:
                     log.start(attempt=1, first_step=2500, num_steps=20_000)
@@ -198,7 +198,7 @@ class TestAFinishedRun:
                 while step and messages[-1]["facts"]["step"] != step:
                     messages.append(stream.next())
             with other.stream("run") as late:
-                whole = late.next()
+                whole = late.whole()
         script = """async (messages) => {
             const { RunData } = await import('./static/js/store.js');
             const run = new RunData('run');

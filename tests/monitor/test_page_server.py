@@ -93,7 +93,7 @@ class TestWhoMayAsk:
 class TestWhatIsSent:
     def test_all_numbers_are_the_log_s(self, site: Site, folder: Path) -> None:
         with site.stream("eventful") as messages:
-            message = messages.next()
+            message = messages.whole()
         last = {event["step"]: event for event in read_events(folder / "eventful") if event["event"] == "step"}
         assert points(message, "train", "loss") == {step: event["loss"] for step, event in last.items()}
         assert points(message, "train", "lr") == {step: event["lr"] for step, event in last.items()}
@@ -108,7 +108,7 @@ class TestWhatIsSent:
 
     def test_marks_have_their_sentences(self, site: Site) -> None:
         with site.stream("eventful") as messages:
-            marks = messages.next()["marks"]
+            marks = messages.whole()["marks"]
         kinds = [mark["kind"] for mark in marks]
         assert {"nan", "restart", "failure", "lost", "save", "notice", "end"} == set(kinds)
         texts = {mark["kind"]: mark["text"] for mark in marks}
@@ -119,7 +119,7 @@ class TestWhatIsSent:
 
     def test_phases_are_sums(self, site: Site, folder: Path) -> None:
         with site.stream("eventful") as messages:
-            phases = messages.next()["phases"]
+            phases = messages.whole()["phases"]
         for rank in range(4):
             records = [event for event in read_events(folder / "eventful", rank) if event["event"] == "phases"]
             assert phases[str(rank)]["whole"]["num_steps"] == sum(record["num_steps"] for record in records)
@@ -129,7 +129,7 @@ class TestWhatIsSent:
 
     def test_the_verdict(self, site: Site) -> None:
         with site.stream("eventful") as messages:
-            messages.next()
+            messages.whole()
         verdict = site.get("/api/explain", run="eventful")[2]
         assert verdict["bounded_by"] == "input"
         assert "rank 2" in verdict["text"]
@@ -159,7 +159,7 @@ class TestWhatIsSent:
 
     def test_a_window_has_every_step(self, site: Site) -> None:
         with site.stream("eventful") as messages:
-            messages.next()
+            messages.whole()
         window = site.get("/api/window", run="eventful", **{"from": 100, "to": 200})[2]
         steps = [bucket[0] for bucket in window["train"]["loss"]]
         assert steps == list(range(99, 202))
@@ -171,7 +171,7 @@ class TestWhatGrows:
         log.start(num_steps=5000)
         log.steps(1, 3000)
         with served(tmp_path / "run") as site, site.stream("run") as messages:
-            first = messages.next()
+            first = messages.whole()
             assert first["reset"]
             assert first["tables"]["train"]["level"] == 2
             log.steps(3001, 3001, loss=0.125)
@@ -189,7 +189,7 @@ class TestWhatGrows:
         log.steps(1, 100)
         with served(tmp_path / "run") as site:
             with site.stream("run") as messages:
-                messages.next()
+                messages.whole()
                 cursors = messages.cursors
             log.steps(101, 110)
             with site.stream("run", last_event_id=cursors) as messages:
@@ -198,14 +198,14 @@ class TestWhatGrows:
                 assert sorted(points(news, "train", "loss")) == list(range(101, 111))
             for nonsense in ("no json", "[]", '{"run": 3}', '{"run": {"view": "x", "tables": {"train": [-1, "a"]}}}'):
                 with site.stream("run", last_event_id=nonsense) as messages:
-                    assert messages.next()["reset"]
+                    messages.whole()
 
     def test_steps_that_a_restart_makes_again_replace_the_old(self, tmp_path: Path) -> None:
         log = Writer(tmp_path / "run", world_size=1)
         log.start()
         log.steps(1, 50)
         with served(tmp_path / "run") as site, site.stream("run") as messages:
-            messages.next()
+            messages.whole()
             log.start(attempt=1, first_step=40)
             log.steps(41, 45, loss=9.0)
             news = messages.until(lambda message: 45 in points(message, "train", "loss"))
@@ -219,7 +219,7 @@ class TestWhatGrows:
         log.start()
         log.steps(1, 50)
         with served(tmp_path) as site, site.stream("run") as messages:
-            messages.next()
+            messages.whole()
             run_dir.rename(tmp_path / "run.old-1")
             log = Writer(run_dir, world_size=1)
             log.start()
@@ -234,7 +234,7 @@ class TestWhatGrows:
         with served(tmp_path / "run") as site:
             for _ in range(5):
                 with site.stream("run") as messages:
-                    messages.next()
+                    messages.whole()
             with socket.create_connection(("127.0.0.1", site.port)) as rude:
                 rude.sendall(f"GET /{TOKEN}/api/stream?run=run HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             log.steps(6, 7)
@@ -253,7 +253,7 @@ class TestWhatGrows:
         log.steps(1, 4000)
         log.write(NoticeRecord(text="at the end"))
         with served(tmp_path / "run") as site, site.stream("run") as messages:
-            first = messages.next()
+            first = messages.whole()
             sample = points(first, "train", "loss")
             assert first["progress"] is not None
             assert min(sample) < 50
@@ -277,7 +277,7 @@ class TestBadInput:
         log.steps(6, 8)
         path_of(tmp_path / "run", 1).write_bytes(b"\x80\x81 nothing of this is JSON \xff\n" * 3)
         with served(tmp_path / "run") as site, site.stream("run") as messages:
-            message = messages.next()
+            message = messages.whole()
             assert sorted(points(message, "train", "loss")) == list(range(1, 9))
             assert "rank-0.jsonl: lines 8, 9, 10 left out" in message["damaged"]
             assert "rank-1.jsonl: lines 1, 2, 3" in message["damaged"]
@@ -289,7 +289,7 @@ class TestBadInput:
         log.steps(1, 3, loss=float("nan"))
         log.write(EvalRecord(step=3, metrics={"accuracy": float("inf")}, seconds=0.1))
         with served(tmp_path / "run") as site, site.stream("run") as messages:
-            message = messages.next()
+            message = messages.whole()
             assert message["facts"]["values"]["loss"] == "nan"
             assert message["facts"]["metrics"]["accuracy"] == "inf"
             assert points(message, "train", "loss") == {}
@@ -337,7 +337,7 @@ def test_idle_it_costs_next_to_nothing(tmp_path: Path) -> None:
     log.start()
     log.steps(1, 5)
     with served(tmp_path / "run") as site, site.stream("run") as messages:
-        messages.next()
+        messages.whole()
         begun, cpu = time.monotonic(), time.process_time()
         time.sleep(2)
         assert (time.process_time() - cpu) / (time.monotonic() - begun) < 0.05
