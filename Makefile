@@ -35,7 +35,7 @@ check: .venv/installed-dev ## format, lint, types, import-linter: what CI checks
 	$(BIN)/lint-imports
 
 system: ## install the system programs that tests of clusters run (SLURM, MPI, ssh), where they are missing
-	tests/clusters/install
+	tests/clusters/install $(BROWSER)
 
 # Most tests wait half of the time, for imports, timeouts and other processes: four files at once. tests/README.md.
 WORKERS ?= 4
@@ -55,11 +55,12 @@ ready:
 test: ready ## check, then every test that CI runs
 	$(PYTEST) -m 'not slow and not gpu'
 
-# What the long campaigns need besides: the trackers' packages, and what the guides compare instep with (docs/from-*.md).
+# What the long campaigns need besides: the trackers' packages, what the guides compare instep with (docs/from-*.md), a browser.
 .venv/installed-all: .venv/installed-dev
-	$(PIP) -e '.[trackers,guides]'
+	$(PIP) -e '.[trackers,guides,browser]'
 	touch $@
 
+test-all: export BROWSER = browser
 test-all: .venv/installed-all ready ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 

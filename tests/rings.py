@@ -1,8 +1,9 @@
-"""What the tests need that not every machine has: a SLURM, an MPI, namespaces. Without it they are left out."""
+"""What the tests need that not every machine has: SLURM, MPI, namespaces, a browser. Without it they are left out."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ PACKAGES = {
     "sshd": "openssh-server",
     "ssh": "openssh-client",
     "unshare": "util-linux",
+    "chromium": "chromium",
 }
 """The Debian package of each program; tests/clusters/install installs them."""
 RINGS = {
@@ -34,9 +36,12 @@ RINGS = {
     "networks": ("ip", "tc", "nft", "unshare"),
     "Ray nodes": ("ip", "unshare"),
     "namespaces": ("unshare",),
+    "browser": ("chromium",),
 }
 """The programs of each ring."""
 _NEED_ROOT = {"SLURM", "networks", "Ray nodes", "namespaces"}
+_MODULES = {"browser": ("playwright",)}
+"""Python packages that a ring needs besides."""
 _REASON = re.compile(r"left out: (?P<ring>.+) \(needs (?P<needs>.+)\)$")
 
 
@@ -56,7 +61,8 @@ def needs_of(ring: str) -> tuple[str, ...]:
     """Return what is missing here for a ring: root, packages, permissions."""
     path = f"{os.environ['PATH']}:{DAEMONS}"
     packages = {PACKAGES[program]: None for program in RINGS[ring] if not shutil.which(program, path=path)}
-    needs = ("root",) * (ring in _NEED_ROOT and os.geteuid() != 0) + tuple(packages)
+    modules = tuple(name for name in _MODULES.get(ring, ()) if importlib.util.find_spec(name) is None)
+    needs = ("root",) * (ring in _NEED_ROOT and os.geteuid() != 0) + tuple(packages) + modules
     if not needs and ring in _NEED_ROOT - {"SLURM"} and not _may_unshare():
         needs = ("the permission to make namespaces",)
     return needs
@@ -80,6 +86,8 @@ def summary(reasons: Iterable[str]) -> str:
     needed = {need for needs in left_out.values() for need in needs.split(", ")}
     if "root" in needed:
         return f"left out: {rings}. To run them: sudo make test"
+    if needed & {"chromium", "playwright"}:
+        return f"left out: {rings}. To run them: make test-all"
     if needed & set(PACKAGES.values()):
         return f"left out: {rings}. To run them: tests/clusters/install"
     return f"left out: {rings}. To run them: use a container with --privileged, or a virtual machine"

@@ -26,6 +26,7 @@ COMMANDS = {
     "cancel": ("instep.cli.jobs:cancel", "Cancel SLURM jobs, and wait until they have ended."),
     "evaluate": ("instep.cli.evaluate:evaluate", "Compute the metrics of a run's checkpoint."),
     "predict": ("instep.cli.predict:predict", "Write what a run's checkpoint predicts to a file."),
+    "watch": ("instep.cli.watch:watch", "Show runs on a live page, while they train or afterwards."),
     "explain": ("instep.cli.explain:explain", "Say what bounded the speed of a run, and what to try next."),
     "track": ("instep.cli.track:track", "Send a run to trackers: csv, mlflow, tensorboard, trackio, wandb."),
     "checkpoints": ("instep.cli.checkpoints:checkpoints", "List, verify, prune or export the checkpoints of a run."),
