@@ -233,7 +233,7 @@ def test_the_users_own_code_inside_a_backward_pass_is_no_collective() -> None:
 def test_the_rest_of_a_compiled_function_has_its_name() -> None:
     frame = Frame("train.py", 69, "torch_dynamo_resume_in_loss_at_65")
     process = Process(pid=1, state="S", stack=(frame,), system_call="clock_nanosleep")
-    stuck = Observation(rank=1, process=process, step=3, phase=Phase.COMPUTE, quiet_s=6.0)
+    stuck = Observation(rank=1, process=process, step=3, phase=Phase.FORWARD, quiet_s=6.0)
     assert judge([stuck]).sentence.startswith("rank 1 is in train.py:69 loss of step 4 (blocked 6 s")
 
 

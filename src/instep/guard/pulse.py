@@ -1,16 +1,18 @@
 """The pulse: a few bytes of shared memory in which a rank notes what it is doing.
 
-One write takes well under a microsecond and never blocks. Where no launcher reads it (under torchrun, say), a rank
-writes to memory of its own.
+One write takes about a microsecond and never blocks. Where no launcher reads it (under torchrun, say), a rank
+writes to memory of its own. The pulse also adds up how long the rank was in each phase.
 
 Ranks: each writes its own; the launcher reads them.
 """
 
+import contextlib
 import mmap
 import os
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -25,12 +27,20 @@ class Phase(IntEnum):
 
     STARTING = 0
     DATA = 1
-    COMPUTE = 2
+    FORWARD = 2
     REDUCE = 3
     UPDATE = 4
     EVALUATE = 5
     SAVE = 6
     DONE = 7
+    BACKWARD = 8
+    COPY = 9
+    HOOKS = 10
+    OTHER = 11
+
+
+# One attribute less to look up in each of the ten beats of a step.
+_REDUCE, _IDENTITY_BYTES, _write_beat = int(Phase.REDUCE), _IDENTITY.size, _BEAT.pack_into
 
 
 @dataclass(frozen=True)
@@ -56,10 +66,50 @@ class Pulse:
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
         self._made = self._step = 0
+        self.is_used = False
+        """Whether a run has counted its time since the pulse began."""
+        self.phase = Phase.STARTING
+        self.begun_s = self.since_s = time.monotonic()
+        """When the pulse, and the phase that is under way, began, on the monotonic clock."""
+        self.seconds = [0.0] * len(Phase)
+        """How long the rank was in each phase, up to `since_s`; waiting for other ranks counts as REDUCE."""
+        self._waited: Callable[[], float] = float
+        self._waited_s = 0.0
+        self.listener: Callable[[Phase], None] | None = None
+        """Called with each phase that begins."""
 
-    def beat(self, phase: int) -> None:
+    def beat(self, phase: Phase) -> None:
         """Write what this rank is doing now."""
-        _BEAT.pack_into(self._memory, _IDENTITY.size, self._made, self._step, phase, time.monotonic())
+        now, waited_s = time.monotonic(), self._waited()
+        _write_beat(self._memory, _IDENTITY_BYTES, self._made, self._step, phase, now)
+        took_s = now - self.since_s
+        if waited_s != self._waited_s:
+            took_s -= waited_s - self._waited_s
+            self.seconds[_REDUCE] += waited_s - self._waited_s
+            self._waited_s = waited_s
+        self.seconds[self.phase] += took_s
+        self.phase, self.since_s = phase, now
+        if self.listener is not None:
+            self.listener(phase)
+
+    def watch_waits(self, waited: Callable[[], float]) -> None:
+        """Ask `waited()` from now on how long the rank has waited for others so far, whatever its phase."""
+        self._waited, self._waited_s = waited, waited()
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Be in a phase while a block lasts, then in the one before."""
+        before = self.phase
+        self.beat(phase)
+        try:
+            yield
+        finally:
+            self.beat(before)
+
+    def move(self, source: Phase, target: Phase, seconds: float) -> None:
+        """Count seconds of one phase as another's: who measured them could not call `beat`."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
 
     def begin_steps(self, step: int) -> None:
         """Write that steps begin, after `step` completed ones."""
@@ -67,13 +117,14 @@ class Pulse:
         self.beat(Phase.DATA)
 
     def end_step(self, step: int | None = None) -> None:
-        """Write that a step is completed, and the next one's data are awaited; without `step`, count it."""
+        """Write that a step is completed, and what follows it begins; without `step`, count it."""
         self._made += 1
         self._step = self._step + 1 if step is None else step
-        self.beat(Phase.DATA)
+        self.beat(Phase.HOOKS)
 
 
 _here = Pulse(bytearray(_SIZE))
+_here.is_used = True  # nobody says when this process's work began: it may have been at a prompt for hours
 
 
 def here() -> Pulse:

@@ -131,6 +131,7 @@ class Bucket:
         if self._prepared is None:
             self.prepare(channel)
         assert self._prepared is not None
+        world.comm_bytes += self.flat.nbytes
         self._pending, self._prepared = self._prepared.begin_sum(self.flat), None
 
     def sum(self, world: World) -> None:

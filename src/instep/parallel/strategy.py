@@ -174,6 +174,9 @@ class StepPart(Protocol):
     def scaled_loss(self, loss: Any, num_rows: int) -> torch.Tensor | None:
         """Count what `loss_of` returned for some of the rows; return what to call backward on, None for nothing."""
 
+    def count_backward(self, seconds: float) -> None:
+        """Note how much of the time since the part began went into backward passes that the strategy ran itself."""
+
 
 class PartRows(Protocol):
     """Where the rows of a part are in the global batch."""

@@ -73,9 +73,9 @@ def read_evaluation(
     on the step and the chunk. Called on all ranks.
     """
     pulse = here()
-    pulse.beat(Phase.EVALUATE)
     engine.context.end_part()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(pulse.during(Phase.EVALUATE))
         saved = [stack.enter_context(evaluating(model)) for model in models]
         stack.enter_context(torch.no_grad())
         seed_chunk = stack.enter_context(engine.evaluation_noise(step))

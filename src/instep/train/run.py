@@ -38,6 +38,7 @@ from instep.train.memory import PeakMemory
 from instep.train.origin import describe_refusal, explain_refusal
 from instep.train.own_evaluation import OwnEvaluation
 from instep.train.patience import Patience
+from instep.train.phases import PhaseLog
 from instep.train.preprocessing import Fit, Preprocessing
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
@@ -110,6 +111,7 @@ class Run(OwnEvaluation):
         self._freezing: Freezing | None = None
         self._memory = PeakMemory(world.device)
         self._pulse = here()
+        self._phases = PhaseLog(self._pulse, world, log)
         self._rng = rng_part()
         self._saver.add(self._rng)
         self._saver.restore(
@@ -232,6 +234,7 @@ class Run(OwnEvaluation):
             step = Step(engine, batch, ends_epoch, batch.size == full_batch, self._hooks)
             self._begin_gather(batch.parts)
             yield step
+            self._pulse.beat(Phase.OTHER)
             for sentence in reader.new_notices():
                 self.notice(sentence)
             for change in reader.new_changes(self.step):
@@ -310,6 +313,7 @@ class Run(OwnEvaluation):
             self.notice(self._moves.pop())
         if self.engine.witness is not None:
             self.engine.witness.begin(self.engine.trained[0].model)
+        self._phases.last_step = num_steps
         self._pulse.begin_steps(self.step)
 
     def evaluate(
@@ -356,8 +360,8 @@ class Run(OwnEvaluation):
 
         `may_skip`: not if the last one is still being written.
         """
-        self._pulse.beat(Phase.SAVE)
-        self._saver.save(self.step, self._scores(), may_skip)
+        with self._pulse.during(Phase.SAVE):
+            self._saver.save(self.step, self._scores(), may_skip)
 
     def save_last(self) -> None:
         """Take a checkpoint of this moment, unless this step's was taken already. Called on all ranks."""
@@ -371,7 +375,8 @@ class Run(OwnEvaluation):
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete."""
-        self._saver.finish()
+        with self._pulse.during(Phase.SAVE):
+            self._saver.finish()
 
     def stop_early(self, reason: str) -> None:
         """Note that the run stops early, and is then complete. Called on all ranks."""
@@ -399,6 +404,10 @@ class Run(OwnEvaluation):
         if self._reader is not None:
             self._reader.source.close()
 
+    def end_phases(self) -> None:
+        """Log where the rest of this rank's time went."""
+        self._phases.close(self.step)
+
     def close(self) -> None:
         """Release models and data; the process group is left after this."""
         self.close_data()
@@ -420,10 +429,11 @@ class Run(OwnEvaluation):
         """Return this step's evaluation, if there was one."""
         return self.metrics if self._evaluated_at == self.step else {}
 
-    def _finish_step(self, record: StepRecord, ends_epoch: bool) -> None:
+    def _finish_step(self, record: StepRecord, ends_epoch: bool, num_rows: int) -> None:
         self.step, self.loss = record.step, record.loss
         self._hooks.stop_request.begin()
         self._pulse.end_step(self.step)
+        self._phases.end_step(self.step, num_rows)
         epoch = self.epoch_means.take(record, ends_epoch)
         if self.is_main:
             if (self.log.step(record) or epoch) and (memory := self._memory.news(self.step)):

@@ -41,8 +41,8 @@ _NOTHING = nullcontext()
 class StepHooks(NamedTuple):
     """How a step asks its run, and reports to it."""
 
-    finished: Callable[[StepRecord, bool], None]
-    """Called with the record of a step, and whether it ends an epoch."""
+    finished: Callable[[StepRecord, bool, int], None]
+    """Called with the record of a step, whether it ends an epoch, and how many rows of it this rank had."""
     refused: Callable[[Step, float], None]
     """Called on all ranks with a loss, when it or the gradient is not finite, before anything is updated; may raise."""
     wants_save: Callable[[], bool]
@@ -102,7 +102,7 @@ class Step:
     def shards(self) -> Iterator[Any]:
         """Yield this rank's parts of the global batch, one after the other."""
         for part in self._batch.parts:
-            self._pulse.beat(Phase.COMPUTE)
+            self._pulse.beat(Phase.FORWARD)
             self._engine.begin_part(part.plan, self._passes)
             self._part = part
             with self._engine.precision.autocast():
@@ -134,6 +134,7 @@ class Step:
         """
         scale = self._count(LossParts(loss, weight, scalars), self.rows.num_rows)
         self.begin_gradient()
+        self._pulse.beat(Phase.BACKWARD)
         if self._part is self._batch.parts[-1]:
             self._engine.begin_last_backward()
         errors = raising_compile_errors() if self._engine.context.compiles else _NOTHING
@@ -182,7 +183,7 @@ class Step:
             skipped=not self._apply or self._overflowed,
             scalars=self._scalars.means(),
         )
-        self._hooks.finished(self.record, self.ends_epoch)
+        self._hooks.finished(self.record, self.ends_epoch, sum([part.plan.num_rows for part in self._batch.parts]))
         return self.record
 
     # For strategies.
@@ -229,6 +230,10 @@ class Step:
         parts = loss_parts(loss)
         scale = self._count(parts, num_rows)
         return _wide(parts.mean) * (scale * self._loss_factor) if scale else None
+
+    def count_backward(self, seconds: float) -> None:
+        """Note how much of the time since the part began went into backward passes that the strategy ran itself."""
+        self._pulse.move(Phase.FORWARD, Phase.BACKWARD, seconds)
 
     def _begin_trial(self, model: nn.Module, loss_of: CompiledLoss, batch: Any) -> Callable[[], None]:
         """Note what compiled code may change before it fails ([Note: Compiling]); return what restores it."""

@@ -211,6 +211,8 @@ def open_run(
         raise
     finally:
         status = "failed" if failure or run is None else run.status
+        if run is not None:
+            run.end_phases()
         step, stopped = (run.step, run.stopped) if run is not None else (0, False)
         if not goes_on:
             log.write(EndRecord(status=status, step=step, error=failure, stopped=stopped))

@@ -71,6 +71,10 @@ class Accelerator(ABC):
         """Return the model name of a device."""
         return str(self.module.get_device_name(device))
 
+    def memory_bytes(self, device: torch.device) -> int:
+        """Return the memory of a device that this process's tensors take now, without waiting for it."""
+        return int(self.module.memory_allocated(device))
+
     def peak_memory_bytes(self, device: torch.device) -> int:
         """Return the most memory of a device that this process has reserved so far, without waiting for it."""
         return int(self.module.max_memory_reserved(device))

@@ -137,6 +137,9 @@ class Mps(Accelerator):
             return ()
         return ((f"Apple {platform.machine()}", int(self.module.recommended_max_memory())),)
 
+    def memory_bytes(self, _device: torch.device) -> int:
+        return int(self.module.current_allocated_memory())
+
     def peak_memory_bytes(self, _device: torch.device) -> int:
         return int(self.module.driver_allocated_memory())  # torch keeps no peak there
 

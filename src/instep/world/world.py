@@ -101,6 +101,8 @@ class World(contextlib.AbstractContextManager["World"]):
         self.device = torch.device(place.device)
         self.waited_s = 0.0
         """Time spent in collectives, most of it waiting for other ranks."""
+        self.comm_bytes = 0
+        """Passed to collectives by this rank, those of gradients and large tensors."""
         self._spare = torch.empty(0)
         spans = is_whole and group is not None and place.spans_nodes and self.device.type == "cpu"
         self._exchange = Exchange(group) if group is not None and spans and self._lane is None else None
@@ -174,6 +176,7 @@ class World(contextlib.AbstractContextManager["World"]):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a contiguous tensor over all ranks, in place. Called on all ranks."""
         begun = time.perf_counter()
+        self.comm_bytes += tensor.nbytes
         if self._lane is not None:
             self._lane.all_reduce_now(tensor)
         elif self._exchange is not None:
@@ -199,6 +202,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
     def begin_all_reduce(self, flat: torch.Tensor) -> dist.Work:
         """Begin to sum a contiguous tensor over all ranks, in place; `wait` ends it. Called on all ranks."""
+        self.comm_bytes += flat.nbytes
         work: dist.Work = dist.all_reduce(flat, group=self._group, async_op=True)
         return work
 
@@ -218,6 +222,7 @@ class World(contextlib.AbstractContextManager["World"]):
         Other ranks may hold the same elements in one flat tensor and call `all_reduce`.
         """
         begun = time.perf_counter()
+        self.comm_bytes += sum([piece.nbytes for piece in pieces])
         assert self._lane is not None
         self._lane.run_now(self._lane.own_lane.all_reduce_coalesced(pieces))
         self.waited_s += time.perf_counter() - begun
@@ -252,6 +257,7 @@ class World(contextlib.AbstractContextManager["World"]):
         if self.world_size == 1:
             out.copy_(add_up(own))
             return
+        self.comm_bytes += len(own) * out.nbytes
         if self._lane is not None and self._lane.can_ordered_reduce(out):
             self._lane.run_now(self._lane.own_lane.ordered_reduce(own, counts, add_up, out))
             return
@@ -292,6 +298,7 @@ class World(contextlib.AbstractContextManager["World"]):
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         begun = time.perf_counter()
+        self.comm_bytes += tensor.nbytes
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         self.waited_s += time.perf_counter() - begun
         return parts
@@ -299,6 +306,7 @@ class World(contextlib.AbstractContextManager["World"]):
     def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Send `send[rank]` of the rows to each rank, in order; return those received, by rank. Called on all ranks."""
         begun = time.perf_counter()
+        self.comm_bytes += rows.nbytes
         device = torch.device("cpu") if self.backend == "gloo" else rows.device  # gloo lacks it for GPUs
         own = rows.to(device).contiguous()
         received = own.new_empty(sum(receive), *rows.shape[1:])

@@ -64,6 +64,8 @@ class BusyClock:
     """How long a rank's stages compute, and how long the schedule takes, waiting included."""
 
     busy_s: float = 0.0
+    backward_s: float = 0.0
+    """Of these, in backward passes."""
     total_s: float = 0.0
 
     @property
@@ -87,7 +89,7 @@ class _StageModule(nn.Module):
         self._current = 0
 
     @contextmanager
-    def microbatch(self, number: int) -> Iterator[None]:
+    def microbatch(self, number: int, is_backward: bool = False) -> Iterator[None]:
         """Set the microbatch of a forward or backward pass, and count the time of the pass."""
         assert self.inputs is not None
         self._current = number
@@ -97,7 +99,9 @@ class _StageModule(nn.Module):
         try:
             yield
         finally:
-            self._clock.busy_s += time.perf_counter() - begun
+            took_s = time.perf_counter() - begun
+            self._clock.busy_s += took_s
+            self._clock.backward_s += took_s * is_backward
 
     def forward(self, *received: torch.Tensor) -> Any:
         assert self.inputs is not None
@@ -153,7 +157,7 @@ class _Stage(PipelineStage):
         # What is recomputed in backward belongs to the same rows. The backward pass has the precision of the forward
         # pass; autocast would cast once more.
         outside = torch.autocast(self.submod.device.type, enabled=False)
-        with self.submod.microbatch(bwd_chunk_id), outside, raising_compile_errors():
+        with self.submod.microbatch(bwd_chunk_id, is_backward=True), outside, raising_compile_errors():
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

@@ -108,7 +108,8 @@ class Pipeline(Strategy):
         """Run a part through the stages, in microbatches; the loss is computed on the last stage."""
         local_stages = self._local_stages.get(model)
         if local_stages is None:  # not a model of run.prepare(); calling it says what is wrong
-            return part.run_whole(model, loss_of)
+            part.run_whole(model, loss_of)
+            return
         rows = part.rows
         local_rows = rows.num_rows if rows.replicated else rows.micro_rows // self.grid.mesh.data_size
         microbatches = []
@@ -123,7 +124,9 @@ class Pipeline(Strategy):
             return part.scaled_loss(loss_of(stand_in, microbatch.batch), microbatch.num_rows)
 
         part.begin_gradient()
-        return local_stages.train(microbatches, rows.replicated, compute_loss)
+        backward_s = local_stages.clock.backward_s
+        local_stages.train(microbatches, rows.replicated, compute_loss)
+        part.count_backward(local_stages.clock.backward_s - backward_s)
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
         return PipelineReducer(parameters, self.grid, self._pp_world, self._shared)

@@ -1,0 +1,126 @@
+"""Where a rank's time goes: from the pulse's sums to `phases` events.
+
+Ranks: each writes its own; none waits for another.
+"""
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+from instep.events.schema import PhasesRecord
+from instep.events.write import EventLog
+from instep.guard.pulse import Phase, Pulse
+from instep.world.device import accelerator_of
+from instep.world.world import World
+
+_RECORD_S = 1.0
+"""How much time a record is of, about."""
+_NAMES = {
+    Phase.STARTING: "startup",
+    Phase.DATA: "data",
+    Phase.COPY: "copy",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.REDUCE: "communication",
+    Phase.UPDATE: "optimizer",
+    Phase.SAVE: "checkpoint",
+    Phase.EVALUATE: "evaluation",
+    Phase.HOOKS: "hooks",
+}
+"""All others are "other"."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_COMPILING = ("entire_frame_compile", "entire_backward_compile")
+
+
+class PhaseLog:
+    """Writes a rank's PhasesRecords: after steps that are multiples of a power of two, the last one, and the end."""
+
+    def __init__(self, pulse: Pulse, world: World, log: EventLog) -> None:
+        pulse.watch_waits(lambda: world.waited_s)
+        self._pulse, self._world, self._log = pulse, world, log
+        self._accelerator = accelerator_of(world.device)
+        self._seconds = list(pulse.seconds) if pulse.is_used else [0.0] * len(Phase)
+        self._since_s = self._step_since_s = pulse.since_s if pulse.is_used else pulse.begun_s
+        pulse.is_used = True
+        self._cpu_s = time.process_time()
+        self._compile_s = _compile_seconds()
+        self._comm_bytes = world.comm_bytes
+        self.last_step: int | None = None
+        """What comes after it is no step's."""
+        self._every = 1
+        self._num_steps = self._num_samples = 0
+        self._longest = (0.0, 0)
+
+    def end_step(self, step: int, num_samples: int) -> None:
+        """Count a step that has just ended, of which this rank had so many samples; write a record if one is due."""
+        ended_s = self._pulse.since_s
+        if ended_s - self._step_since_s > self._longest[0]:
+            self._longest = (ended_s - self._step_since_s, step)
+        self._step_since_s = ended_s
+        self._num_steps += 1
+        self._num_samples += num_samples
+        if not step % self._every or step == self.last_step:
+            self._write(step)
+
+    def close(self, step: int) -> None:
+        """Write what is left."""
+        self._pulse.beat(Phase.OTHER)
+        if self._pulse.since_s > self._since_s:
+            self._write(step)
+
+    def _write(self, step: int) -> None:
+        pulse, since_s = self._pulse, self._pulse.since_s
+        phases = dict.fromkeys((*_NAMES.values(), "other"), 0.0)
+        for phase in Phase:
+            phases[_NAMES.get(phase, "other")] += pulse.seconds[phase] - self._seconds[phase]
+        self._take_compiling(phases)
+        cpu_s, seconds = time.process_time(), since_s - self._since_s
+        device = None if self._accelerator is None else self._accelerator.memory_bytes(self._world.device)
+        self._log.write(
+            PhasesRecord(
+                step=step,
+                num_steps=self._num_steps,
+                num_samples=self._num_samples,
+                seconds=round(seconds, 6),
+                phases={name: round(value, 6) for name, value in phases.items() if abs(value) >= 5e-7},
+                longest_s=round(self._longest[0], 6),
+                longest_step=self._longest[1],
+                cpu_s=round(cpu_s - self._cpu_s, 6),
+                host_bytes=_resident_bytes(),
+                device_bytes=device,
+                comm_bytes=self._world.comm_bytes - self._comm_bytes,
+            )
+        )
+        if self._num_steps:
+            self._every = 2 ** max(0, round(math.log2(_RECORD_S * self._num_steps / max(seconds, 1e-6))))
+        self._seconds, self._since_s, self._cpu_s = list(pulse.seconds), since_s, cpu_s
+        self._comm_bytes = self._world.comm_bytes
+        self._num_steps = self._num_samples = 0
+        self._longest = (0.0, 0)
+
+    def _take_compiling(self, phases: dict[str, float]) -> None:
+        """Move what torch.compile took since the last record out of the phases that it was in."""
+        compile_s, total_s = _compile_seconds(), 0.0
+        left_s, self._compile_s = compile_s - self._compile_s, compile_s
+        for name in ("forward", "backward", "startup", "optimizer", "evaluation"):
+            taken_s = min(max(0.0, phases[name]), left_s)
+            phases[name] -= taken_s
+            left_s -= taken_s
+            total_s += taken_s
+        phases["compile"] = total_s
+
+
+def _compile_seconds() -> float:
+    """Return how long torch.compile has worked in this process."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is None:
+        return 0.0
+    return float(sum(utils.cumulative_time_spent_ns.get(name, 0.0) for name in _COMPILING)) / 1e9
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:  # not on Linux
+        return 0
