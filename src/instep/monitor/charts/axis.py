@@ -82,9 +82,9 @@ def log_axis(values: Iterable[float]) -> Axis:
 
 
 def _nice(step: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is at least `step`."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `step`."""
     power = 10.0 ** math.floor(math.log10(step))
-    return next(m * power for m in (1.0, 2.0, 5.0, 10.0, 20.0) if m * power >= step * (1 - 1e-9))
+    return next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0) if m * power >= step * (1 - 1e-9))
 
 
 def number_text(value: float, digits: int = 4) -> str:

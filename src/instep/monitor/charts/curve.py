@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from instep.monitor.charts.axis import is_drawn
 
-MAX_POINTS = 400
+MAX_POINTS = 200
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,12 @@ class LineChart:
     ideal: Sequence[tuple[float, float]] = ()
     """A dashed line through these points."""
     x_ticks: Sequence[float] = ()
+    colors: Sequence[int] = ()
+    """The numbers of the curves' colours; unless given, 0, 1, 2, …"""
+
+    def color(self, number: int) -> str:
+        """Return the colour of a curve."""
+        return f"var(--c{(self.colors[number] if self.colors else number) % NUM_COLORS})"
 
 
 def line_chart(chart: LineChart) -> str:
@@ -49,7 +55,7 @@ def line_chart(chart: LineChart) -> str:
     if chart.ideal:
         parts.append(element("path", d=path([frame.at(x, y) for x, y in chart.ideal]), class_="ideal"))
     for number, curve in enumerate(chart.curves):
-        parts += frame.curve(curve, f"var(--c{number % NUM_COLORS})")
+        parts += frame.curve(curve, chart.color(number))
     return drawing(chart.width, chart.height + _LEGEND_ROW * len(legend), "".join(parts), chart.title)
 
 
@@ -80,8 +86,7 @@ def _legend(chart: LineChart) -> list[str]:
             rows, x = [*rows, []], _LEFT
         y = 28.0 + _LEGEND_ROW * (len(rows) - 1)
         rows[-1].append(
-            element("rect", x=x, y=y - 5, width=10, height=3, fill=f"var(--c{number % NUM_COLORS})")
-            + text(x + 14, y, name)
+            element("rect", x=x, y=y - 5, width=10, height=3, fill=chart.color(number)) + text(x + 14, y, name)
         )
         x += width
     return ["".join(row) for row in rows]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from instep.core.plural import plural
 from instep.core.version import __version__
+from instep.events.schema import PHASES
 from instep.monitor.charts.bar_chart import Bar, BarChart, bar_chart
 from instep.monitor.charts.curve import make_curve
 from instep.monitor.charts.line_chart import LineChart, line_chart
 from instep.monitor.charts.svg import element, escape
 from instep.monitor.progress import duration
 from instep.monitor.report import page, tables
-from instep.monitor.report.facts import PHASES, RankPhases, RunFacts
+from instep.monitor.report.facts import RankPhases, RunFacts
+from instep.monitor.report.recipe import wrapped
 from instep.monitor.report.report import Report
 from instep.monitor.scaling.table import SpeedRow
 
@@ -69,7 +71,13 @@ def _scaling(rows: list[SpeedRow], caveat: str | None) -> list[str]:
         "smallest number of processes. Dashed: ideal."
     )
     more = [page.box(caveat)] if caveat else []
-    return [page.heading(2, "Scaling"), *more, page.table(tables.scaling_table(rows)), chart, page.paragraph(text, "note")]
+    return [
+        page.heading(2, "Scaling"),
+        *more,
+        page.table(tables.scaling_table(rows)),
+        chart,
+        page.paragraph(text, "note"),
+    ]
 
 
 def speedup_chart(rows: list[SpeedRow]) -> LineChart:
@@ -93,7 +101,11 @@ def _note_on_curves(report: Report) -> str:
     notes = []
     if dense:
         most = max(curve.num_values for curve in dense)
-        notes.append(f"Curves of up to {most:,} values are drawn as the means of stretches; the band is least to greatest.")
+        notes.append(
+            f"Curves of up to {most:,} values are drawn as the means of stretches; the band is least to greatest."
+        )
+    if len(report.runs) > 1:
+        notes.append("Of curves that coincide, the last one is seen.")
     if any(chart.marks for chart in report.charts()):
         notes.append("Dashed lines are restarts.")
     return page.paragraph(" ".join(notes), "note") if notes else ""
@@ -120,7 +132,7 @@ def _run(run: RunFacts, level: int) -> list[str]:
 def _command(run: RunFacts) -> str:
     if run.recipe.command is None:
         return page.paragraph(f"There is no command to train it again: {run.recipe.why_no_command}.", "note")
-    return page.paragraph("To train the same again:") + element("pre", escape(run.recipe.command))
+    return page.paragraph("To train the same again:") + element("pre", escape(wrapped(run.recipe.command)))
 
 
 def phases_chart(ranks: tuple[RankPhases, ...]) -> str:

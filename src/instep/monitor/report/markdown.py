@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from instep.core.version import __version__
 from instep.monitor.report import tables
 from instep.monitor.report.facts import RunFacts
+from instep.monitor.report.recipe import wrapped
 from instep.monitor.report.report import Report
 from instep.monitor.report.tables import Table
 
@@ -44,7 +45,7 @@ def _run(name: str, run: RunFacts) -> list[str]:
     lines += ["### What ran", ""]
     if run.recipe.command is not None:
         fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", run.recipe.command)), default=0))
-        lines += [f"{fence}sh", run.recipe.command.replace("\n", " "), fence, ""]
+        lines += [f"{fence}sh", wrapped(run.recipe.command), fence, ""]
     else:
         lines += [f"There is no command to train it again: {escape(run.recipe.why_no_command)}.", ""]
     return [*lines, *render(Table(("", ""), tuple(tables.what_ran(run)))), ""]
@@ -53,7 +54,11 @@ def _run(name: str, run: RunFacts) -> list[str]:
 def render(table: Table) -> list[str]:
     """Return the lines of a table."""
     marks = ["---:" if number in table.numbers else "---" for number in range(len(table.head))]
-    return [_row([escape(text) for text in table.head]), _row(marks), *(_row([escape(t) for t in r]) for r in table.rows)]
+    return [
+        _row([escape(text) for text in table.head]),
+        _row(marks),
+        *(_row([escape(t) for t in r]) for r in table.rows),
+    ]
 
 
 def escape(text: str) -> str:

@@ -30,10 +30,11 @@ p{margin:8px 0}.note{color:var(--muted);font-size:13px}
 table{border-collapse:collapse;width:100%;font-size:13.5px;margin:8px 0}
 th,td{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th{color:var(--muted);font-weight:600;border-bottom-color:var(--muted);white-space:nowrap}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;padding:5px 0 5px 12px}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;padding:5px 12px}
+td.n:last-child,th.n:last-child{padding-right:0}
 table.facts td:first-child{color:var(--muted);white-space:nowrap;width:1%;padding-right:20px}
 table.facts td{overflow-wrap:anywhere}
-table.times td:nth-child(-n+4){white-space:nowrap}table.times td:last-child{padding-left:12px}
+table.times td:nth-child(-n+4){white-space:nowrap}
 pre{background:var(--soft);border:1px solid var(--rule);padding:10px 13px;white-space:pre-wrap;overflow-wrap:anywhere;
  font:13px/1.5 ui-monospace,"SF Mono","DejaVu Sans Mono",monospace;margin:8px 0}
 .box{border-left:3px solid var(--warn);background:var(--soft);padding:8px 14px;margin:12px 0;font-size:14px;
@@ -41,6 +42,7 @@ pre{background:var(--soft);border:1px solid var(--rule);padding:10px 13px;white-
 .verdict{border-left-color:var(--c0)}
 footer{margin-top:38px;padding-top:10px;border-top:1px solid var(--rule);color:var(--muted);font-size:12.5px}
 @media print{@page{margin:15mm}body{max-width:none;padding:0;font-size:11pt}h1{font-size:20pt}
+ .numbers div{flex:1 1 80px;padding:6px 9px}.numbers dd{font-size:12pt}
  .charts{grid-template-columns:1fr 1fr}.chart,.numbers,tr{break-inside:avoid}h2,h3{break-after:avoid}
  .scroll{overflow:visible}table{font-size:9pt}pre{font-size:8.5pt}}
 """
@@ -57,7 +59,9 @@ def page(title: str, parts: Iterable[str]) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
     )
 
 

@@ -49,6 +49,17 @@ def read_recipe(run_dir: Path, complaints: list[str]) -> Recipe:
     return Recipe(task=name, file=file, fields=fields, command=command, why_no_command=why)
 
 
+def wrapped(command: str, width: int = 88) -> str:
+    """Return a command on several lines, each continued by a backslash, where one would be too long."""
+    lines: list[str] = []
+    for word in map(shlex.quote, shlex.split(command)):
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}" if lines else word)
+    return " \\\n".join(lines)
+
+
 def _options(values: Mapping[str, Any]) -> tuple[list[str], str]:
     """Return the options that make the same training again, and why they cannot be given."""
     repeated = {option.name for option in options_of(TrainSpec) if option.scope not in _NOT_REPEATED}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.core.version import __version__
-from instep.monitor.charts.curve import Curve
 from instep.monitor.charts.line_chart import LineChart
 from instep.monitor.report.facts import RunFacts
 from instep.monitor.scaling.table import SpeedRow, speed_rows
@@ -75,12 +74,12 @@ class Report:
     def _chart(self, name: str) -> LineChart:
         kind, _, rest = name.partition("/")
         title = _TITLES.get(name) or (rest if kind in ("metric", "scalar") else name)
-        curves: list[Curve] = []
-        for label, run in zip(self.names(), self.runs, strict=True):
-            if name in run.curves:
-                curves.append(dataclasses.replace(run.curves[name], name=label))
+        having = [number for number, run in enumerate(self.runs) if name in run.curves]
+        labels = self.names()
+        curves = [dataclasses.replace(self.runs[number].curves[name], name=labels[number]) for number in having]
         may_log = name in ("loss", "grad_norm", "metric/eval_loss") or kind == "scalar"
-        return LineChart(title, curves, may_log=may_log, from_zero=name == "samples/s", marks=self._marks())
+        from_zero = name in ("lr", "samples/s")
+        return LineChart(title, curves, may_log=may_log, from_zero=from_zero, marks=self._marks(), colors=having)
 
     def _marks(self) -> list[tuple[float, str]]:
         """Return the restarts of a single run; those of several would not tell whose they are."""

@@ -14,6 +14,8 @@ from instep.monitor.charts.curve import Curve, make_curve
 _WARM_UP = 5
 """Steps of each attempt that do not count for the speed: caches are cold, kernels are compiled."""
 _SHORTEST_S = 1e-9
+_STEPS_OF_A_SPEED, _MAX_SPEEDS = 10, 60
+"""A point of the curve of the speed has at least this many steps, and the curve at most this many points."""
 MAX_NAMES = 40
 """Scalars and metrics that are kept; a run that logs more has too many to look at."""
 
@@ -73,7 +75,7 @@ class StepTable:
     def speed_curve(self, max_points: int) -> Curve:
         """Return samples per second over the steps: of each stretch of steps, their samples over their time."""
         count = len(self._ends)
-        num_points = min(max_points, max(1, count // 5)) if count else 0
+        num_points = min(max_points, _MAX_SPEEDS, max(1, count // _STEPS_OF_A_SPEED)) if count else 0
         edges = [round(number * count / num_points) for number in range(num_points + 1)] if num_points else []
         rates = Column()
         for begin, end in itertools.pairwise(edges):

@@ -106,7 +106,14 @@ def incidents_table(run: RunFacts) -> Table:
     """Return what happened, and when."""
     begun = run.started_s or 0.0
     rows = [
-        (clock_text(i.time_s), "+" + duration(max(0.0, i.time_s - begun)), f"{i.step:,}", i.kind, ranks_text(i.ranks), i.text)
+        (
+            clock_text(i.time_s),
+            "+" + duration(max(0.0, i.time_s - begun)),
+            f"{i.step:,}",
+            i.kind,
+            ranks_text(i.ranks),
+            i.text,
+        )
         for i in run.incidents
     ]
     return Table(("time (UTC)", "after", "step", "what", "rank", ""), tuple(rows), frozenset({1, 2}))
@@ -169,4 +176,4 @@ def _count(value: int | None) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:,.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else number_text(value, 2)
+    return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
