@@ -27,6 +27,7 @@ COMMANDS = {
     "evaluate": ("instep.cli.evaluate:evaluate", "Compute the metrics of a run's checkpoint."),
     "predict": ("instep.cli.predict:predict", "Write what a run's checkpoint predicts to a file."),
     "track": ("instep.cli.track:track", "Send a run to trackers: csv, mlflow, tensorboard, trackio, wandb."),
+    "scale": ("instep.cli.scale:scale", "Measure how much faster a training is on more processes, and why not more."),
     "report": ("instep.cli.report:report", "Write a report of runs: results, curves, where the time went, incidents."),
     "checkpoints": ("instep.cli.checkpoints:checkpoints", "List, verify, prune or export the checkpoints of a run."),
 }

@@ -1,0 +1,135 @@
+"""What a short training at one world size took: from its events to seconds a step by cause. Pure but for reading.
+
+[Note: Waiting and transfer]
+The phase "communication" of a rank is the time in which it waited for a transfer or for other ranks. The rank that
+came last to a collective waited for nobody, so the least communication of any rank is taken for the transfer, and what
+the others have more than that is waiting for it. This is done for each record that all ranks have (about a second). Of
+ranks that are slow in turns, step by step, within one record, the least is too large: such waiting counts as
+communication.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.core.errors import EnvironmentFailed
+from instep.monitor.run_log import RunLog
+
+COMMUNICATION, WAITING, INPUT, COMPUTATION, OPTIMIZER, OTHER = (
+    "communication",
+    "waiting",
+    "input",
+    "computation",
+    "optimizer",
+    "other",
+)
+CAUSES = {
+    COMMUNICATION: "transfers that no computing hides",
+    WAITING: "waiting for other ranks",
+    INPUT: "waiting for data",
+    COMPUTATION: "forward and backward passes that take longer: memory bandwidth and cores are shared, small batches",
+    OPTIMIZER: "the update of the weights, which ranks repeat",
+    OTHER: "everything else: hooks, logging",
+}
+"""What a step's time consists of, and so what efficiency is lost to."""
+_OF_PHASE = {
+    "data": INPUT,
+    "copy": COMPUTATION,
+    "forward": COMPUTATION,
+    "backward": COMPUTATION,
+    "optimizer": OPTIMIZER,
+}
+_NOT_OF_STEPS = ("startup", "compile", "evaluation", "checkpoint")
+WARM_UP_STEPS = 5
+"""Steps at the beginning that do not count."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A measured piece: how long a step took, of that each cause, and the samples of a step."""
+
+    step_s: float
+    parts_s: Mapping[str, float]
+    """By cause (CAUSES); they add up to `step_s`."""
+    samples_per_step: float
+    num_steps: int
+    """That were measured."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """The speed."""
+        return self.samples_per_step / self.step_s
+
+
+def read_piece(run_dir: Path) -> Piece:
+    """Return what the events of a finished piece say."""
+    steps: list[Mapping[str, Any]] = []
+    records: dict[int, list[Mapping[str, Any]]] = {}
+    for rank, event in RunLog(run_dir).poll():
+        if event["event"] == "step" and rank == 0:
+            steps.append(event)
+        elif event["event"] == "phases":
+            records.setdefault(rank, []).append(event)
+    return measure(steps, records)
+
+
+def measure(steps: Sequence[Mapping[str, Any]], records: Mapping[int, Sequence[Mapping[str, Any]]]) -> Piece:
+    """Return the piece that rank 0's steps and all ranks' `phases` records make.
+
+    The time of a step is that between the ends of steps; the records say how it is divided.
+    """
+    warm_up = min(WARM_UP_STEPS, len(steps) // 2)
+    counted = steps[warm_up:]
+    if not counted or warm_up == 0 or counted[-1]["time"] <= steps[warm_up - 1]["time"]:
+        raise EnvironmentFailed(f"{len(steps)} steps are too few to be measured. Give more with --steps.")
+    step_s = (counted[-1]["time"] - steps[warm_up - 1]["time"]) / len(counted)
+    shares = _shares(records)
+    samples = statistics.fmean(step["num_samples"] for step in counted)
+    return Piece(step_s, {cause: step_s * share for cause, share in shares.items()}, samples, len(counted))
+
+
+def _shares(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Return the share of each cause in the time of the steps, the mean over the ranks."""
+    used = {rank: _after_warm_up(of_rank) for rank, of_rank in records.items()}
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    for of_rank in used.values():
+        for record in of_rank:
+            for name, value in record["phases"].items():
+                if name == COMMUNICATION:
+                    seconds[WAITING] += value  # the transfer is taken out of it below
+                elif name not in _NOT_OF_STEPS:
+                    seconds[_OF_PHASE.get(name, OTHER)] += value
+    seconds[COMMUNICATION] = min(seconds[WAITING], transfer_s(list(used.values())) * len(used))
+    seconds[WAITING] -= seconds[COMMUNICATION]
+    total = sum(seconds.values())
+    if total <= 0:
+        return {**dict.fromkeys(CAUSES, 0.0), OTHER: 1.0}
+    return {cause: value / total for cause, value in seconds.items()}
+
+
+def _after_warm_up(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the records that begin after the first steps; of a short piece, those that begin as late as any does."""
+    of_steps = [record for record in records if record["num_steps"] > 0]
+    begins = [record["step"] - record["num_steps"] for record in of_steps]
+    least = min(WARM_UP_STEPS, max(begins, default=0))
+    return [record for record, begin in zip(of_steps, begins, strict=True) if begin >= least]
+
+
+def transfer_s(ranks: Sequence[Iterable[Mapping[str, Any]]]) -> float:
+    """Return how long a rank's transfers took ([Note: Waiting and transfer])."""
+    by_stretch: dict[tuple[int, int], list[float]] = {}
+    rest = [0.0] * len(ranks)
+    for records in ranks:
+        for record in records:
+            waited = record["phases"].get(COMMUNICATION, 0.0)
+            by_stretch.setdefault((record["step"], record["num_steps"]), []).append(waited)
+    shared = {stretch for stretch, waits in by_stretch.items() if len(waits) == len(ranks)}
+    for number, records in enumerate(ranks):
+        for record in records:
+            if (record["step"], record["num_steps"]) not in shared:
+                rest[number] += record["phases"].get(COMMUNICATION, 0.0)
+    return sum(min(by_stretch[stretch]) for stretch in shared) + min(rest, default=0.0)
