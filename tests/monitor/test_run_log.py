@@ -128,6 +128,15 @@ def test_events_of_a_later_version_are_passed_on(tmp_path: Path) -> None:
     assert log.damaged == []
 
 
+def test_kinds_that_nobody_asks_for_are_skipped_and_lines_still_counted(tmp_path: Path) -> None:
+    write(tmp_path, 0, a_step(1), some_phases(1), a_step(2))
+    with path_of(tmp_path).open("a") as file:
+        file.write("x\n")
+    log = RunLog(tmp_path, without=("step",))
+    assert brief(log) == [(0, "phases", 1)]
+    assert [damage.line for damage in log.damaged] == [4]
+
+
 def test_a_run_that_starts_over_is_read_from_its_beginning(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write(run, 0, a_step(1), a_step(2))

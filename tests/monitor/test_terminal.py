@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted_log import steady
 from rich.console import Console
 
 from instep.events.schema import EndRecord, EpochRecord, EvalRecord, NoticeRecord, PlanRecord, StartRecord, StepRecord
@@ -260,3 +261,22 @@ def test_a_stream_that_does_not_say_how_long_it_is() -> None:
     line = state.take({**plan, "batch_size": 8, "num_samples": None, "num_parameters": 12, "reading": "a stream"})
     assert line == "T: 12 parameters, samples (a stream), 9 steps of 8"
     assert state.line() == "step 0/9  epoch 1"
+
+
+@pytest.mark.parametrize(
+    ("data_s", "num_windows", "status", "says"),
+    [(2.0, 8, "complete", True), (0.0, 30, "complete", False), (2.0, 2, "complete", False), (2.0, 8, "failed", False)],
+)
+def test_a_complete_run_of_some_length_ends_with_what_bounded_its_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data_s: float, num_windows: int, status: str, says: bool
+) -> None:
+    with Follower(tmp_path, ["terminal"]):
+        log = EventLog(tmp_path, 0)
+        for record in steady([{"forward": 1.0, "data": data_s}], num_windows)[0]:
+            log.write(record)
+        log.write(EndRecord(status=status, step=1))
+        log.close()
+    out = capsys.readouterr().err
+    assert ("Input bounded the speed" in out) == says
+    assert (f"More: instep explain {tmp_path}" in out) == says
+    assert "has failed and is off" not in out

@@ -26,6 +26,7 @@ COMMANDS = {
     "cancel": ("instep.cli.jobs:cancel", "Cancel SLURM jobs, and wait until they have ended."),
     "evaluate": ("instep.cli.evaluate:evaluate", "Compute the metrics of a run's checkpoint."),
     "predict": ("instep.cli.predict:predict", "Write what a run's checkpoint predicts to a file."),
+    "explain": ("instep.cli.explain:explain", "Say what bounded the speed of a run, and what to try next."),
     "track": ("instep.cli.track:track", "Send a run to trackers: csv, mlflow, tensorboard, trackio, wandb."),
     "scale": ("instep.cli.scale:scale", "Measure how much faster a training is on more processes, and why not more."),
     "report": ("instep.cli.report:report", "Write a report of runs: results, curves, where the time went, incidents."),

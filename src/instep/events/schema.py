@@ -180,6 +180,8 @@ class PhasesRecord(Record, event="phases"):
     longest_step: int = 0
     cpu_s: float = 0.0
     """How long this process's threads computed; less than `seconds` where it waits, more with several threads."""
+    delayed_s: float = 0.0
+    """How long the training thread was ready to compute, and waited for a core that others used; 0 if not known."""
     host_bytes: int = 0
     """Resident in host memory now."""
     device_bytes: int | None = None

@@ -58,12 +58,13 @@ class RunLog:
 
     A step that a restart made again, its evaluation, its checkpoint and the end of its epoch are yielded once: as the
     attempt that came first wrote them, unless `repeats` asks for all. Events that are not of a step (`start`, `phases`,
-    `notice`, …) are all yielded: a second that was spent again was spent.
+    `notice`, …) are all yielded: a second that was spent again was spent. The kinds `without` are not read at all.
     """
 
-    def __init__(self, run_dir: Path, repeats: bool = False) -> None:
+    def __init__(self, run_dir: Path, repeats: bool = False, without: Iterable[str] = ()) -> None:
         check_run(run_dir)
         self.run_dir = run_dir
+        self._without = tuple(without)
         self.damaged: list[DamagedLine] = []
         """The lines that could not be read so far."""
         self.generation = 0
@@ -97,16 +98,16 @@ class RunLog:
             self._ranks, self.damaged = {}, []
         for rank in _ranks_in(self.run_dir):
             if rank not in self._ranks:
-                self._ranks[rank] = _RankLog(path_of(self.run_dir, rank))
+                self._ranks[rank] = _RankLog(path_of(self.run_dir, rank), self._without)
 
 
 class _RankLog:
     """One rank's log."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, without: tuple[str, ...]) -> None:
         self.path = path
         self.damaged: list[DamagedLine] = []
-        self._tail = EventTail(path)
+        self._tail = EventTail(path, without)
         self._num_damaged = 0
         self._inode, self._num_bytes = _identity(path)
         self._newest_step: dict[str, int] = {}
@@ -211,21 +212,16 @@ def _fault(event: Mapping[str, Any]) -> str | None:
         return "names no event"
     if not isinstance(event.get("time"), _NUMBER):
         return f"{_a(kind)} event without a time"
-    for name, types, value_types in _REQUIRED.get(kind, ()):
-        if name not in event:
-            return f"{_a(kind)} event without {name}"
-        value: Any = event[name]
-        if not isinstance(value, types) or (value_types and not _are(value.values(), value_types)):
-            return f"{_a(kind)} event whose {name} is {value!r:.40}"
+    for field in _REQUIRED.get(kind, ()):
+        if field.name not in event:
+            return f"{_a(kind)} event without {field.name}"
+        if not field.admits(event[field.name]):
+            return f"{_a(kind)} event whose {field.name} is {event[field.name]!r:.40}"
     return None
 
 
 def _a(word: str) -> str:
     return f"an {word}" if word[:1] in "aeiou" else f"a {word}"
-
-
-def _are(values: Iterable[Any], types: tuple[type, ...]) -> bool:
-    return all(isinstance(value, types) for value in values)
 
 
 class _Required(NamedTuple):
@@ -234,6 +230,12 @@ class _Required(NamedTuple):
     name: str
     types: tuple[type, ...]
     value_types: tuple[type, ...]
+
+    def admits(self, value: Any) -> bool:
+        """Return whether a value is of the field's type."""
+        if self.value_types and isinstance(value, dict):
+            return all(isinstance(item, self.value_types) for item in value.values())
+        return isinstance(value, self.types)
 
 
 def _required(record: type[Any]) -> tuple[_Required, ...]:

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from instep.monitor.bottleneck.verdict import last_word
 from instep.monitor.progress import ProgressState, fit, wrapped
 from instep.monitor.reader import EventReader
 
@@ -26,7 +27,9 @@ class TerminalDisplay(EventReader):
 
     repeats: ClassVar[bool] = True
 
-    def __init__(self, _run_dir: Path) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._is_complete = False
         self._state = ProgressState()
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
@@ -38,6 +41,7 @@ class TerminalDisplay(EventReader):
 
     def read(self, event: dict[str, Any]) -> None:
         """Take an event in, and print its line if it has one."""
+        self._is_complete = event["event"] == "end" and event["status"] == "complete"
         line = self._state.take(event)
         if line is not None:
             if not self._console.is_terminal:
@@ -75,9 +79,11 @@ class TerminalDisplay(EventReader):
         return cast(TextIO, _AboveBar(self._console))
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the bar; after a complete run of some length, say what bounded its speed, unless nothing did."""
         if self._bar is not None:
             self._bar.stop()
+        if self._is_complete and (text := last_word(self._run_dir)) is not None:
+            self._console.print(text, markup=False, soft_wrap=True)
 
 
 class _TwoLines(Progress):

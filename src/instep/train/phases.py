@@ -44,7 +44,7 @@ class PhaseLog:
         self._seconds = list(pulse.seconds) if pulse.is_used else [0.0] * len(Phase)
         self._since_s = self._step_since_s = pulse.since_s if pulse.is_used else pulse.begun_s
         pulse.is_used = True
-        self._cpu_s = time.process_time()
+        self._cpu_s, self._delayed_s = time.process_time(), _delayed_seconds()
         self._compile_s = _compile_seconds()
         self._comm_bytes = world.comm_bytes
         self.last_step: int | None = None
@@ -76,7 +76,7 @@ class PhaseLog:
         for phase in Phase:
             phases[_NAMES.get(phase, "other")] += pulse.seconds[phase] - self._seconds[phase]
         self._take_compiling(phases)
-        cpu_s, seconds = time.process_time(), since_s - self._since_s
+        cpu_s, delayed_s, seconds = time.process_time(), _delayed_seconds(), since_s - self._since_s
         device = None if self._accelerator is None else self._accelerator.memory_bytes(self._world.device)
         self._log.write(
             PhasesRecord(
@@ -88,6 +88,7 @@ class PhaseLog:
                 longest_s=round(self._longest[0], 6),
                 longest_step=self._longest[1],
                 cpu_s=round(cpu_s - self._cpu_s, 6),
+                delayed_s=round(max(0.0, delayed_s - self._delayed_s), 6),
                 host_bytes=_resident_bytes(),
                 device_bytes=device,
                 comm_bytes=self._world.comm_bytes - self._comm_bytes,
@@ -95,7 +96,8 @@ class PhaseLog:
         )
         if self._num_steps:
             self._every = 2 ** max(0, round(math.log2(_RECORD_S * self._num_steps / max(seconds, 1e-6))))
-        self._seconds, self._since_s, self._cpu_s = list(pulse.seconds), since_s, cpu_s
+        self._seconds, self._since_s = list(pulse.seconds), since_s
+        self._cpu_s, self._delayed_s = cpu_s, delayed_s
         self._comm_bytes = self._world.comm_bytes
         self._num_steps = self._num_samples = 0
         self._longest = (0.0, 0)
@@ -117,6 +119,14 @@ def _compile_seconds() -> float:
     if (utils := sys.modules.get("torch._dynamo.utils")) is None:
         return 0.0
     return float(sum(utils.cumulative_time_spent_ns.get(name, 0.0) for name in _COMPILING)) / 1e9
+
+
+def _delayed_seconds() -> float:
+    """Return how long this thread was ready to run so far, and no core was free for it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # not on Linux, or the kernel does not count it
+        return 0.0
 
 
 def _resident_bytes() -> int:

@@ -1,0 +1,297 @@
+"""What to try against a cause, and what it should bring, computed from what was measured.
+
+A gain is a share of the wall time: 0.25 means that the same samples would take a quarter less time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from instep.core.durations import Cadence
+from instep.core.errors import SpecError
+from instep.core.options import OptionScope, options_of
+from instep.core.spec import TrainSpec
+from instep.monitor.bottleneck.causes import LARGER_BATCH, Cause
+from instep.monitor.bottleneck.facts import Facts
+from instep.monitor.bottleneck.frontier import Frontier
+
+_SAVE_SHARE = 0.02
+"""What checkpoints may cost with the interval that is advised."""
+_EVAL_SHARE = 0.05
+_INTERVALS = {"1m": 60, "2m": 120, "5m": 300, "10m": 600, "30m": 1800, "1h": 3600, "2h": 7200}
+_MOST_WORKERS = 16
+_MARGIN = 1.25
+"""More readers than would be just enough, since batches do not take equally long."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to try."""
+
+    text: str
+    options: str = ""
+    """The options that it changes, as words of a command line; empty: it is not an option."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """The same as fields of the TrainSpec."""
+    gain: float | None = None
+    """The share of the wall time that it should save; None: the events do not say."""
+
+
+def advice_for(cause: Cause, frontier: Frontier, facts: Facts) -> list[Advice]:
+    """Return what to try against a cause, the most promising first."""
+    return list(_ADVISERS[cause.kind](cause, frontier, facts))
+
+
+def _change(text: str, gain: float | None, **changes: Any) -> Advice:
+    """Return the advice to set options; `text` says why."""
+    declared = {option.name: option for option in options_of(TrainSpec)}
+    words: list[str] = []
+    for name, value in changes.items():
+        words += declared[name].words(value) if value is not None else []
+        if declared[name].scope is OptionScope.RECIPE:
+            text += (
+                " It is part of the recipe: the result will be another one, and the run cannot be continued with it."
+            )
+    return Advice(text, " ".join(words), changes, None if gain is None else round(max(0.0, gain), 4))
+
+
+def _hint(text: str, gain: float) -> Advice:
+    """Return the advice to change something that is not an option."""
+    return Advice(text, gain=round(gain, 4))
+
+
+def _input(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    num_steps = max(1, frontier.num_steps)
+    wait_s = cause.seconds / num_steps
+    rest_s = max(1e-6, _training_s(frontier) / num_steps - wait_s)
+    asked = facts.option("data_workers")
+    choice = facts.inputs.get(cause.rank if cause.rank is not None else min(frontier.ranks, default=0))
+    readers = int(asked if asked is not None else (choice or {}).get("workers", 0))
+    # One reader needs this long for a batch: all that the training waited, and what it read while the step ran.
+    read_s = wait_s if not readers else readers * (wait_s + rest_s)
+    more = min(_MOST_WORKERS, max(readers + 1, math.ceil(_MARGIN * read_s / rest_s)))
+    left_s = max(0.0, read_s / more - rest_s)
+    gain = (wait_s - left_s) * num_steps / frontier.wall_s
+    if asked is not None and asked < more:
+        yield _change(
+            f"{more} reader{'s' * (more > 1)} per rank instead of {asked}, since one needs {_ms(read_s)} for a batch, "
+            f"and a step takes {_ms(rest_s)} without it. If reading computes, this needs as many free cores; without "
+            "the option, instep measures how many readers help.",
+            gain,
+            data_workers=more,
+        )
+    elif choice is not None and choice["read_s"] > 0 and choice["cpu_s"] > 0.5 * choice["read_s"]:
+        yield _hint(
+            f"a batch takes {_ms(choice['read_s'])} to read, {_ms(choice['cpu_s'])} of it computing in the dataset, "
+            f"and {_readers(readers)} could not keep up: the node's cores are busy. Compute once what is the same in "
+            "every epoch (decoding, resizing, tokenizing) and store it, or transform whole batches in `collate`.",
+            gain=cause.seconds / frontier.wall_s,
+        )
+    else:
+        yield _change(
+            f"{more} readers per rank. So far {_readers(readers)} read{'s' * (readers < 2)}, one batch in "
+            f"{_ms(read_s)}, most of which is waiting for a disk, a network or a lock.",
+            gain,
+            data_workers=more,
+        )
+
+
+def _readers(count: int) -> str:
+    return "the training process itself" if not count else f"{count} reader{'s' * (count > 1)}"
+
+
+def _hooks(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    yield _hint(
+        "do less in the Task's hooks (`on_step`, `on_eval`, `on_save`, `stop`), or do it every N steps: they run "
+        f"between the steps{', on rank 0, and the other ranks wait' if facts.world_size > 1 else ''}.",
+        gain=cause.seconds / frontier.wall_s,
+    )
+
+
+def _delayed(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    gain, threads = cause.seconds / frontier.wall_s, facts.option("threads")
+    if threads is not None and threads > 1:
+        yield _change(
+            f"fewer threads than {threads} per process: {facts.world_size} processes with {threads} threads each have "
+            "more threads than there are cores.",
+            gain,
+            threads=max(1, threads // 2),
+        )
+    else:
+        yield _hint(
+            "let nothing else compute on this machine, or train on fewer of its cores (-n, --threads): the ranks were "
+            "ready to compute, and others had the cores.",
+            gain=gain,
+        )
+
+
+def _idle(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advice]:
+    yield _hint(
+        "look for what forward, backward or the optimizer waits for: a sleep, a lock, a file, a subprocess. They took "
+        "this time without computing.",
+        gain=cause.seconds / frontier.wall_s,
+    )
+
+
+def _small_batch(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    if not facts.batch_size or facts.option("batch_tokens"):
+        return
+    larger = facts.batch_size * LARGER_BATCH
+    yield _change(
+        f"a batch of {larger:,} instead of {facts.batch_size:,}: the update and the rest of a step take "
+        f"{_ms(cause.seconds / max(1, frontier.num_steps))} however many samples it has. The learning rate may have to "
+        "be adapted.",
+        cause.avoidable_s / frontier.wall_s,
+        batch_size=larger,
+    )
+
+
+def _communication(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    share = cause.seconds / frontier.wall_s
+    if facts.option("comm") == "gloo" and facts.on_cpu and len(set(facts.hosts.values())) == 1:
+        yield _change("all ranks are on one machine, and shared memory is faster than gloo there.", None, comm="auto")
+    if "fsdp" in facts.strategy and facts.option("reshard") is True:
+        yield _change(
+            "parameters are gathered once a step instead of twice, if they fit into memory.", share / 3, reshard=False
+        )
+    if facts.batch_size and not facts.option("batch_tokens"):
+        larger = 2 * facts.batch_size
+        yield _change(
+            f"a batch of {larger:,} instead of {facts.batch_size:,}: gradients are sent once per step, so half as "
+            "often for as many samples. The learning rate may have to be adapted.",
+            cause.avoidable_s / frontier.wall_s,
+            batch_size=larger,
+        )
+
+
+def _straggler(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    assert cause.rank is not None
+    gain, host = cause.seconds / frontier.wall_s, facts.hosts.get(cause.rank)
+    slow = frontier.ranks[cause.rank]
+    most_others = max(time.num_samples for rank, time in frontier.ranks.items() if rank != cause.rank)
+    rows = facts.batch_size // max(1, facts.option("accumulate", 1) or 1)
+    if slow.num_samples > 1.05 * most_others and facts.batch_size and rows % facts.world_size:
+        even = -(-facts.batch_size // facts.world_size) * facts.world_size
+        yield _change(
+            f"a batch that {facts.world_size} ranks can share evenly: of {facts.batch_size}, rank {cause.rank} gets "
+            f"{slow.num_samples / max(1, slow.num_steps):.3g} samples and others "
+            f"{most_others / max(1, slow.num_steps):.3g}.",
+            gain,
+            batch_size=even,
+        )
+        return
+    if frontier.slow_phases.get("delayed", 0.0) > cause.seconds / 2:
+        why = "another process uses its cores: end it, or leave them to it and train on fewer ranks (-n)"
+    elif frontier.slow_phases.get("idle", 0.0) > cause.seconds / 2:
+        why = "it does not compute in this time: look at what it waits for (a file, a lock, a sleep) on that rank only"
+    else:
+        why = (
+            "`instep doctor` there says what the machine can do; a slower core, a hot GPU or a busy memory bus is usual"
+        )
+    yield _hint(f"look at rank {cause.rank}{f' on {host}' if host else ''}: {why}.", gain=gain)
+
+
+def _checkpoint(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    num_saves = len(facts.saves)
+    if num_saves < 2:
+        yield _hint(
+            "write checkpoints to a faster disk, or train longer per checkpoint: the only one of this run, which is "
+            f"written at the end in any case, took {cause.seconds:.3g} s.",
+            cause.seconds / frontier.wall_s,
+        )
+        return
+    stall_s = cause.seconds / num_saves
+    interval = next((name for name, s in _INTERVALS.items() if s >= stall_s / _SAVE_SHARE), "2h")
+    left_s = stall_s * (1 + frontier.wall_s // _INTERVALS[interval])  # the last one is always written
+    yield _change(
+        f"{num_saves} checkpoints were written, one every {frontier.wall_s / num_saves:.3g} s, and training waited "
+        f"{_ms(stall_s)} for each.",
+        (cause.seconds - left_s) / frontier.wall_s,
+        save_every=interval,
+    )
+
+
+def _evaluation(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    num_evals = len(facts.evals)
+    each_s = cause.seconds / max(1, num_evals)
+    if num_evals < 2:
+        yield _hint(
+            "a smaller evaluation set, or one that is evaluated after the training (`instep evaluate RUN`): one "
+            f"evaluation took {each_s:.3g} s.",
+            gain=cause.seconds / frontier.wall_s,
+        )
+        return
+    rarer = math.ceil(cause.seconds / max(1e-9, _EVAL_SHARE * (frontier.wall_s - cause.seconds)))
+    every = _rarer(facts.option("eval_every"), rarer, num_evals)
+    left = 1 if every == "never" else math.ceil(num_evals / rarer)
+    why = f"{num_evals} evaluations took {each_s:.3g} s each"
+    yield _change(
+        f"{why}; {'one at the end is left.' if left == 1 else f'{left} are left.'}",
+        (cause.seconds - left * each_s) / frontier.wall_s,
+        eval_every=every,
+    )
+
+
+def _rarer(every: Any, factor: int, count: int) -> str:
+    """Return an interval that is so many times as long; `never` where only the last one would be left."""
+    try:
+        cadence = Cadence.parse("eval_every", every) if every is not None else Cadence()
+    except SpecError:
+        cadence = Cadence()
+    if factor >= count or cadence == Cadence():
+        return "never"
+    return str(cadence.steps * factor) if cadence.steps else f"{(cadence.epochs or 1) * factor}epochs"
+
+
+def _start(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    again = f"{facts.num_starts} times, " if facts.num_starts > 1 else ""
+    yield _hint(
+        f"do less in `model()`, `train_data()` and `preprocess()` of the Task, which ran {again}before the first step "
+        "(read or download once, and store what is computed); a longer run has the same start.",
+        gain=cause.avoidable_s / frontier.wall_s,
+    )
+
+
+def _compile(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advice]:
+    yield _change(
+        "the run was too short for compiled code to pay off, or shapes change, and each new one is compiled again "
+        "(batches of equal shapes, --drop-last, would need one). Steps are slower without it.",
+        cause.seconds / frontier.wall_s,
+        compile=False,
+    )
+
+
+def _recompute(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advice]:
+    yield _change(
+        "keep what the forward pass computes instead of computing it again, if it fits into memory.",
+        cause.seconds / frontier.wall_s / 2,
+        recompute=False,
+    )
+
+
+def _training_s(frontier: Frontier) -> float:
+    """Return the time between the first and the last step, without what is done only now and then."""
+    return frontier.wall_s - frontier.seconds("startup", "compile", "checkpoint", "evaluation")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+_ADVISERS: Mapping[str, Callable[[Cause, Frontier, Facts], Iterator[Advice]]] = {
+    "waiting": _input,
+    "hooks": _hooks,
+    "delayed": _delayed,
+    "idle": _idle,
+    "batch": _small_batch,
+    "transfer": _communication,
+    "rank": _straggler,
+    "saving": _checkpoint,
+    "evaluating": _evaluation,
+    "start": _start,
+    "compile": _compile,
+    "recompute": _recompute,
+}

@@ -1,0 +1,77 @@
+"""What else the events of a run say: its plan, checkpoints, evaluations, who reads its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("start", "plan", "phases", "save", "eval", "input", "memory")
+"""The kinds of events that a verdict is derived from."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run besides the times of its ranks."""
+
+    options: Mapping[str, Any]
+    """The TrainSpec's fields, from spec.json; empty where there is none."""
+    world_size: int = 1
+    device: str = "cpu"
+    backend: str = "none"
+    strategy: str = "single"
+    batch_size: int = 0
+    num_parameters: int = 0
+    reading: str = ""
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    num_starts: int = 1
+    """How often rank 0 started."""
+    saves: tuple[Mapping[str, Any], ...] = ()
+    evals: tuple[Mapping[str, Any], ...] = ()
+    inputs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The newest `input` event of each rank."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks compute on CPU, so that their host times are those of the computation."""
+        return self.device == "cpu"
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """Return the value of an option of the training; `default` where it is not known."""
+        return self.options.get(name, default)
+
+    def is_known(self, name: str) -> bool:
+        """Return whether the value of an option is known."""
+        return name in self.options
+
+
+def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping[str, Any]) -> Facts:
+    """Return the facts of a run, from all ranks' events."""
+    own = list(events[min(events)]) if events else []
+    by_kind: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}
+    for event in own:
+        by_kind.setdefault(event["event"], []).append(event)
+    start: Mapping[str, Any] = by_kind["start"][-1] if by_kind["start"] else {}
+    plan: Mapping[str, Any] = by_kind["plan"][-1] if by_kind["plan"] else {}
+    hosts, inputs = {}, {}
+    for rank, of_rank in events.items():
+        for event in of_rank:
+            if event["event"] == "start":
+                hosts[rank] = event["host"]
+            elif event["event"] == "input":
+                inputs[rank] = event
+    return Facts(
+        options=options,
+        world_size=start.get("world_size", len(events) or 1),
+        device=str(start.get("device", "cpu")).split(":")[0],
+        backend=start.get("backend", "none"),
+        strategy=plan.get("strategy", "single"),
+        batch_size=plan.get("batch_size", 0),
+        num_parameters=plan.get("num_parameters", 0),
+        reading=plan.get("reading", ""),
+        hosts=hosts,
+        num_starts=max(1, len(by_kind["start"])),
+        saves=tuple(by_kind["save"]),
+        evals=tuple(by_kind["eval"]),
+        inputs=inputs,
+    )

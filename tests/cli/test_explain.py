@@ -1,0 +1,52 @@
+"""`instep explain`: the verdict as text and as JSON, what is no run refused, damage named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import commands
+from instep.events.read import path_of
+from instep.events.schema import PhasesRecord
+from instep.events.write import EventLog
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for rank, data_s in enumerate((0.1, 1.5)):
+        log = EventLog(tmp_path, rank)
+        phases = {"data": data_s, "forward": 1.0, "communication": 1.5 - data_s}
+        for number in range(1, 5):
+            log.write(
+                PhasesRecord(step=8 * number, num_steps=8, num_samples=64, seconds=sum(phases.values()), phases=phases)
+            )
+        log.close()
+    (tmp_path / "spec.json").write_text(json.dumps({"spec": {"data_workers": 0}}))
+    return tmp_path
+
+
+def test_the_verdict_as_json_and_as_text(run_dir: Path) -> None:
+    done = commands.run("instep", "explain", str(run_dir), "--json")
+    verdict = commands.result_of(done)
+    assert (verdict["bounded_by"], verdict["rank"]) == ("input", 1)
+    assert verdict["share"] == pytest.approx(0.6)
+    assert verdict["advice"][0]["options"] == "--data-workers 2"
+    assert verdict["text"] in done.stderr
+    assert verdict["ranks"] == {"0": pytest.approx(0.4), "1": pytest.approx(6.0)}
+    text = commands.run("instep", "explain", str(run_dir))
+    assert text.stdout.strip() == verdict["text"]
+    assert text.stderr == ""
+
+
+def test_damage_is_named_and_what_is_no_run_is_refused(run_dir: Path) -> None:
+    with path_of(run_dir, 1).open("a") as file:
+        file.write("half a li\n")
+    done = commands.run("instep", "explain", str(run_dir))
+    assert done.returncode == 0
+    assert done.stdout.startswith("Input bounded the speed")
+    assert f"{path_of(run_dir, 1)}: line 5 left out" in done.stderr
+    refused = commands.run("instep", "explain", str(run_dir / "events"), "--json")
+    assert refused.returncode == 2
+    assert "is not a run" in json.loads(refused.stdout.splitlines()[-1])["error"]

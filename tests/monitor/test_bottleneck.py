@@ -1,0 +1,226 @@
+"""The verdict on a run's speed: planted times are found, blamed on the right rank, and add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted_log import BEGUN_S, Events, evaluation, log_of, phases, reading, save, steady
+
+from instep.core.options import options_of
+from instep.core.spec import TrainSpec
+from instep.events.schema import PHASES, to_line
+from instep.monitor.bottleneck.frontier import frontier_of
+from instep.monitor.bottleneck.verdict import Bottleneck, find_bottleneck
+from instep.monitor.bottleneck.windows import windows_of
+
+COMPUTING = {"forward": 0.3, "backward": 0.6, "optimizer": 0.05, "other": 0.01}
+SPEC = {option.name: option.default for option in options_of(TrainSpec)}
+
+
+def verdict(events: Events, **options: Any) -> Bottleneck:
+    bottleneck = find_bottleneck(events, SPEC | options)
+    assert bottleneck is not None
+    return bottleneck
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_run_that_computes_is_not_blamed(world_size: int) -> None:
+    own = COMPUTING | {"data": 0.02} | ({"communication": 0.05} if world_size > 1 else {})
+    found = verdict(log_of(steady([own] * world_size)))
+    assert (found.bounded_by, found.rank, found.share, found.advice, found.sentence) == ("nothing", None, 0.0, (), "")
+    assert "Nothing held this run back" in found.text
+
+
+def test_a_run_without_phases_has_no_verdict() -> None:
+    assert find_bottleneck(log_of([[]])) is None
+    assert find_bottleneck({}) is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("phase", "cause"),
+    [
+        ("data", "input"),
+        ("copy", "input"),
+        ("hooks", "host"),
+        ("checkpoint", "checkpoint"),
+        ("evaluation", "evaluation"),
+        ("compile", "startup"),
+    ],
+)
+def test_what_takes_time_on_all_ranks_is_the_cause(phase: str, cause: str, world_size: int) -> None:
+    found = verdict(log_of(steady([COMPUTING | {phase: 1.0}] * world_size)))
+    assert (found.bounded_by, found.rank) == (cause, None)
+    assert found.share == pytest.approx(8 / (1 + 8 * 1.96), abs=0.01)
+    assert found.ranks == dict.fromkeys(range(world_size), 8.0)
+    assert found.text.startswith(found.sentence)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("phase", "cause"), [("data", "input"), ("hooks", "host"), ("checkpoint", "checkpoint"), ("forward", "straggler")]
+)
+def test_one_rank_that_the_others_wait_for_is_named(phase: str, cause: str, slow: int) -> None:
+    waiting = COMPUTING | {"communication": 0.62}
+    late = COMPUTING | {"communication": 0.02}
+    late = late | {phase: late.get(phase, 0.0) + 0.6}
+    found = verdict(log_of(steady([late if rank == slow else waiting for rank in range(3)])))
+    assert (found.bounded_by, found.rank) == (cause, slow)
+    assert found.share == pytest.approx(8 * 0.6 / (1 + 8 * 1.58), abs=0.01)
+    assert f"rank {slow}" in found.sentence
+    assert found.advice[0].gain == pytest.approx(found.share, abs=0.02)
+
+
+def test_waiting_of_all_ranks_is_communication_and_that_of_some_is_not() -> None:
+    everyone = verdict(log_of(steady([COMPUTING | {"communication": 0.9}, COMPUTING | {"communication": 1.0}])))
+    assert (everyone.bounded_by, everyone.rank) == ("communication", None)
+    assert everyone.share == pytest.approx(8 * 0.9 / (1 + 8 * 1.86), abs=0.01)
+    assert everyone.advice[0].changes == {"batch_size": 128}
+    assert everyone.advice[0].gain == pytest.approx(everyone.share / 2, abs=0.01)
+
+
+def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
+    fast, slow = COMPUTING | {"communication": 0.5}, COMPUTING | {"forward": 0.8}
+    turns = [[phases(16 * n, 16, slow if (n + rank) % 2 else fast) for n in range(1, 9)] for rank in range(2)]
+    found = verdict(log_of(turns))
+    assert found.bounded_by == "nothing"
+    assert found.costs["uneven"] == pytest.approx(8 * 0.5, abs=0.01)
+
+
+def test_a_rank_with_more_samples_is_slow_for_that_reason() -> None:
+    slow, fast = COMPUTING | {"forward": 0.6}, COMPUTING | {"communication": 0.3}
+    ranks = [
+        [phases(16 * n, 16, own, num_samples=16 * rows) for n in range(1, 9)] for own, rows in [(slow, 2), (fast, 1)]
+    ]
+    events = log_of(ranks)
+    for own in events.values():
+        own[1]["batch_size"] = 3
+    found = verdict(events, batch_size=3)
+    assert (found.bounded_by, found.rank) == ("straggler", 0)
+    assert found.advice[0].changes == {"batch_size": 4}
+
+
+def test_a_rank_that_does_not_compute_or_has_no_core_is_told_apart() -> None:
+    sleeps = verdict(log_of(steady([COMPUTING], cpu_s=0.3)))
+    assert (sleeps.bounded_by, sleeps.causes[0]["kind"]) == ("host", "idle")
+    assert sleeps.share == pytest.approx(8 * 0.66 / (1 + 8 * 0.96), abs=0.02)
+    delayed = verdict(log_of(steady([COMPUTING], cpu_s=0.3, delayed_s=0.66)))
+    assert (delayed.bounded_by, delayed.causes[0]["kind"]) == ("host", "delayed")
+    unknown = verdict(log_of(steady([COMPUTING], cpu_s=0.3, delayed_s=0.0)))
+    assert unknown.bounded_by == "nothing"  # the system does not say whether a core was free
+
+
+def test_batches_that_are_too_small() -> None:
+    small = {"forward": 0.2, "backward": 0.3, "optimizer": 0.3, "other": 0.2}
+    found = verdict(log_of(steady([small])))
+    assert (found.bounded_by, found.causes[0]["kind"]) == ("host", "batch")
+    assert found.advice[0].options == "--batch-size 256"
+    assert found.advice[0].gain == pytest.approx(8 * 0.5 * 0.75 / 9, abs=0.01)
+
+
+def test_a_start_is_blamed_for_what_is_unusual() -> None:
+    assert verdict(log_of(steady([COMPUTING], startup_s=9.0))).bounded_by == "nothing"
+    slow = verdict(log_of(steady([COMPUTING], startup_s=30.0)))
+    assert (slow.bounded_by, slow.advice[0].gain) == ("startup", pytest.approx(20 / (30 + 8 * 0.96), abs=0.01))
+
+
+def test_the_advice_for_checkpoints_follows_their_cost() -> None:
+    (records,) = steady([COMPUTING | {"checkpoint": 0.5}])
+    found = verdict(log_of([[*records, *(save(16 * n, 0.5) for n in range(1, 9))]]), save_every="16")
+    assert found.bounded_by == "checkpoint"
+    assert found.advice[0].options == "--save-every 1m"
+    assert found.advice[0].gain == pytest.approx(7 * 0.5 / (1 + 8 * 1.46), abs=0.01)  # the last one is always written
+    assert "8 checkpoints" in found.text
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "evals", "options"),
+    [("16", 8, "--eval-every never"), ("16", 400, "--eval-every 208"), ("1epoch", 400, "--eval-every 13epochs")],
+)
+def test_the_advice_for_evaluations_is_a_longer_interval(eval_every: str, evals: int, options: str) -> None:
+    (records,) = steady([COMPUTING | {"evaluation": 0.7}])
+    found = verdict(log_of([[*records, *(evaluation(n, 0.1) for n in range(1, evals + 1))]]), eval_every=eval_every)
+    assert (found.bounded_by, found.advice[0].options) == ("evaluation", options)
+    assert found.advice[0].gain is not None
+    assert 0 < found.advice[0].gain < found.share
+
+
+def test_the_advice_for_input_depends_on_who_reads_and_whether_that_computes() -> None:
+    (records,) = steady([COMPUTING | {"data": 2.0}])
+    fixed = verdict(log_of([records]), data_workers=0)
+    assert fixed.bounded_by == "input"
+    assert fixed.advice[0].options == "--data-workers 3"  # 2 s of reading while 0.96 s are computed, and some room
+    assert fixed.advice[0].gain == pytest.approx(fixed.share, abs=0.01)
+    waits = verdict(log_of([[*records, reading(20, 1, read_s=0.2, cpu_s=0.01)]]))
+    assert waits.advice[0].changes["data_workers"] > 1
+    computes = verdict(log_of([[*records, reading(20, 2, read_s=0.2, cpu_s=0.19)]]))
+    assert computes.advice[0].options == ""
+    assert "computing in the dataset" in computes.advice[0].text
+
+
+def test_host_times_of_a_gpu_are_not_taken_for_the_devices() -> None:
+    small = {"forward": 0.2, "backward": 0.3, "optimizer": 0.3, "other": 0.2}
+    events = log_of(steady([small], cpu_s=0.1))
+    events[0][0]["device"] = "cuda:0"
+    assert verdict(events).bounded_by == "nothing"
+
+
+def test_attempts_are_not_mixed_and_steps_made_again_count() -> None:
+    first = [[phases(16, 16, COMPUTING | {"startup": 1.0}), phases(32, 16, COMPUTING)] for _ in range(2)]
+    again = [[phases(32, 16, COMPUTING | {"startup": 1.0}), phases(48, 16, COMPUTING)] for _ in range(2)]
+    events = log_of(first)
+    for rank, own in log_of(again, begun_s=BEGUN_S + 100).items():
+        events[rank] += own
+    frontier = frontier_of(windows_of(events))
+    assert frontier.num_steps == 64
+    assert frontier.wall_s == pytest.approx(2 + 4 * 0.96)
+    assert len(windows_of(events)) == 4
+
+
+def test_a_rank_whose_records_end_elsewhere_is_aligned() -> None:
+    often = [phases(4 * n, 4, {"forward": 0.25}) for n in range(1, 9)] + [phases(35, 3, {"forward": 0.2})]
+    seldom = [phases(16 * n, 16, {"forward": 1.0}) for n in range(1, 3)] + [phases(35, 3, {"forward": 0.2})]
+    windows = windows_of(log_of([[*often, phases(35, 0, {"checkpoint": 0.1})], seldom]))
+    assert [window[0].num_steps for window in windows[:3]] == [16, 16, 3]
+    assert [window[1].num_steps for window in windows[:3]] == [16, 16, 3]
+    assert windows[3][0].phases["checkpoint"] == pytest.approx(0.1)
+
+
+SECONDS = st.dictionaries(st.sampled_from(PHASES), st.floats(0.001, 2.0), min_size=1)
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda size: st.lists(st.lists(SECONDS, min_size=size, max_size=size), min_size=1, max_size=4)
+    )
+)
+def test_the_time_of_a_run_is_divided_and_nothing_of_it_is_lost(times: list[list[dict[str, float]]]) -> None:
+    ranks = [
+        [phases(16 * (n + 1), 16, window[rank]) for n, window in enumerate(times)] for rank in range(len(times[0]))
+    ]
+    events = log_of(ranks)
+    frontier = frontier_of(windows_of(events))
+    total_s = sum(frontier.phases.values()) + frontier.slow_s + frontier.uneven_s
+    assert total_s == pytest.approx(frontier.wall_s)
+    assert min([*frontier.phases.values(), frontier.slow_s, frontier.uneven_s]) >= -1e-9
+    found = verdict(events)
+    assert 0 <= found.share <= 1.0001
+    assert all(advice.gain is None or 0 <= advice.gain <= 1 for advice in found.advice)
+    for advice in found.advice:
+        assert bool(advice.options) == bool(advice.changes)
+        TrainSpec(**advice.changes)  # what is advised exists, and can be set
+
+
+def test_options_that_are_not_known_are_not_needed() -> None:
+    events = log_of(steady([COMPUTING | {"data": 2.0, "checkpoint": 1.0, "evaluation": 1.0, "communication": 1.0}] * 2))
+    found = find_bottleneck(events)
+    assert found is not None
+    assert found.bounded_by == "input"
+
+
+def test_a_log_without_plan_or_start_still_has_a_verdict() -> None:
+    events = {0: [to_line(phases(16, 16, COMPUTING | {"data": 3.0}), BEGUN_S)]}
+    assert verdict(events).bounded_by == "input"
