@@ -28,7 +28,7 @@ CLASSES = {
     "step.md": ("instep.train.step", "Step"),
     "result.md": ("instep.train.result", "Result"),
 }
-BASES = {"run.md": ("instep.train.own_evaluation", "OwnEvaluation")}
+BASES = {"run.md": ("instep.train.run_evaluation", "RunEvaluation")}
 """Classes whose names the class of a page has, too."""
 _HEAD = """\
 # Options

@@ -19,7 +19,7 @@ from instep.data.kinds import open_chunks, open_loader
 from instep.data.loader import GlobalBatch, LoadOptions
 from instep.data.nested import map_tensors
 from instep.data.order import Indices
-from instep.events.schema import InputRecord, SourcesRecord
+from instep.events.schema import InputRecord, PlanRecord, SourcesRecord
 from instep.guard.pulse import Phase, here
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
@@ -47,7 +47,7 @@ class BatchReader:
         self.loader = open_loader(dataset, batches, load_options(engine, spec, collate))
         self.source = self.loader.source
         self._dataset = dataset
-        self._on_bad_sample = spec.on_bad_sample
+        self._on_bad_sample, self._batch_tokens = spec.on_bad_sample, spec.batch_tokens
         self._engine = engine
         self._reported = set(engine.context.doubts)
 
@@ -74,6 +74,23 @@ class BatchReader:
                     witness.part(batch.step + 1, plan, own, rows)
             yield batch
             begun = time.perf_counter()
+
+    def describe_plan(self, task: str, first_step: int, num_steps: int) -> PlanRecord:
+        """Return what the steps are going to be, for the log."""
+        loader, plan, strategy = self.loader, self.loader.plan, self._engine.strategy
+        return PlanRecord(
+            task=task,
+            strategy=strategy.name,
+            first_step=first_step,
+            num_steps=num_steps,
+            num_epochs=-(-num_steps // loader.steps_per_epoch) if loader.steps_per_epoch else None,
+            steps_per_epoch=loader.steps_per_epoch,
+            batch_size=plan.batch_size,
+            batch_tokens=self._batch_tokens,
+            num_samples=loader.num_samples,
+            num_parameters=strategy.num_parameters(self._engine.trained[0].model),
+            reading=self.source.describe(),
+        )
 
     def sample_indices(self, step: int) -> Indices:
         """Return the sample indices, or positions in a stream, of the whole global batch of a step, row by row."""

@@ -3,7 +3,6 @@
 Ranks: all make the same calls in the same order.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,34 +13,31 @@ from torch import nn
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import NumericsError, Preempted, TaskError, UnfitCheckpoint
-from instep.core.metric_goal import MetricGoal
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.data.curricula import Curriculum
-from instep.events.schema import EvalRecord, NoticeRecord, PlanRecord, SaveRecord, StepRecord
+from instep.events.schema import NoticeRecord, SaveRecord, StepRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
-from instep.train.average import evaluated_weights
 from instep.train.checkpoint_part import CheckpointPart, data_part, kept_part, platform_part, progress_part, rng_part
 from instep.train.compile import CompiledLoss, compile_models, wants_compiling
 from instep.train.curriculum import CurriculumScores
 from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
-from instep.train.evaluation import MetricsOfModel, evaluate_sets, evaluation_sets
+from instep.train.evaluation import MetricsOfModel
 from instep.train.first_weights import load_first_weights
 from instep.train.freezing import Freezing, FrozenRule
 from instep.train.frozen_weights import FrozenSpec, lacks_weights
 from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.memory import PeakMemory
 from instep.train.origin import describe_refusal, explain_refusal
-from instep.train.own_evaluation import OwnEvaluation
-from instep.train.patience import Patience
 from instep.train.phases import PhaseLog
 from instep.train.preprocessing import Fit, Preprocessing
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
+from instep.train.run_evaluation import RunEvaluation
 from instep.train.saver import Saver
 from instep.train.scalars import EpochMeans
 from instep.train.step import Step, StepHooks
@@ -50,7 +46,7 @@ from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
 
-class Run(OwnEvaluation):
+class Run(RunEvaluation):
     """One training, seen from one rank.
 
     `own_loop`: it is a loop of one's own, so that `steps` completes the spec and writes spec.json.
@@ -68,9 +64,9 @@ class Run(OwnEvaluation):
         own_loop: bool,
         unfit: Sequence[UnfitCheckpoint] = (),
     ) -> None:
+        super().__init__(spec)
         self.world = world
         self.is_main = world.is_main
-        self.spec = spec
         self.directory = directory
         self.log = log
         self.name = name
@@ -88,13 +84,7 @@ class Run(OwnEvaluation):
         """Global steps made so far."""
         self.loss = 0.0
         """Of the newest step, the mean over its global batch."""
-        self.metrics: dict[str, float] = {}
-        """The newest evaluation's."""
-        self.evaluation: EvalRecord | None = None
-        """The newest one."""
-        self._evaluated_at: int | None = None
         self.epoch_means = EpochMeans()
-        self.patience = Patience.of(spec)
         self.compiled = False
         """Whether what a step computes is compiled."""
         self.stopped = False
@@ -235,13 +225,7 @@ class Run(OwnEvaluation):
             self._begin_gather(batch.parts)
             yield step
             self._pulse.beat(Phase.OTHER)
-            for sentence in reader.new_notices():
-                self.notice(sentence)
-            for change in reader.new_changes(self.step):
-                self.log.write(change)
-            sources = reader.sources(self.step, ends_epoch or self.step == num_steps) if self.is_main else None
-            if sources is not None:
-                self.log.write(sources)
+            self._log_reading(reader, ends_epoch or self.step == num_steps)
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.check()
@@ -258,6 +242,15 @@ class Run(OwnEvaluation):
         for sentence in (*engine.strategy.report(), *reader.report()):
             self.notice(sentence)
         self.close_data()
+
+    def _log_reading(self, reader: BatchReader, may_end: bool) -> None:
+        """Log what is new of the data and of who reads it; `may_end`: this step ends an epoch, or all of them."""
+        for sentence in reader.new_notices():
+            self.notice(sentence)
+        for change in reader.new_changes(self.step):
+            self.log.write(change)
+        if self.is_main and (sources := reader.sources(self.step, may_end)) is not None:
+            self.log.write(sources)
 
     def _prepare_scores(self, dataset: Any, collate: Collate | None) -> CurriculumScores | None:
         """Return the scores of a curriculum, restored if there is something to restore; None for other data."""
@@ -286,22 +279,7 @@ class Run(OwnEvaluation):
         schedulers = [trained.begin(num_steps) for trained in self.engine.trained]
         self._saver.restore(*filter(None, [*schedulers, data_part(loader)]), self._rng)
         self._saver.end_restore()  # a second call of steps() continues from here
-        strategy = self.engine.strategy
-        self.log.write(
-            PlanRecord(
-                task=self.name,
-                strategy=strategy.name,
-                first_step=self.step,
-                num_steps=num_steps,
-                num_epochs=-(-num_steps // loader.steps_per_epoch) if loader.steps_per_epoch else None,
-                steps_per_epoch=loader.steps_per_epoch,
-                batch_size=plan.batch_size,
-                batch_tokens=self.spec.batch_tokens,
-                num_samples=loader.num_samples,
-                num_parameters=strategy.num_parameters(self.engine.trained[0].model),
-                reading=reader.source.describe(),
-            )
-        )
+        self.log.write(reader.describe_plan(self.name, self.step, num_steps))
         if not self.compiled and wants_compiling(self.engine):
             self.compiled = True
             compile_models(self.engine)
@@ -316,40 +294,11 @@ class Run(OwnEvaluation):
         self._phases.last_step = num_steps
         self._pulse.begin_steps(self.step)
 
-    def evaluate(
-        self,
-        metrics: Callable[[nn.Module, Any], dict[str, Any]],
-        dataset: Any,
-        collate: Collate | None = None,
-        ema: bool | None = None,
-    ) -> dict[str, float]:
-        """Compute metrics exactly over a whole set, or a dict of sets, as in a Task; `ema=False`: not of averages."""
-        if not self.engine.trained:
-            raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
-        begun, sets = time.monotonic(), evaluation_sets(dataset, collate)
-        trained = self.engine.trained[0]
-        with evaluated_weights(trained.average, ema):
-            scores = evaluate_sets(self.engine, trained.model, self.spec, self.step, metrics, sets, collate)
-        self.metrics, self._evaluated_at = scores, self.step
-        for trained in self.engine.trained:
-            if trained.schedule is not None:
-                trained.schedule.end_evaluation(scores, self.goal)
-        if self.patience is not None:
-            self.patience.take(scores)
-        self.evaluation = EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6))
-        self.log.write(self.evaluation)
-        return scores
-
     def check_goals(self, metrics: Collection[str]) -> None:
         """Raise TaskError if an option names none of these metrics."""
         self._saver.check_best(metrics)
         if self.patience is not None:
             self.patience.goal.check(metrics)
-
-    @property
-    def goal(self) -> MetricGoal | None:
-        """The metric that the spec names first."""
-        return self.patience.goal if self.patience is not None else MetricGoal.parse("keep_best", self.spec.keep_best)
 
     def compare(self) -> None:
         """Compare the ranks' state ([Note: Drift]); raise if it differs. Called on all ranks."""
@@ -424,10 +373,6 @@ class Run(OwnEvaluation):
         self.close_data()
         self.status = "preempted"
         raise Preempted(self._hooks.stop_request.interrupted)
-
-    def _scores(self) -> dict[str, float]:
-        """Return this step's evaluation, if there was one."""
-        return self.metrics if self._evaluated_at == self.step else {}
 
     def _finish_step(self, record: StepRecord, ends_epoch: bool, num_rows: int) -> None:
         self.step, self.loss = record.step, record.loss

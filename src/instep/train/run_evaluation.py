@@ -1,4 +1,4 @@
-"""What a loop of one's own evaluates by itself: the batches of a dataset, and what all ranks computed for them.
+"""The evaluations of a run: metrics over whole sets, and what a loop of one's own evaluates by itself.
 
 Ranks: all, alike.
 """
@@ -6,30 +6,79 @@ Ranks: all, alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from instep.core.errors import TaskError
+from instep.core.metric_goal import MetricGoal
 from instep.core.spec import TrainSpec
 from instep.data.kinds import count_samples
 from instep.data.loader import Part
+from instep.events.schema import EvalRecord
+from instep.events.write import EventLog
 from instep.train.average import evaluated_weights
 from instep.train.engine import Engine
-from instep.train.evaluation import read_evaluation
+from instep.train.evaluation import evaluate_sets, evaluation_sets, read_evaluation
 from instep.train.gather import Piece, gather_rows
+from instep.train.patience import Patience
 from instep.train.reading import Collate, chunk_rows
 
 
-class OwnEvaluation:
-    """The part of a `Run` that shares out batches outside of steps, and gathers rows."""
+class RunEvaluation:
+    """The part of a `Run` that evaluates: it computes metrics, shares out batches outside of steps, gathers rows."""
 
     engine: Engine
-    spec: TrainSpec
+    log: EventLog
     step: int
     _batch: Piece | None = None
     """The batch of `batches` under way."""
     _step_pieces: Sequence[Piece] | None = None
     """This rank's parts of the step under way."""
+
+    def __init__(self, spec: TrainSpec) -> None:
+        self.spec = spec
+        self.metrics: dict[str, float] = {}
+        """The newest evaluation's."""
+        self.evaluation: EvalRecord | None = None
+        """The newest one."""
+        self._evaluated_at: int | None = None
+        self.patience = Patience.of(spec)
+
+    def evaluate(
+        self,
+        metrics: Callable[[nn.Module, Any], dict[str, Any]],
+        dataset: Any,
+        collate: Collate | None = None,
+        ema: bool | None = None,
+    ) -> dict[str, float]:
+        """Compute metrics exactly over a whole set, or a dict of sets, as in a Task; `ema=False`: not of averages."""
+        if not self.engine.trained:
+            raise TaskError("run.evaluate() before run.prepare(): there is no model to evaluate yet.")
+        begun, sets = time.monotonic(), evaluation_sets(dataset, collate)
+        trained = self.engine.trained[0]
+        with evaluated_weights(trained.average, ema):
+            scores = evaluate_sets(self.engine, trained.model, self.spec, self.step, metrics, sets, collate)
+        self.metrics, self._evaluated_at = scores, self.step
+        for trained in self.engine.trained:
+            if trained.schedule is not None:
+                trained.schedule.end_evaluation(scores, self.goal)
+        if self.patience is not None:
+            self.patience.take(scores)
+        self.evaluation = EvalRecord(step=self.step, metrics=scores, seconds=round(time.monotonic() - begun, 6))
+        self.log.write(self.evaluation)
+        return scores
+
+    @property
+    def goal(self) -> MetricGoal | None:
+        """The metric that the spec names first."""
+        return self.patience.goal if self.patience is not None else MetricGoal.parse("keep_best", self.spec.keep_best)
+
+    def _scores(self) -> dict[str, float]:
+        """Return this step's evaluation, if there was one."""
+        return self.metrics if self._evaluated_at == self.step else {}
 
     def batches(self, dataset: Any, collate: Collate | None = None, ema: bool | None = None) -> Iterator[Any]:
         """Yield this rank's batches of a whole dataset, for an evaluation of one's own; as many on all ranks.
