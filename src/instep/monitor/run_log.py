@@ -116,7 +116,7 @@ class _RankLog:
         """Yield the new events that are what the schema says, and note the lines that are not."""
         try:
             for event in self._tail.poll():
-                if (reason := _fault(event)) is None:
+                if (reason := fault_of(event)) is None:
                     yield event
                 else:
                     self._note(self._tail.line, reason)
@@ -205,7 +205,7 @@ def _identity(path: Path) -> tuple[int, int]:
     return stat.st_ino, stat.st_size
 
 
-def _fault(event: Mapping[str, Any]) -> str | None:
+def fault_of(event: Mapping[str, Any]) -> str | None:
     """Return what an event lacks of what the schema says of its kind; None: nothing, or the kind is not known."""
     kind = event.get("event")
     if not isinstance(kind, str):

@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.monitor.charts.curve import MAX_POINTS, Curve
+from instep.core.plural import plural
+from instep.events.read import path_of
+from instep.monitor.bottleneck.facts import KINDS
+from instep.monitor.bottleneck.verdict import find_bottleneck, read_options
+from instep.monitor.charts.curve import MAX_POINTS
 from instep.monitor.incidents import Incident, IncidentFold
 from instep.monitor.report.facts import RankPhases, Recipe, ReportIncident, RunFacts, Surroundings
 from instep.monitor.report.recipe import read_object, read_recipe
+from instep.monitor.report.step_columns import StepColumns, read_steps
 from instep.monitor.report.step_table import StepTable
 from instep.monitor.run_log import RunLog
 
@@ -21,20 +26,23 @@ _TAKEN_FROM_PLAN = ("strategy", "reading", "num_parameters", "num_samples", "bat
 
 def collect(run_dir: Path, max_points: int = MAX_POINTS) -> RunFacts:
     """Return what is known of a run; raise SpecError for a directory that is none."""
-    log = RunLog(run_dir)
+    log = RunLog(run_dir, without=("step",))
     reader = _RunReader()
     for rank, event in log.poll():
         reader.take(rank, event)
+    steps = read_steps(path_of(run_dir), log.damaged)
     complaints: list[str] = []
     recipe = read_recipe(run_dir, complaints)
     result = _checked_result(read_object(run_dir / "result.json", complaints), complaints, run_dir)
     if damage := log.damage_text():
         complaints.append(damage)
-    facts = reader.facts(run_dir, max_points)
+    facts = reader.facts(run_dir, steps, max_points)
+    verdict = find_bottleneck(reader.explained, read_options(run_dir))
     return dataclasses.replace(
         facts,
         recipe=dataclasses.replace(recipe, task=recipe.task or facts.recipe.task),
         damage="; ".join(complaints) or None,
+        verdict=None if verdict is None else verdict.text,
         **_of_result(result, facts),
     )
 
@@ -67,9 +75,12 @@ class _RunReader:
     """Takes all ranks' events in."""
 
     def __init__(self) -> None:
-        self._table = StepTable()
+        self._first_rank: list[Mapping[str, Any]] = []
+        self.explained: dict[int, list[Mapping[str, Any]]] = {}
+        """The events that the verdict is derived from."""
         self._folds: dict[int, IncidentFold] = {}
         self._incidents: dict[tuple[str, str, int], ReportIncident] = {}
+        self._without_step: set[tuple[str, str, int]] = set()
         self._seen: Counter[tuple[int, str, str]] = Counter()
         self._phases: dict[int, RankPhases] = {}
         self._starts: list[Mapping[str, Any]] = []
@@ -84,14 +95,11 @@ class _RunReader:
     def take(self, rank: int, event: dict[str, Any]) -> None:
         """Take an event in."""
         kind = event["event"]
-        if kind == "step":  # nearly all of a long log
-            if rank == 0:
-                self._table.take(event)
-            self._last_s = event["time"] if self._last_s is None else max(self._last_s, event["time"])
-            return
         self._first_s = event["time"] if self._first_s is None else min(self._first_s, event["time"])
         self._last_s = event["time"] if self._last_s is None else max(self._last_s, event["time"])
         self._take_incident(rank, event)
+        if kind in KINDS:
+            self.explained.setdefault(rank, []).append(event)
         if rank == 0:
             self._take_first_rank(kind, event)
         if kind == "phases":
@@ -104,7 +112,7 @@ class _RunReader:
                     self._peaks[name] = max(self._peaks.get(name, 0), event[name])
 
     def _take_first_rank(self, kind: str, event: Mapping[str, Any]) -> None:
-        self._table.take(event)
+        self._first_rank.append(event)
         if kind == "start":
             self._starts.append(event)
             self._end = None
@@ -124,7 +132,7 @@ class _RunReader:
         self._seen[times] += 1
         key = (incident.kind, incident.text, self._seen[times])
         if "step" not in event:
-            incident = dataclasses.replace(incident, step=self._table.step_at(incident.time_s))
+            self._without_step.add(key)
         known = self._incidents.get(key) or _of_rank(incident, rank)
         self._incidents[key] = dataclasses.replace(known, ranks=tuple(dict.fromkeys((*known.ranks, rank))))
 
@@ -143,45 +151,46 @@ class _RunReader:
             cpu_s=(cpu_s if isinstance(cpu_s, int | float) else 0.0) + (before.cpu_s if before else 0.0),
         )
 
-    def facts(self, run_dir: Path, max_points: int) -> RunFacts:
-        """Return what the events say."""
-        table, last = self._table, self._table.last
+    def facts(self, run_dir: Path, steps: StepColumns, max_points: int) -> RunFacts:
+        """Return what the events and the steps say."""
+        table = StepTable(steps, self._first_rank)
+        last, own = table.last(), run_dir.resolve()
         worlds = tuple(dict.fromkeys(start["world_size"] for start in reversed(self._starts)))[::-1]
-        own = run_dir.resolve()
+        times = [time for time in (self._first_s, self._last_s, *steps.time[:1], *steps.time[-1:]) if time is not None]
         return RunFacts(
             name=own.name,
             path=str(own),
             status=self._end["status"] if self._end is not None else "unfinished",
             recipe=Recipe(task=str(self._plan.get("task", ""))),
             surroundings=self._surroundings(),
-            steps=int(last.get("step", 0)),
+            steps=last.get("step", 0),
             planned_steps=self._plan.get("num_steps"),
-            epochs=int(last["epoch"]) + 1 if last else 0,
+            epochs=last["epoch"] + 1 if last else 0,
             loss=last.get("loss"),
             metrics=self._metrics,
             weights_sha256=None,
-            started_s=self._first_s,
-            wall_s=None if self._first_s is None or self._last_s is None else self._last_s - self._first_s,
+            started_s=float(min(times)) if times else None,
+            wall_s=float(max(times) - min(times)) if times else None,
             world_sizes=worlds,
             restarts=max(0, len(self._starts) - 1),
             samples_per_s=table.samples_per_s(),
-            curves=self._curves(max_points),
+            curves=table.curves(max_points),
             phases=tuple(self._phases[rank] for rank in sorted(self._phases)),
-            incidents=self._all_incidents(),
+            incidents=self._all_incidents(table),
             damage=None,
         )
 
-    def _curves(self, max_points: int) -> dict[str, Curve]:
-        table = self._table
-        curves = {name: table.curve(name, max_points) for name, column in table.columns.items() if column.steps}
-        speed = table.speed_curve(max_points)
-        return curves | ({"samples/s": speed} if speed.points else {})
-
-    def _all_incidents(self) -> tuple[ReportIncident, ...]:
-        found, table, bad = list(self._incidents.values()), self._table, self._table.first_not_finite
-        if bad is not None:
-            text = f"the loss was not finite in {table.num_not_finite:,} steps, first in this one"
-            found.append(_of_rank(Incident(time_s=bad["time"], step=bad["step"], kind="numerics", text=text), 0))
+    def _all_incidents(self, table: StepTable) -> tuple[ReportIncident, ...]:
+        found = [
+            dataclasses.replace(incident, step=table.step_at(incident.time_s))
+            if key in self._without_step
+            else incident
+            for key, incident in self._incidents.items()
+        ]
+        if bad := table.not_finite():
+            time_s, step = float(table.steps.time[bad[0]]), int(table.steps.step[bad[0]])
+            text = f"the loss was not finite in {plural(len(bad), 'step')}, first in this one"
+            found.append(_of_rank(Incident(time_s=time_s, step=step, kind="numerics", text=text), 0))
         return tuple(sorted(found, key=lambda incident: incident.time_s)[:MAX_INCIDENTS])
 
     def _surroundings(self) -> Surroundings:

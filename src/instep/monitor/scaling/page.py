@@ -19,6 +19,7 @@ COLORS = {
     "waiting": "c6",
     "input": "data",
     "computation": "forward",
+    "cores": "c4",
     "optimizer": "optimizer",
     "other": "other",
 }

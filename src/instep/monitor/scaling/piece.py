@@ -19,11 +19,12 @@ from typing import Any
 from instep.core.errors import EnvironmentFailed
 from instep.monitor.run_log import RunLog
 
-COMMUNICATION, WAITING, INPUT, COMPUTATION, OPTIMIZER, OTHER = (
+COMMUNICATION, WAITING, INPUT, COMPUTATION, CORES, OPTIMIZER, OTHER = (
     "communication",
     "waiting",
     "input",
     "computation",
+    "cores",
     "optimizer",
     "other",
 )
@@ -31,7 +32,8 @@ CAUSES = {
     COMMUNICATION: "transfers that no computing hides",
     WAITING: "waiting for other ranks",
     INPUT: "waiting for data",
-    COMPUTATION: "forward and backward passes that take longer: memory bandwidth and cores are shared, small batches",
+    COMPUTATION: "forward and backward passes that take longer: memory bandwidth and caches are shared, small batches",
+    CORES: "waiting for a core that others use, during these passes",
     OPTIMIZER: "the update of the weights, which ranks repeat",
     OTHER: "everything else: hooks, logging",
 }
@@ -98,6 +100,10 @@ def _shares(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, flo
     seconds = dict.fromkeys(CAUSES, 0.0)
     for of_rank in used.values():
         for record in of_rank:
+            computed = sum(value for name, value in record["phases"].items() if _OF_PHASE.get(name) == COMPUTATION)
+            delayed = computed * _delayed_share(record)
+            seconds[CORES] += delayed
+            seconds[COMPUTATION] -= delayed
             for name, value in record["phases"].items():
                 if name == COMMUNICATION:
                     seconds[WAITING] += value  # the transfer is taken out of it below
@@ -109,6 +115,14 @@ def _shares(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, flo
     if total <= 0:
         return {**dict.fromkeys(CAUSES, 0.0), OTHER: 1.0}
     return {cause: value / total for cause, value in seconds.items()}
+
+
+def _delayed_share(record: Mapping[str, Any]) -> float:
+    """Return the share of its time in which a rank waited for a core; the same is taken for each of its phases."""
+    delayed = record.get("delayed_s")
+    if not isinstance(delayed, int | float) or record["seconds"] <= 0:
+        return 0.0
+    return float(min(1.0, max(0.0, delayed / record["seconds"])))
 
 
 def _after_warm_up(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
