@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 LARGEST = 1e290
 """Larger numbers are drawn as little as infinite ones: their differences overflow."""
-_SMALLEST_LOG = 1e-290
+_SMALLEST = 1e-290
 _FLAT = 1e-9
 """A range that is smaller, relative to its numbers, has no ticks that differ in their texts."""
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -27,7 +27,7 @@ class Axis:
         """Return where a value lies: 0 at the lower end, 1 at the upper one; values outside are put at the ends."""
         if self.is_log:
             low, high = math.log10(self.low), math.log10(self.high)
-            place = (math.log10(max(value, _SMALLEST_LOG)) - low) / (high - low)
+            place = (math.log10(max(value, _SMALLEST)) - low) / (high - low)
         else:
             place = (value - self.low) / (self.high - self.low)
         return min(1.0, max(0.0, place))
@@ -57,8 +57,8 @@ def linear_axis(values: Iterable[float], count: int = 5, from_zero: bool = False
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     size = max(abs(low), abs(high))
-    if high - low <= _FLAT * size or high == low:
-        pad = 0.05 * size if size > 1e-290 else 1.0
+    if high - low <= max(_FLAT * size, _SMALLEST):
+        pad = 0.05 * size if size > 100 * _SMALLEST else 1.0
         low, high = low if from_zero and low == 0 else low - pad, high + pad
     step = _nice((high - low) / count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -68,7 +68,7 @@ def linear_axis(values: Iterable[float], count: int = 5, from_zero: bool = False
 
 def log_axis(values: Iterable[float]) -> Axis:
     """Return a logarithmic axis that holds all positive values."""
-    drawn = [value for value in values if is_drawn(value) and value >= _SMALLEST_LOG] or [1.0, 10.0]
+    drawn = [value for value in values if is_drawn(value) and value >= _SMALLEST] or [1.0, 10.0]
     low, high = min(drawn), max(drawn)
     if high < low * 1.01:
         low, high = low / 1.1, high * 1.1

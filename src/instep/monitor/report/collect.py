@@ -34,6 +34,7 @@ def collect(run_dir: Path, max_points: int = MAX_POINTS) -> RunFacts:
     complaints: list[str] = []
     recipe = read_recipe(run_dir, complaints)
     result = _checked_result(read_object(run_dir / "result.json", complaints), complaints, run_dir)
+    log.damaged.sort(key=lambda damaged: (damaged.path, damaged.line))
     if damage := log.damage_text():
         complaints.append(damage)
     facts = reader.facts(run_dir, steps, max_points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from instep.monitor.report.recipe import wrapped
 from instep.monitor.report.report import Report
 from instep.monitor.report.tables import Table
 
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
+_SPECIAL = re.compile(r"([\\`*_{}\[\]#|~$!])")
 
 
 def to_markdown(report: Report) -> str:
@@ -63,7 +64,8 @@ def render(table: Table) -> list[str]:
 
 def escape(text: str) -> str:
     """Return text that Markdown shows as it is, on one line."""
-    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    return _SPECIAL.sub(r"\\\1", html.escape(shown, quote=False))
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -129,4 +129,5 @@ class _Reader:
         places = {int(row): place for place, row in enumerate(rows)} if self._scalars else {}
         scalars = {places[row]: values for row, values in self._scalars.items() if row in places}
         num_skipped = len(self._skipped.intersection(map(int, rows))) if self._skipped else 0
-        return StepColumns(*(table[rows, i] for i in range(len(_COLUMNS))), scalars, num_skipped)
+        time, step, epoch, loss, lr, num_samples, grad_norm = (table[rows, i] for i in range(len(_COLUMNS)))
+        return StepColumns(time, step, epoch, loss, lr, num_samples, grad_norm, scalars, num_skipped)
