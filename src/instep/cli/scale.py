@@ -60,7 +60,7 @@ def scale(
     made, path = find_task(task, values)
 
     from instep.launch.processes import check_process_count
-    from instep.monitor.scaling.piece import read_piece
+    from instep.monitor.scaling.piece import WARM_UP_STEPS, read_piece
     from instep.monitor.scaling.study import study
     from instep.scale.pieces import ScalePlan, measure_pieces
     from instep.train.precision import resolve_precision
@@ -68,7 +68,7 @@ def scale(
     from instep.world.device import device_count
     from instep.world.world import place_here
 
-    plan = ScalePlan(tuple(sizes), rounds, steps, weak)
+    plan = ScalePlan(tuple(sizes), rounds, steps, weak, WARM_UP_STEPS)
     plan.check(spec)
     cores, gpus = len(os.sched_getaffinity(0)), device_count()
     for size in sizes:

@@ -49,6 +49,8 @@ class ScalePlan:
     """Of a piece; None: as many as take a few seconds."""
     is_weak: bool
     """Whether the batch grows with the world."""
+    num_warm_up: int = 0
+    """Steps at the beginning of a piece that its reader does not count."""
 
     def batch_sizes(self, spec: TrainSpec) -> dict[int, int]:
         """Return the global batch of each world size."""
@@ -107,7 +109,8 @@ def measure_pieces(
             if num_steps is None:
                 say(f"{FIRST_STEPS} steps on {processes(worlds[0])}, to see how long one takes")
                 first = _run(source, _spec_of(spec, worlds[0], batch_sizes, FIRST_STEPS), folder / "first", read)
-                num_steps = min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(PIECE_S / first.step_s)))
+                counted = max(FEWEST_STEPS, math.ceil(PIECE_S / first.step_s))
+                num_steps = min(MOST_STEPS, plan.num_warm_up + counted)
             rounds: list[dict[int, M]] = []
             for number in range(plan.num_rounds):
                 pieces: dict[int, M] = {}

@@ -60,7 +60,8 @@ def _result(run: RunFacts) -> list[str]:
     parts = [page.box(f"Not all of this run could be read: {run.damage}")] if run.damage else []
     parts.append(page.numbers(tables.key_numbers(run)))
     if run.verdict:
-        parts.append(page.box(run.verdict, "box verdict"))
+        title = element("strong", "What bounded the speed. ")
+        parts.append(element("div", title + escape(run.verdict), class_="box verdict"))
     return parts
 
 

@@ -38,7 +38,7 @@ def _run(name: str, run: RunFacts) -> list[str]:
     heads, values = tuple(name for name, _ in numbers), tuple(text for _, text in numbers)
     lines += [*render(Table(heads, (values,), frozenset(range(len(heads))))), ""]
     if run.verdict:
-        lines += [escape(run.verdict), ""]
+        lines += [f"**What bounded the speed.** {escape(run.verdict)}", ""]
     if run.phases:
         lines += ["### Where the time went", "", *render(tables.phases_table(run)), ""]
     lines += ["### Incidents", ""]
