@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from instep.core.errors import EnvironmentFailed
@@ -58,6 +58,8 @@ def test_the_model_is_recovered(sigma: float, kappa: float, sizes: list[int]) ->
 
 
 @given(st.floats(0, 0.5), st.floats(0, 0.1), st.floats(0.05, 0.95))
+@example(0.0, 5e-324, 0.75)
+@example(1e-9, 0.1, 0.5)
 def test_the_model_reaches_what_it_says(sigma: float, kappa: float, least: float) -> None:
     model = EfficiencyModel(sigma, kappa)
     k = model.reaches(least)
@@ -173,5 +175,15 @@ def test_the_words_say_what_was_not_measured() -> None:
     assert "1.82 times as fast: an efficiency of 91%" in said
     assert "waiting for other ranks (9%)" in said
     assert "This machine has 1 core" in said
+    assert "idle machine" not in " ".join(texts.sentences(outcome, 2))
     assert "would fall below 80% at 4 processes" in said
     assert "not within what was measured (up to 2)" in said
+
+
+def test_a_busy_machine_is_named() -> None:
+    def piece(size: int, cores_s: float) -> Piece:
+        parts = dict.fromkeys(CAUSES, 0.0) | {"computation": 1 / size, "cores": cores_s}
+        return Piece(1 / size + cores_s, parts, 64.0, 20)
+
+    said = texts.sentences(study([{1: piece(1, 0), 2: piece(2, 0.5)}], {1: 64, 2: 64}, False), 2)
+    assert any("Measure again on an idle machine" in text for text in said)

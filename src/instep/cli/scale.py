@@ -99,8 +99,8 @@ def _show(outcome: Study, task: str, cores: int | None, output: Path | None, as_
     from instep.monitor.scaling.page import to_html, to_svg
 
     console = Console(stderr=as_json, highlight=False)
-    console.print(_rich(texts.speed_table(outcome), "speed and efficiency"))
-    console.print(_rich(texts.loss_table(outcome), "share of the time that is lost, and to what"))
+    console.print(_rich(texts.speed_table(outcome)))
+    console.print(_rich(texts.loss_table(outcome)))
     for text in (*texts.sentences(outcome, cores), texts.method_text(outcome)):
         console.print(text, soft_wrap=True, markup=False)
     if output is not None:
@@ -113,11 +113,11 @@ def _show(outcome: Study, task: str, cores: int | None, output: Path | None, as_
         )
 
 
-def _rich(table: Table, title: str) -> RichTable:
+def _rich(table: Table) -> RichTable:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
 
-    shown = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(table.head):
         shown.add_column(name, justify="right" if number in table.numbers else "left")
     for row in table.rows:

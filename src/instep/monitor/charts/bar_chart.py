@@ -33,6 +33,8 @@ class BarChart:
     colors: Mapping[str, str]
     x_label: str
     unit: str = "s"
+    with_shares: bool = True
+    """Whether a segment shows its share of the bar, or its value."""
     width: float = 900.0
 
 
@@ -73,15 +75,16 @@ def _is_shown(value: float | None) -> bool:
 
 def _segment(chart: BarChart, name: str, value: float, total: float, box: tuple[float, float, float, float]) -> str:
     x, y, long, thick = box
-    told = element("title", escape(f"{name}: {value:.3g} {chart.unit}, {value / total:.1%}"))
+    share = f", {value / total:.1%}" if chart.with_shares else ""
+    told = element("title", escape(f"{name}: {value:.3g} {chart.unit}{share}"))
     color = f"var(--{chart.colors[name]})"
     shown = element(
         "rect", told, x=x, y=y, width=max(long, 0.1), height=thick, fill=color, stroke="var(--page)", stroke_width=0.5
     )
     if long < _LABELLED_FROM or thick < 16:
         return shown
-    share = f"{value / total:.0%}"
-    return shown + text(x + long / 2, y + thick / 2 + 4, share, text_anchor="middle", class_="on")
+    label = f"{value / total:.0%}" if chart.with_shares else f"{value:.0f}{chart.unit}"
+    return shown + text(x + long / 2, y + thick / 2 + 4, label, text_anchor="middle", class_="on")
 
 
 def _legend(names: Sequence[str], chart: BarChart) -> tuple[str, int]:

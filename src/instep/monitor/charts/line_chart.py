@@ -11,7 +11,7 @@ from instep.monitor.charts.svg import NUM_COLORS, drawing, element, escape, path
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 26.0, 30.0
 _LEGEND_ROW = 15.0
-_LETTER = 6.0
+_LETTER = 6.6
 _LONGEST_NAME = 40
 _DOTS_BELOW = 40
 """Curves of fewer points show each one."""

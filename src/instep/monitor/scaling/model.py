@@ -17,6 +17,8 @@ from dataclasses import dataclass
 REACH = 4
 """The model is not asked about world sizes that are more than so many times the largest measured one."""
 _RESAMPLES = 400
+_NEGLIGIBLE = 1e-30
+"""No number of processes that exists is slowed down by less."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class EfficiencyModel:
     def reaches(self, least: float) -> float:
         """Return up to which k the efficiency is at least `least`; infinity: it always is."""
         most = 1 / least - 1
-        if self.kappa == 0:
-            return 1 + most / self.sigma if self.sigma > 0 else math.inf
+        if self.kappa < _NEGLIGIBLE:
+            return 1 + most / self.sigma if self.sigma > _NEGLIGIBLE else math.inf
         # kappa k² + (sigma − kappa) k − (sigma + most) = 0, in the form that does not cancel
         half = (self.sigma - self.kappa) / 2
         root = math.sqrt(half * half + self.kappa * (self.sigma + most))

@@ -89,7 +89,9 @@ def loss_chart(study: Study) -> str:
         )
         for size in study.sizes[1:]
     ]
-    return bar_chart(BarChart("percent of the time, by cause", bars, COLORS, "percent of the time", "%"))
+    return bar_chart(
+        BarChart("percent of the time, by cause", bars, COLORS, "percent of the time", "%", with_shares=False)
+    )
 
 
 def _sizes(study: Study) -> list[float]:

@@ -8,10 +8,10 @@ from instep.core.plural import plural
 from instep.monitor.charts.axis import number_text
 from instep.monitor.report.tables import Table
 from instep.monitor.scaling.interval import Estimate
-from instep.monitor.scaling.piece import CAUSES, WARM_UP_STEPS
+from instep.monitor.scaling.piece import CAUSES, CORES, WARM_UP_STEPS
 from instep.monitor.scaling.study import Study
 
-_NOTICEABLE = 0.01
+_NOTICEABLE, _MUCH = 0.01, 0.1
 
 
 def speed_table(study: Study) -> Table:
@@ -36,7 +36,7 @@ def loss_table(study: Study) -> Table:
     larger = study.sizes[1:]
     rows = [(cause, *(_share(size.lost_to[cause]) for size in larger)) for cause in CAUSES]
     rows.append(("in all", *(_share(1 - size.efficiency.mean) for size in larger)))
-    head = ("lost to", *(plural(size.world_size, "process", "processes") for size in larger))
+    head = ("share of the time lost to", *(plural(size.world_size, "process", "processes") for size in larger))
     return Table(head, tuple(rows), frozenset(range(1, len(head))))
 
 
@@ -55,6 +55,11 @@ def sentences(study: Study, cores: int | None) -> list[str]:
     if cores is not None and largest.world_size > cores:
         said.append(
             f"This machine has {plural(cores, 'core')}: more processes than that share them, and cannot be efficient."
+        )
+    elif largest.lost_to[CORES] >= _MUCH:
+        said.append(
+            "Other programs use the cores that were measured, or the processes have more threads than there are cores: "
+            "the numbers are those of this moment. Measure again on an idle machine."
         )
     said.append(limit_text(study))
     return said
