@@ -1,6 +1,6 @@
 """Plant bottlenecks and see whether `instep explain` names them first; train healthy runs and see that it names none.
 
-python benchmarks/explain_campaign.py [--only NAME,…] [--list]
+python benchmarks/explain_campaign.py [--only NAME,…] [--list] [--runs FOLDER]
 
 Each run is a short training of explain_task.py on 1 or 2 processes. A verdict is right when it names the planted cause
 (and the rank, where it was planted on one) before all others. Where the machine is busy with other work, the verdict
@@ -9,12 +9,13 @@ causes after it.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,10 @@ class Plant:
     words: str
     rank: int | str | None = None
     steps: int = 60
+    hogs: int = 0
+    """Programs that compute beside it."""
+    link: str = ""
+    """Two nodes, network namespaces on this machine, with a link of this rate (root only)."""
 
     @property
     def command(self):
@@ -60,7 +65,7 @@ PLANTS = (
     Plant("rank 0 computes longer", "straggler", "-n 2 plant=loss_work seconds=0.1 rank=0", 0),
     Plant("rank 1 sleeps in forward", "straggler", "-n 2 plant=loss_sleep seconds=0.1 rank=1", 1),
     Plant("rank 0 sleeps in backward", "straggler", "-n 2 plant=backward_sleep seconds=0.1 rank=0", 0),
-    Plant("uneven batch", "straggler", f"-n 2 {CONV} pixels=32 --batch-size 3", 0, 120),
+    Plant("uneven batch", "straggler", f"-n 2 {CONV} pixels=32 --batch-size 3", 1, 120),
     Plant("a checkpoint every step", "checkpoint", "net=mlp width=1500 depth=3 --save-every 1"),
     Plant("a checkpoint every step, 2 ranks", "checkpoint", "-n 2 net=mlp width=1500 depth=3 --save-every 1", ANY),
     Plant("an evaluation every 5 steps", "evaluation", f"{CONV} eval_samples=512 --eval-every 5", None, 30),
@@ -77,70 +82,114 @@ PLANTS = (
     Plant("the loss sleeps", "host", "plant=loss_sleep seconds=0.1"),
     Plant("the loss sleeps, 2 ranks", "host", "-n 2 plant=loss_sleep seconds=0.1"),
     Plant("backward sleeps", "host", "plant=backward_sleep seconds=0.1"),
-    Plant("more threads than cores", "host", f"-n 2 {CONV} pixels=32 --threads 8", None, 30),
+    Plant("two other programs compute", "host", f"-n 2 {CONV}", None, 40, hogs=2),
+    Plant("one other program computes", "host", f"-n 2 {CONV}", ANY, 40, hogs=1),
+    Plant("one thread of two cores", "compute", f"{CONV} pixels=32 --threads 1", None, 20),
     Plant("slow train_data()", "startup", "plant=slow_data seconds=30"),
     Plant("slow model(), 2 ranks", "startup", "-n 2 plant=slow_model seconds=30"),
     Plant("compiled for a few steps", "startup", "--compile", None, 20),
     Plant("compiled again for each shape", "startup", "plant=shapes --compile", None, 40),
     Plant("much to send, gloo", "communication", "-n 2 net=mlp width=2000 depth=3 --comm gloo --batch-size 2"),
     Plant("much to send, shared memory", "communication", "-n 2 net=mlp width=1000 depth=2 --batch-size 2", None, 200),
-    Plant("healthy: conv", "nothing", f"{CONV}", None, 60),
+    Plant("a link of 200 Mbit/s", "communication", "net=mlp width=500 depth=2 --comm gloo", link="200mbit"),
+    Plant(
+        "a link of 1 Gbit/s, much to send",
+        "communication",
+        "net=mlp width=2000 depth=3 --comm gloo",
+        None,
+        30,
+        link="1gbit",
+    ),
+    Plant("healthy: conv", "nothing", f"{CONV} --threads 2", None, 60),
     Plant("healthy: conv, 2 ranks", "nothing", f"-n 2 {CONV}", None, 100),
     Plant("healthy: conv, exact", "nothing", f"{CONV} --exact --shards 4", None, 60),
     Plant("healthy: conv, exact, 2 ranks", "nothing", f"-n 2 {CONV} --exact --shards 4", None, 60),
     Plant("healthy: conv, fsdp", "nothing", f"-n 2 {CONV} --strategy fsdp", None, 60),
-    Plant("healthy: conv, readers", "nothing", f"{CONV} --data-workers 1", None, 60),
-    Plant("healthy: transformer", "nothing", "net=transformer width=256 depth=4 --batch-size 128", None, 40),
+    Plant("healthy: conv, readers", "nothing", f"{CONV} --data-workers 1 --threads 2", None, 60),
+    Plant(
+        "healthy: transformer", "nothing", "net=transformer width=256 depth=4 --batch-size 128 --threads 2", None, 40
+    ),
     Plant(
         "healthy: transformer, 2 ranks", "nothing", "-n 2 net=transformer width=256 depth=4 --batch-size 256", None, 40
     ),
-    Plant("healthy: wide mlp, large batch", "nothing", "net=mlp width=1000 depth=3 --batch-size 1024", None, 20),
-    Plant("healthy: saves and evaluates", "nothing", f"{CONV} --save-every 30s --eval-every 30", None, 90),
+    Plant(
+        "healthy: wide mlp, large batch",
+        "nothing",
+        "net=mlp width=1000 depth=3 --batch-size 1024 --threads 2",
+        None,
+        20,
+    ),
+    Plant("healthy: saves and evaluates", "nothing", f"{CONV} --save-every 30s --eval-every 30 --threads 2", None, 90),
 )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names of runs, separated by commas")
+    parser.add_argument("--runs", help="keep the runs here; those that are there already are only explained again")
     parser.add_argument("--list", action="store_true", help="print the names")
     args = parser.parse_args()
     plants = [plant for plant in PLANTS if not args.only or plant.name in args.only.split(",")]
     if args.list:
         print("\n".join(plant.name for plant in plants))
         return
-    rows = [judge(plant) for plant in plants]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [judge(plant, Path(args.runs or folder)) for plant in plants]
     if not args.only:
         write_result(
             "explain_campaign", "What `instep explain` says of planted bottlenecks", report(rows), [], "explain"
         )
 
 
-def judge(plant):
-    """Train one run, and return the plant, the verdict, whether it is right, and the seconds that the command took."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir, begun = Path(folder) / "run", time.monotonic()
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-        options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "env": environ}
-        trained = subprocess.run([*plant.command, "--run-dir", str(run_dir)], **options)
-        if trained.returncode:
-            sys.exit(f"{plant.name}: {trained.stderr[-2000:]}")
-        took_s = time.monotonic() - begun
-        explained = subprocess.run([str(BIN / "instep"), "explain", str(run_dir), "--json"], **options)
+def judge(plant, folder):
+    """Train one run, and return the plant, the verdict, its first cause, and whether that is right."""
+    run_dir = folder / re.sub(r"\W+", "-", plant.name)
+    if not (run_dir / "result.json").exists():
+        hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(plant.hogs)]
+        try:
+            train(plant, run_dir)
+        finally:
+            for hog in hogs:
+                hog.kill()
+                hog.wait()
+    command = [str(BIN / "instep"), "explain", str(run_dir), "--json"]
+    explained = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     verdict = json.loads(explained.stdout.splitlines()[-1])
-    causes = [
-        cause for cause in verdict["causes"] if cause["kind"] != "delayed" or plant.name.startswith("more threads")
-    ]
+    causes = [cause for cause in verdict["causes"] if cause["kind"] != "delayed" or plant.hogs]
     first = causes[0] if causes else {"bounded_by": "nothing", "rank": None, "share": 0.0}
     is_right = first["bounded_by"] == plant.cause and plant.rank in (ANY, first["rank"])
     print(f"{'right' if is_right else 'WRONG'}  {plant.name}: {verdict['costs']}\n  {verdict['text']}", flush=True)
-    return plant, verdict, first, is_right, took_s
+    return plant, verdict, first, is_right
+
+
+def train(plant, run_dir):
+    """Train on this machine, or on two nodes with a slow link, one rank each."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    command = [*plant.command, "--run-dir", str(run_dir)]
+    with contextlib.ExitStack() as stack:
+        commands = [(command, environ)]
+        if plant.link:
+            from network import two_hosts
+
+            ours = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "veth0"}
+            ours |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29533"}
+            commands = [
+                (["ip", "netns", "exec", host, *command], environ | ours | {"RANK": str(rank)})
+                for rank, host in enumerate(stack.enter_context(two_hosts(plant.link)))
+            ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes = [subprocess.Popen(words, env=env, **pipes) for words, env in commands]
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        for process, output in zip(processes, outputs, strict=True):
+            if process.returncode:
+                sys.exit(f"{plant.name}: {output[-2000:]}")
 
 
 def report(rows):
     planted = [row for row in rows if row[0].cause != "nothing"]
     healthy = [row for row in rows if row[0].cause == "nothing"]
     cells = []
-    for plant, verdict, first, is_right, took_s in rows:
+    for plant, verdict, first, is_right in rows:
         delayed = verdict["costs"].get("delayed", 0.0) / verdict["wall_s"]
         expected = plant.cause + (f", rank {plant.rank}" if isinstance(plant.rank, int) else "")
         said = first["bounded_by"] + (f", rank {first['rank']}" if first["rank"] is not None else "")
@@ -148,7 +197,16 @@ def report(rows):
         told = (advice.get("options") or advice.get("text", "").split(":")[0][:60]) if advice else ""
         right = "yes" if is_right else "**no**"
         cells.append(
-            [plant.name, expected, said, f"{first['share']:.0%}", right, f"{delayed:.0%}", f"{took_s:.0f}", told]
+            [
+                plant.name,
+                expected,
+                said,
+                f"{first['share']:.0%}",
+                right,
+                f"{delayed:.0%}",
+                f"{verdict['wall_s']:.0f}",
+                told,
+            ]
         )
     return [
         f"Planted: {sum(row[3] for row in planted)} of {len(planted)} right. "

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import commands
+from instep.cli.try_advice import try_advice
+from instep.core.errors import SpecError
 from instep.events.read import path_of
 from instep.events.schema import PhasesRecord
 from instep.events.write import EventLog
+from instep.monitor.bottleneck.verdict import explain_run, open_log
 
 
 @pytest.fixture
@@ -50,3 +54,20 @@ def test_damage_is_named_and_what_is_no_run_is_refused(run_dir: Path) -> None:
     refused = commands.run("instep", "explain", str(run_dir / "events"), "--json")
     assert refused.returncode == 2
     assert "is not a run" in json.loads(refused.stdout.splitlines()[-1])["error"]
+
+
+def test_what_cannot_be_tried_is_refused(run_dir: Path) -> None:
+    verdict = explain_run(open_log(run_dir))
+    with pytest.raises(SpecError, match="cannot be read, so the run cannot be trained again"):
+        try_advice(run_dir, verdict, print)
+    spec = {"nnodes": "1", "on": "here"}
+    (run_dir / "spec.json").write_text(json.dumps({"task": {"name": "T", "fields": {}}, "spec": spec}))
+    with pytest.raises(SpecError, match="no file that defines it"):
+        try_advice(run_dir, verdict, print)
+    (run_dir / "spec.json").write_text(
+        json.dumps({"task": {"name": "T", "file": __file__}, "spec": spec | {"nnodes": "2"}})
+    )
+    with pytest.raises(SpecError, match="ran on several nodes"):
+        try_advice(run_dir, verdict, print)
+    with pytest.raises(SpecError, match="no option would make this run faster"):
+        try_advice(run_dir, replace(verdict, advice=()), print)

@@ -121,7 +121,7 @@ def test_every_public_name_is_on_its_page(page: str) -> None:
 
 def test_names_of_a_class_are_found() -> None:
     assert {"loss", "blocks", "collate", "stop"} <= public_names(*CLASSES["task.md"])
-    assert {"prepare", "epochs", "is_main", "metrics"} <= public_names(*CLASSES["run.md"])
+    assert {"prepare", "epochs", "is_main", "loss"} <= public_names(*CLASSES["run.md"])
     assert {"batches", "gather"} <= public_names(*BASES["run.md"])
     assert {"wall_s", "history", "load_model"} <= public_names(*CLASSES["result.md"])
 

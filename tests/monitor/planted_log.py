@@ -8,6 +8,7 @@ from typing import Any
 from instep.events.schema import (
     EvalRecord,
     InputRecord,
+    NodeRecord,
     PhasesRecord,
     PlanRecord,
     Record,
@@ -32,6 +33,13 @@ def start(rank: int, world_size: int, attempt: int = 0, device: str = "cpu") -> 
         backend="gloo" if world_size > 1 else "none",
         launcher="none",
         versions={"torch": "2.13.0"},
+    )
+
+
+def node(num_cores: int, host: str = "node0") -> NodeRecord:
+    """What a node is."""
+    return NodeRecord(
+        host=host, versions={}, platform={}, variables={}, code={}, packages_sha256="", num_cores=num_cores
     )
 
 

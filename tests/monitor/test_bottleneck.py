@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted_log import BEGUN_S, Events, evaluation, log_of, phases, reading, save, steady
+from planted_log import BEGUN_S, Events, evaluation, log_of, node, phases, reading, save, steady
 
 from instep.core.options import options_of
 from instep.core.spec import TrainSpec
@@ -72,6 +72,12 @@ def test_one_rank_that_the_others_wait_for_is_named(phase: str, cause: str, slow
     assert found.share == pytest.approx(8 * 0.6 / (1 + 8 * 1.58), abs=0.01)
     assert f"rank {slow}" in found.sentence
     assert found.advice[0].gain == pytest.approx(found.share, abs=0.02)
+
+
+def test_the_last_of_several_ranks_with_slow_data_is_not_blamed_alone() -> None:
+    last, ahead = COMPUTING | {"data": 3.0}, COMPUTING | {"data": 1.0, "communication": 2.0}
+    found = verdict(log_of(steady([last, ahead])))
+    assert (found.bounded_by, found.rank) == ("input", None)
 
 
 def test_waiting_of_all_ranks_is_communication_and_that_of_some_is_not() -> None:
@@ -159,6 +165,29 @@ def test_the_advice_for_input_depends_on_who_reads_and_whether_that_computes() -
     computes = verdict(log_of([[*records, reading(20, 2, read_s=0.2, cpu_s=0.19)]]))
     assert computes.advice[0].options == ""
     assert "computing in the dataset" in computes.advice[0].text
+
+
+@pytest.mark.parametrize(("cores", "gain"), [(1, None), (2, 0.49), (8, 0.66)])
+def test_readers_that_compute_need_cores(cores: int, gain: float | None) -> None:
+    (records,) = steady([COMPUTING | {"data": 2.0}], cpu_s=2.96)  # it reads and computes by itself, all the time
+    found = verdict(log_of([[node(cores), *records]]), data_workers=0)
+    assert found.bounded_by == "input"
+    if gain is None:
+        assert (found.advice[0].options, found.advice[0].gain) == ("", pytest.approx(found.share, abs=0.01))
+    else:
+        assert (found.advice[0].options, found.advice[0].gain) == ("--data-workers 3", pytest.approx(gain, abs=0.02))
+
+
+def test_threads_that_leave_cores_unused_are_the_only_reason_to_blame_computing() -> None:
+    (records,) = steady([COMPUTING])
+    assert verdict(log_of([[node(4), *records]])).bounded_by == "nothing"
+    assert verdict(log_of([[node(1), *records]]), threads=1).bounded_by == "nothing"
+    assert verdict(log_of([[node(4), *records]]), threads=1, exact=True).bounded_by == "nothing"
+    found = verdict(log_of([[node(4), *records]]), threads=1)
+    assert (found.bounded_by, found.advice[0].options) == ("compute", "--threads 4")
+    assert found.advice[0].gain == pytest.approx(0.75 * 8 * 0.9 / (1 + 8 * 0.96), abs=0.01)
+    recomputed = verdict(log_of([records]), recompute=True)
+    assert (recomputed.bounded_by, recomputed.advice[0].options) == ("compute", "--no-recompute")
 
 
 def test_host_times_of_a_gpu_are_not_taken_for_the_devices() -> None:

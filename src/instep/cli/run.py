@@ -18,7 +18,9 @@ from instep.launch.preload import fork_forkserver
     argument("script", str, "SCRIPT", "a Python file, or with -m a module"),
     argument("arguments", list[str] | None, "ARGUMENTS", "arguments of the script", default=None),
     option("module", bool, False, "SCRIPT is the name of a module, as for python -m", "-m", "--module"),
-    option("log_dir", str | None, None, "keep each rank's output in this directory"),
+    option(
+        "log_dir", str | None, None, "keep each rank's output and events in this directory: instep explain reads them"
+    ),
     spec=LaunchSpec,
     allow_interspersed_args=False,
 )
@@ -43,6 +45,6 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     with nullcontext(log_dir) if log_dir else tempfile.TemporaryDirectory(prefix="instep-run-") as folder:
         logs = LogPlan(Path(folder), split=True)
         request = JobRequest(code=() if module else (script,))
-        args = (script, arguments or [], module)
+        args = (script, arguments or [], module, log_dir)
         launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
     return None

@@ -62,6 +62,8 @@ class NodeRecord(Record, event="node"):
     """SHA-256 of the file that defines the Task, or of the script."""
     packages_sha256: str
     """Of all installed packages, with their versions."""
+    num_cores: int = 0
+    """That its processes may use; 0: not known."""
 
 
 class RowsRecord(Record, event="rows"):

@@ -8,14 +8,18 @@ import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Callable
 
 from instep.core.errors import SpecError
 from instep.guard.pulse import here
 from instep.launch.own_ranks import refuse_spawn, watch_spawned
 
 
-def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> None:  # noqa: ARG001
-    """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does."""
+def run_script(attempt: int, target: str, argv: list[str], as_module: bool, log_dir: str | None = None) -> None:
+    """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does.
+
+    `log_dir`: where to log its events.
+    """
     # The launcher has left its traces in multiprocessing, but a script may set its start method once, and may ask
     # whether it is the main process.
     multiprocessing.set_start_method(None, force=True)
@@ -23,16 +27,29 @@ def run_script(attempt: int, target: str, argv: list[str], as_module: bool) -> N
     from instep.world import destroyed_groups  # not above: the launcher imports this module, and needs no torch for it
 
     destroyed_groups.keep_destroyed_groups()
-    _count_steps()
+    end = _watch(attempt, log_dir)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         refuse_spawn()
     else:
         watch_spawned()
     sys.argv[:] = [target, *argv]
-    if as_module:
-        _run_module(target)
-    else:
-        _run_file(target)
+    try:
+        if as_module:
+            _run_module(target)
+        else:
+            _run_file(target)
+    finally:
+        end()
+
+
+def _watch(attempt: int, log_dir: str | None) -> Callable[[], None]:
+    """Note what the script does in the rank's pulse, and in a log if wanted; return what to call at its end."""
+    if log_dir is None:
+        _count_steps()
+        return lambda: None
+    from instep.launch.script_phases import watch_phases
+
+    return watch_phases(here(), log_dir, attempt)
 
 
 def _count_steps() -> None:

@@ -18,6 +18,7 @@ from instep.core.stop import StopRequest
 from instep.data.curricula import Curriculum
 from instep.events.schema import NoticeRecord, SaveRecord, StepRecord
 from instep.events.write import EventLog
+from instep.guard.phase_log import PhaseLog
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
@@ -33,7 +34,6 @@ from instep.train.frozen_weights import FrozenSpec, lacks_weights
 from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.memory import PeakMemory
 from instep.train.origin import describe_refusal, explain_refusal
-from instep.train.phases import PhaseLog
 from instep.train.preprocessing import Fit, Preprocessing
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
@@ -101,7 +101,8 @@ class Run(RunEvaluation):
         self._freezing: Freezing | None = None
         self._memory = PeakMemory(world.device)
         self._pulse = here()
-        self._phases = PhaseLog(self._pulse, world, log)
+        self._pulse.watch_waits(lambda: world.waited_s)
+        self._phases = PhaseLog(self._pulse, log, world.device, lambda: world.comm_bytes)
         self._rng = rng_part()
         self._saver.add(self._rng)
         self._saver.restore(

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
+from instep.world.waits import WAITS
+
 
 def completed(result: Any) -> Any:
     """Return the work of an operation that is completed."""
@@ -37,7 +39,9 @@ class Pending(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for completion; raise the operation's error."""
         seconds = timeout.total_seconds() if timeout else None
-        if not self._ended.wait(seconds or None):
+        with WAITS:
+            has_ended = self._ended.wait(seconds or None)
+        if not has_ended:
             raise TimeoutError(f"the operation was not completed within {seconds:g} s.")
         if self._failures:
             raise self._failures[0]

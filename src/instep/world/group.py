@@ -22,6 +22,7 @@ from instep.world.lane.lane import Lane, Steps
 from instep.world.lane.reduction import DTYPES, Reduction, divide
 from instep.world.lane.rendezvous import open_lane
 from instep.world.tensors import as_bytes, flattened, row_of
+from instep.world.waits import WAITS
 
 _REDUCTIONS = (
     (dist.ReduceOp.SUM, Reduction.SUM),
@@ -253,13 +254,17 @@ class SharedGroup(dist.ProcessGroup):
 
     def _do(self, steps: Steps, result: Any, opts: Any) -> Any:
         """Run an operation here, or in the background ([Note: Two ways in])."""
-        if not opts.asyncOp or self._background.is_here:
+        if self._background.is_here:
             self.run_now(steps)
             return completed(result)
-        if not self._begins or self._background.busy:
-            return self._background.submit(lambda: self._run(steps), result)
-        rest = self.own_lane.begin(steps, _SPIN_S)
-        return completed(result) if rest is None else self._background.submit(rest, result)
+        with WAITS:
+            if not opts.asyncOp:
+                self.run_now(steps)
+                return completed(result)
+            if not self._begins or self._background.busy:
+                return self._background.submit(lambda: self._run(steps), result)
+            rest = self.own_lane.begin(steps, _SPIN_S)
+            return completed(result) if rest is None else self._background.submit(rest, result)
 
     # What the lane supports.
 

@@ -14,7 +14,6 @@ import functools
 import gc
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +32,7 @@ from instep.world.lane.reduction import AddUp, Rows
 from instep.world.rendezvous import choose_interface, rendezvous_arguments
 from instep.world.slurm import gpus_of_node, judge_allocation
 from instep.world.tcp_timeout import TCP_TIMEOUT_S, open_sockets, set_tcp_timeout
+from instep.world.waits import WAITS
 
 _EXCHANGE_ELEMENTS = 4 * 2**20
 _ORDERED_REDUCE_ELEMENTS = 2**20
@@ -99,8 +99,6 @@ class World(contextlib.AbstractContextManager["World"]):
         self.world_size = place.world_size
         self.is_main = place.is_main
         self.device = torch.device(place.device)
-        self.waited_s = 0.0
-        """Time spent in collectives, most of it waiting for other ranks."""
         self.comm_bytes = 0
         """Passed to collectives by this rank, those of gradients and large tensors."""
         self._spare = torch.empty(0)
@@ -173,19 +171,23 @@ class World(contextlib.AbstractContextManager["World"]):
         gc.collect()
         dist.destroy_process_group()
 
+    @property
+    def waited_s(self) -> float:
+        """How long this process has been in collectives so far, most of it waiting for other ranks."""
+        return WAITS.seconds
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a contiguous tensor over all ranks, in place. Called on all ranks."""
-        begun = time.perf_counter()
-        self.comm_bytes += tensor.nbytes
-        if self._lane is not None:
-            self._lane.all_reduce_now(tensor)
-        elif self._exchange is not None:
-            self._exchange.all_reduce(tensor.view(-1))
-        elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
-            self._all_reduce_pair(tensor)
-        elif self.world_size > 1:
-            dist.all_reduce(tensor, group=self._group)
-        self.waited_s += time.perf_counter() - begun
+        with WAITS:
+            self.comm_bytes += tensor.nbytes
+            if self._lane is not None:
+                self._lane.all_reduce_now(tensor)
+            elif self._exchange is not None:
+                self._exchange.all_reduce(tensor.view(-1))
+            elif self.world_size == 2 and self.backend == "gloo" and tensor.device.type == "cpu":
+                self._all_reduce_pair(tensor)
+            elif self.world_size > 1:
+                dist.all_reduce(tensor, group=self._group)
         return tensor
 
     @property
@@ -208,9 +210,8 @@ class World(contextlib.AbstractContextManager["World"]):
 
     def wait(self, reduction: Reduction | dist.Work) -> None:
         """Wait until a reduction is done, or, for tensors of a device, until the device will wait for it."""
-        begun = time.perf_counter()
-        reduction.wait()
-        self.waited_s += time.perf_counter() - begun
+        with WAITS:
+            reduction.wait()
 
     def can_coalesce(self, dtype: torch.dtype) -> bool:
         """Return whether `all_reduce_coalesced` supports a dtype; the same on all ranks."""
@@ -221,11 +222,10 @@ class World(contextlib.AbstractContextManager["World"]):
 
         Other ranks may hold the same elements in one flat tensor and call `all_reduce`.
         """
-        begun = time.perf_counter()
-        self.comm_bytes += sum([piece.nbytes for piece in pieces])
-        assert self._lane is not None
-        self._lane.run_now(self._lane.own_lane.all_reduce_coalesced(pieces))
-        self.waited_s += time.perf_counter() - begun
+        with WAITS:
+            self.comm_bytes += sum([piece.nbytes for piece in pieces])
+            assert self._lane is not None
+            self._lane.run_now(self._lane.own_lane.all_reduce_coalesced(pieces))
 
     def _all_reduce_pair(self, tensor: torch.Tensor) -> None:
         """Sum two ranks' tensors: each sends its whole tensor once, where gloo's ring sends two halves in turn.
@@ -297,21 +297,19 @@ class World(contextlib.AbstractContextManager["World"]):
         if self.world_size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        begun = time.perf_counter()
-        self.comm_bytes += tensor.nbytes
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        self.waited_s += time.perf_counter() - begun
+        with WAITS:
+            self.comm_bytes += tensor.nbytes
+            dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return parts
 
     def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Send `send[rank]` of the rows to each rank, in order; return those received, by rank. Called on all ranks."""
-        begun = time.perf_counter()
-        self.comm_bytes += rows.nbytes
-        device = torch.device("cpu") if self.backend == "gloo" else rows.device  # gloo lacks it for GPUs
-        own = rows.to(device).contiguous()
-        received = own.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(received, own, list(receive), list(send), group=self._group)
-        self.waited_s += time.perf_counter() - begun
+        with WAITS:
+            self.comm_bytes += rows.nbytes
+            device = torch.device("cpu") if self.backend == "gloo" else rows.device  # gloo lacks it for GPUs
+            own = rows.to(device).contiguous()
+            received = own.new_empty(sum(receive), *rows.shape[1:])
+            dist.all_to_all_single(received, own, list(receive), list(send), group=self._group)
         return received.to(rows.device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
@@ -321,17 +319,20 @@ class World(contextlib.AbstractContextManager["World"]):
             return
         # As one row of bytes: a call per tensor would cost a round trip each, and gloo does not support all dtypes.
         flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in filled])
-        dist.broadcast(flat, group=self._group, group_src=source)
+        with WAITS:
+            dist.broadcast(flat, group=self._group, group_src=source)
         for tensor, piece in zip(filled, flat.split([tensor.nbytes for tensor in filled]), strict=True):
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def send_recv(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Send one rank's contiguous tensor to another rank's tensor of that shape. Called on these two."""
         staged = tensor.to(self.wire)
-        if self.rank == source:
-            dist.send(staged, group=self._group, group_dst=target)
-        elif self.rank == target:
-            dist.recv(staged, group=self._group, group_src=source)
+        with WAITS:
+            if self.rank == source:
+                dist.send(staged, group=self._group, group_dst=target)
+            elif self.rank == target:
+                dist.recv(staged, group=self._group, group_src=source)
+        if self.rank == target:
             tensor.copy_(staged)
 
     @property
@@ -346,11 +347,13 @@ class World(contextlib.AbstractContextManager["World"]):
         is_source = self.rank == source
         text = json.dumps(value).encode() if is_source else b""
         size = torch.tensor([len(text)], device=self.device)
-        dist.broadcast(size, group=self._group, group_src=source)
+        with WAITS:
+            dist.broadcast(size, group=self._group, group_src=source)
         payload = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
         if is_source:
             payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(payload, group=self._group, group_src=source)
+        with WAITS:
+            dist.broadcast(payload, group=self._group, group_src=source)
         return self._decode(bytes(payload.tolist()), source)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -378,4 +381,5 @@ class World(contextlib.AbstractContextManager["World"]):
     def barrier(self) -> None:
         """Wait until every rank is here. Called on all ranks."""
         if self.world_size > 1:
-            dist.barrier(group=self._group)
+            with WAITS:
+                dist.barrier(group=self._group)

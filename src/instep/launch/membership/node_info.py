@@ -120,6 +120,7 @@ def describe_node(code: Iterable[Path], environ: Mapping[str, str] = os.environ)
         variables=variables_of(environ),
         code={path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in code if path.is_file()},
         packages_sha256=hashlib.sha256(json.dumps(packages, sort_keys=True).encode()).hexdigest(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
     )
 
 

@@ -17,6 +17,7 @@ from instep.core.spec import TrainSpec
 from instep.monitor.bottleneck.causes import LARGER_BATCH, Cause
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
+from instep.monitor.bottleneck.windows import COMPUTING
 
 _SAVE_SHARE = 0.02
 """What checkpoints may cost with the interval that is advised."""
@@ -64,39 +65,67 @@ def _hint(text: str, gain: float) -> Advice:
 
 
 def _input(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    reading = _reading_of(cause, frontier, facts)
+    more = min(_MOST_WORKERS, max(reading.readers + 1, math.ceil(_MARGIN * reading.read_s / reading.rest_s)))
+    period_s = reading.period_s(more, facts.cores_per_rank())
+    gain = reading.num_steps * (reading.wait_s + reading.rest_s - period_s) / frontier.wall_s
+    asked = facts.option("data_workers")
+    if gain < cause.seconds / frontier.wall_s / 4:
+        yield _hint(
+            f"one reader needs {_ms(reading.read_s)} for a batch, {_ms(reading.cpu_s)} of it computing in the dataset, "
+            "so more readers would need more cores. Compute once what is the same in every epoch (decoding, resizing, "
+            "tokenizing) and store it, or transform whole batches in `collate`.",
+            cause.seconds / frontier.wall_s,
+        )
+    else:
+        tells = "without the option, instep measures how many readers help" if asked is not None else ""
+        yield _change(
+            f"{more} reader{'s' * (more > 1)} per rank. So far {_readers(reading.readers)} "
+            f"read{'s' * (reading.readers < 2)}, one batch in {_ms(reading.read_s)} ({_ms(reading.cpu_s)} of them "
+            f"computing), and a step takes {_ms(reading.rest_s)} without it{f'; {tells}' if tells else ''}.",
+            gain,
+            data_workers=more,
+        )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What a step takes, and how long one reader needs for a batch."""
+
+    num_steps: int
+    wait_s: float
+    rest_s: float
+    """A step without waiting for data."""
+    readers: int
+    read_s: float
+    cpu_s: float
+    """Of `read_s`, how long a core was busy."""
+    step_cpu_s: float
+    """How long cores are busy in a step, without reading."""
+
+    def period_s(self, readers: int, cores: float | None) -> float:
+        """Return what a step would take with so many readers, and so many cores for the rank and them."""
+        if cores is None:  # then readers that mostly compute are not counted on
+            cores = 1.0 if self.cpu_s > self.read_s / 2 else math.inf
+        computing_s = (self.step_cpu_s + self.cpu_s) / cores
+        return max(self.rest_s, self.read_s / readers, computing_s)
+
+
+def _reading_of(cause: Cause, frontier: Frontier, facts: Facts) -> _Reading:
     num_steps = max(1, frontier.num_steps)
     wait_s = cause.seconds / num_steps
     rest_s = max(1e-6, _training_s(frontier) / num_steps - wait_s)
-    asked = facts.option("data_workers")
-    choice = facts.inputs.get(cause.rank if cause.rank is not None else min(frontier.ranks, default=0))
+    rank = cause.rank if cause.rank is not None else min(frontier.ranks)
+    choice, asked = facts.inputs.get(rank), facts.option("data_workers")
     readers = int(asked if asked is not None else (choice or {}).get("workers", 0))
-    # One reader needs this long for a batch: all that the training waited, and what it read while the step ran.
-    read_s = wait_s if not readers else readers * (wait_s + rest_s)
-    more = min(_MOST_WORKERS, max(readers + 1, math.ceil(_MARGIN * read_s / rest_s)))
-    left_s = max(0.0, read_s / more - rest_s)
-    gain = (wait_s - left_s) * num_steps / frontier.wall_s
-    if asked is not None and asked < more:
-        yield _change(
-            f"{more} reader{'s' * (more > 1)} per rank instead of {asked}, since one needs {_ms(read_s)} for a batch, "
-            f"and a step takes {_ms(rest_s)} without it. If reading computes, this needs as many free cores; without "
-            "the option, instep measures how many readers help.",
-            gain,
-            data_workers=more,
-        )
-    elif choice is not None and choice["read_s"] > 0 and choice["cpu_s"] > 0.5 * choice["read_s"]:
-        yield _hint(
-            f"a batch takes {_ms(choice['read_s'])} to read, {_ms(choice['cpu_s'])} of it computing in the dataset, "
-            f"and {_readers(readers)} could not keep up: the node's cores are busy. Compute once what is the same in "
-            "every epoch (decoding, resizing, tokenizing) and store it, or transform whole batches in `collate`.",
-            gain=cause.seconds / frontier.wall_s,
-        )
-    else:
-        yield _change(
-            f"{more} readers per rank. So far {_readers(readers)} read{'s' * (readers < 2)}, one batch in "
-            f"{_ms(read_s)}, most of which is waiting for a disk, a network or a lock.",
-            gain,
-            data_workers=more,
-        )
+    own = frontier.ranks[rank]
+    own_cpu_s, computing_s = own.cpu_s / num_steps, own.seconds_in(*COMPUTING) / num_steps
+    if readers:  # they read all the time, also while the step runs
+        read_s = readers * (wait_s + rest_s)
+        busy = min(1.0, choice["cpu_s"] / choice["read_s"]) if choice is not None and choice["read_s"] > 0 else 0.0
+        return _Reading(num_steps, wait_s, rest_s, readers, read_s, busy * read_s, own_cpu_s)
+    cpu_s = min(wait_s, max(0.0, own_cpu_s - computing_s))
+    return _Reading(num_steps, wait_s, rest_s, 0, wait_s, cpu_s, own_cpu_s - cpu_s)
 
 
 def _readers(count: int) -> str:
@@ -264,6 +293,16 @@ def _compile(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advice
     )
 
 
+def _threads(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    cores = int(facts.cores_per_rank() or 1)
+    yield _change(
+        f"a process computes on {facts.option('threads')} of the {cores} cores that it could have; this is the gain if "
+        "all of them help.",
+        cause.avoidable_s / frontier.wall_s,
+        threads=cores,
+    )
+
+
 def _recompute(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advice]:
     yield _change(
         "keep what the forward pass computes instead of computing it again, if it fits into memory.",
@@ -294,4 +333,5 @@ _ADVISERS: Mapping[str, Callable[[Cause, Frontier, Facts], Iterator[Advice]]] = 
     "start": _start,
     "compile": _compile,
     "recompute": _recompute,
+    "threads": _threads,
 }

@@ -45,7 +45,7 @@ def causes_of(frontier: Frontier, facts: Facts) -> list[Cause]:
 
 
 def _by_rank(frontier: Frontier, *phases: str) -> dict[int, float]:
-    return {rank: sum(time.phases.get(p, 0.0) for p in phases) for rank, time in frontier.ranks.items()}
+    return {rank: time.seconds_in(*phases) for rank, time in frontier.ranks.items()}
 
 
 def _phases_cause(name: str, kind: str, frontier: Frontier, *phases: str) -> Cause:
@@ -113,6 +113,15 @@ def _recompute(frontier: Frontier, facts: Facts) -> Cause:
     return Cause("compute", "recompute", seconds, seconds, None, _by_rank(frontier, "forward"))
 
 
+def _threads(frontier: Frontier, facts: Facts) -> Cause:
+    """What computing on fewer cores than there are costs, if all of them would help."""
+    cores, threads = facts.cores_per_rank(), facts.option("threads")
+    is_free = facts.on_cpu and cores is not None and threads is not None and not facts.option("exact")
+    share = max(0.0, 1 - threads / int(cores)) if is_free and cores and cores >= 1 else 0.0
+    seconds = frontier.seconds("forward", "backward")
+    return Cause("compute", "threads", seconds, seconds * share, None, _by_rank(frontier, "forward", "backward"))
+
+
 _CAUSES: tuple[Callable[[Frontier, Facts], Cause], ...] = (
     _input,
     _hooks,
@@ -126,4 +135,5 @@ _CAUSES: tuple[Callable[[Frontier, Facts], Cause], ...] = (
     _startup,
     _compile,
     _recompute,
+    _threads,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("start", "plan", "phases", "save", "eval", "input", "memory")
+KINDS = ("start", "node", "plan", "phases", "save", "eval", "input", "memory")
 """The kinds of events that a verdict is derived from."""
 
 
@@ -24,6 +24,8 @@ class Facts:
     num_parameters: int = 0
     reading: str = ""
     hosts: Mapping[int, str] = field(default_factory=dict)
+    cores: Mapping[str, int] = field(default_factory=dict)
+    """That the processes may use, by host, where it is known."""
     num_starts: int = 1
     """How often rank 0 started."""
     saves: tuple[Mapping[str, Any], ...] = ()
@@ -40,9 +42,10 @@ class Facts:
         """Return the value of an option of the training; `default` where it is not known."""
         return self.options.get(name, default)
 
-    def is_known(self, name: str) -> bool:
-        """Return whether the value of an option is known."""
-        return name in self.options
+    def cores_per_rank(self) -> float | None:
+        """Return the cores that a rank can have, on the host with the fewest; None: not known."""
+        counts = [self.cores.get(host, 0) / list(self.hosts.values()).count(host) for host in self.hosts.values()]
+        return min(counts) if counts and min(counts) > 0 else None
 
 
 def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping[str, Any]) -> Facts:
@@ -53,11 +56,13 @@ def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping
         by_kind.setdefault(event["event"], []).append(event)
     start: Mapping[str, Any] = by_kind["start"][-1] if by_kind["start"] else {}
     plan: Mapping[str, Any] = by_kind["plan"][-1] if by_kind["plan"] else {}
-    hosts, inputs = {}, {}
+    hosts, cores, inputs = {}, {}, {}
     for rank, of_rank in events.items():
         for event in of_rank:
             if event["event"] == "start":
                 hosts[rank] = event["host"]
+            elif event["event"] == "node":
+                cores[event["host"]] = int(event.get("num_cores", 0))
             elif event["event"] == "input":
                 inputs[rank] = event
     return Facts(
@@ -70,6 +75,7 @@ def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping
         num_parameters=plan.get("num_parameters", 0),
         reading=plan.get("reading", ""),
         hosts=hosts,
+        cores=cores,
         num_starts=max(1, len(by_kind["start"])),
         saves=tuple(by_kind["save"]),
         evals=tuple(by_kind["eval"]),

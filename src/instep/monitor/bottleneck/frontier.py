@@ -21,6 +21,7 @@ from instep.monitor.bottleneck.windows import RankTime, Window, total
 K = TypeVar("K")
 _OWN_CAUSE = ("data", "copy", "checkpoint", "evaluation", "startup", "compile", "hooks")
 """Phases that are a cause by themselves, also on one rank."""
+_HARDLY_ANY = 0.25
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,16 @@ class Frontier:
         return sum(self.phases.get(phase, 0.0) for phase in phases)
 
     def rank_of(self, *phases: str) -> int | None:
-        """Return the rank whose excess is most of the time in some phases; None: all ranks have their share."""
-        for rank in self.ranks:
-            if sum(self.excess.get(phase, {}).get(rank, 0.0) for phase in phases) > self.seconds(*phases) / 2:
+        """Return the rank whose excess is most of the time in some phases; None: all ranks have their share.
+
+        Where several ranks are slow in the same way, the last one hides what the others would need: while they wait
+        for it, they read ahead. So a rank is named only if the others spend hardly any time there.
+        """
+        for rank, own in self.ranks.items():
+            if sum(self.excess.get(phase, {}).get(rank, 0.0) for phase in phases) <= self.seconds(*phases) / 2:
+                continue
+            others = [time.seconds_in(*phases) for other, time in self.ranks.items() if other != rank]
+            if others and statistics.median(others) < _HARDLY_ANY * own.seconds_in(*phases):
                 return rank
         return None
 

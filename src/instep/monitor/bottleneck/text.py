@@ -146,6 +146,10 @@ def _recompute(_cause: Cause, _frontier: Frontier, _facts: Facts) -> str:
     return "--recompute runs the forward pass of the repeated blocks twice"
 
 
+def _threads(_cause: Cause, _frontier: Frontier, facts: Facts) -> str:
+    return f"forward and backward ran on {facts.option('threads')} of the cores that each process could have"
+
+
 _PHASE_WORDS = {"delayed": "waiting for a core", "idle": "waiting without computing"}
 _SUBJECT = {
     "input": "Input",
@@ -170,4 +174,5 @@ _WHAT: Mapping[str, Callable[[Cause, Frontier, Facts], str]] = {
     "start": _start,
     "compile": _compile,
     "recompute": _recompute,
+    "threads": _threads,
 }

@@ -135,9 +135,14 @@ def last_word(run_dir: Path) -> str | None:
     return f"{bottleneck.sentence} More: instep explain {shlex.quote(str(run_dir))}"
 
 
-def _read_verdict(log: RunLog) -> Bottleneck | None:
+def read_events_of(log: RunLog) -> dict[int, list[Mapping[str, Any]]]:
+    """Return the new events of all ranks that a verdict is derived from."""
     events: dict[int, list[Mapping[str, Any]]] = {}
     for rank, event in log.poll():
         if event["event"] in KINDS:
             events.setdefault(rank, []).append(event)
-    return find_bottleneck(events, read_options(log.run_dir))
+    return events
+
+
+def _read_verdict(log: RunLog) -> Bottleneck | None:
+    return find_bottleneck(read_events_of(log), read_options(log.run_dir))

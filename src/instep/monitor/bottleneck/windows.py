@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
-_COMPUTING = ("forward", "backward", "optimizer", "hooks", "other", "evaluation")
-"""The phases in which a rank on CPU should compute all the time."""
-_READING = ("data", "copy", "checkpoint")
-"""Those in which it may compute."""
+COMPUTING = ("forward", "backward", "optimizer", "other")
+"""The phases in which a rank on CPU should compute all the time, and which are not a cause by themselves."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,10 @@ class RankTime:
     def wait_s(self) -> float:
         """How long the rank waited for others, or for a transfer."""
         return self.phases.get("communication", 0.0)
+
+    def seconds_in(self, *phases: str) -> float:
+        """Return the time in some phases."""
+        return sum(self.phases.get(phase, 0.0) for phase in phases)
 
     def __add__(self, other: RankTime) -> RankTime:
         names = self.phases.keys() | other.phases.keys()
@@ -55,16 +57,15 @@ def rank_time(event: Mapping[str, Any], on_cpu: bool) -> RankTime:
     """Return the times of a `phases` event, with two more phases on CPU.
 
     "delayed": ready to compute, but other threads and processes had the cores. "idle": in a phase of computation, and
-    neither computing nor delayed: the rank slept, or waited for a lock or a file. They are taken out of the phases in
-    which they may have been, in proportion.
+    neither computing nor delayed: the rank slept, or waited for a lock or a file. Both are at most what is left of
+    these phases when all of the process's computing was in them, and are taken out of them in proportion.
     """
     phases = {name: max(0.0, float(value)) for name, value in event["phases"].items()}
     cpu_s, delayed_s = float(event.get("cpu_s", 0.0)), float(event.get("delayed_s", 0.0))
     if on_cpu and delayed_s > 0:  # 0: the system does not count it
-        unused_s = sum(phases.get(name, 0.0) for name in _COMPUTING) - cpu_s
-        in_computing_s = _take_out(phases, _COMPUTING, "delayed", min(delayed_s, unused_s))
-        _take_out(phases, _READING, "delayed", delayed_s - in_computing_s)
-        _take_out(phases, _COMPUTING, "idle", unused_s - in_computing_s)
+        unused_s = sum(phases.get(name, 0.0) for name in COMPUTING) - cpu_s
+        taken_s = _take_out(phases, "delayed", min(delayed_s, unused_s))
+        _take_out(phases, "idle", unused_s - taken_s)
     return RankTime(
         float(event["seconds"]),
         phases,
@@ -75,16 +76,16 @@ def rank_time(event: Mapping[str, Any], on_cpu: bool) -> RankTime:
     )
 
 
-def _take_out(phases: dict[str, float], sources: tuple[str, ...], name: str, seconds: float) -> float:
-    """Count up to so many seconds of some phases as another one, of each in proportion; return how many."""
-    total_s = sum(phases.get(phase, 0.0) for phase in sources)
+def _take_out(phases: dict[str, float], name: str, seconds: float) -> float:
+    """Count up to so many seconds of computing phases as another one, of each in proportion; return how many."""
+    total_s = sum(phases.get(phase, 0.0) for phase in COMPUTING)
     taken_s = min(max(0.0, seconds), total_s)
     if taken_s <= 0.0:
         return 0.0
-    for phase in sources:
+    for phase in COMPUTING:
         if phase in phases:
             phases[phase] *= 1 - taken_s / total_s
-    phases[name] = phases.get(name, 0.0) + taken_s
+    phases[name] = taken_s
     return taken_s
 
 

@@ -32,6 +32,7 @@ from instep.parallel.pipeline.layers import StageFunction
 from instep.parallel.pipeline.schedule import BusyClock, LossFunction, Microbatch, ScheduleInputs, ScheduleRunner
 from instep.parallel.preserve import evaluating
 from instep.world.tensors import nested_tensors
+from instep.world.waits import WAITS
 from instep.world.world import World
 
 _MOST_KEPT = 32
@@ -83,8 +84,9 @@ class LocalStages:
 
         runner = self._runner_for(count, buffers)
         idle_s = self.clock.idle_s
-        runner.run(ScheduleInputs([*microbatches, *empty], metas, compute_loss, begin))
-        self.job_world.waited_s += self.clock.idle_s - idle_s
+        with WAITS.counted_by_caller():
+            runner.run(ScheduleInputs([*microbatches, *empty], metas, compute_loss, begin))
+        WAITS.seconds += self.clock.idle_s - idle_s
         if not self._is_warm:  # the first run opens connections
             self._is_warm, self.clock.total_s, self.clock.busy_s = True, 0.0, 0.0
 

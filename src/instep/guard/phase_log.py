@@ -7,13 +7,15 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from instep.events.schema import PhasesRecord
 from instep.events.write import EventLog
 from instep.guard.pulse import Phase, Pulse
 from instep.world.device import accelerator_of
-from instep.world.world import World
 
 _RECORD_S = 1.0
 """How much time a record is of, about."""
@@ -37,16 +39,18 @@ _COMPILING = ("entire_frame_compile", "entire_backward_compile")
 class PhaseLog:
     """Writes a rank's PhasesRecords: after steps that are multiples of a power of two, the last one, and the end."""
 
-    def __init__(self, pulse: Pulse, world: World, log: EventLog) -> None:
-        pulse.watch_waits(lambda: world.waited_s)
-        self._pulse, self._world, self._log = pulse, world, log
-        self._accelerator = accelerator_of(world.device)
+    def __init__(
+        self, pulse: Pulse, log: EventLog, device: torch.device, comm_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`comm_bytes` returns how much this rank has passed to collectives so far."""
+        self._pulse, self._log, self._total_bytes = pulse, log, comm_bytes
+        self._device, self._accelerator = device, accelerator_of(device)
         self._seconds = list(pulse.seconds) if pulse.is_used else [0.0] * len(Phase)
         self._since_s = self._step_since_s = pulse.since_s if pulse.is_used else pulse.begun_s
         pulse.is_used = True
         self._cpu_s, self._delayed_s = time.process_time(), _delayed_seconds()
         self._compile_s = _compile_seconds()
-        self._comm_bytes = world.comm_bytes
+        self._comm_bytes = comm_bytes()
         self.last_step: int | None = None
         """What comes after it is no step's."""
         self._every = 1
@@ -76,8 +80,9 @@ class PhaseLog:
         for phase in Phase:
             phases[_NAMES.get(phase, "other")] += pulse.seconds[phase] - self._seconds[phase]
         self._take_compiling(phases)
-        cpu_s, delayed_s, seconds = time.process_time(), _delayed_seconds(), since_s - self._since_s
-        device = None if self._accelerator is None else self._accelerator.memory_bytes(self._world.device)
+        cpu_s, delayed_s, comm_bytes = time.process_time(), _delayed_seconds(), self._total_bytes()
+        seconds = since_s - self._since_s
+        device = None if self._accelerator is None else self._accelerator.memory_bytes(self._device)
         self._log.write(
             PhasesRecord(
                 step=step,
@@ -91,14 +96,13 @@ class PhaseLog:
                 delayed_s=round(max(0.0, delayed_s - self._delayed_s), 6),
                 host_bytes=_resident_bytes(),
                 device_bytes=device,
-                comm_bytes=self._world.comm_bytes - self._comm_bytes,
+                comm_bytes=comm_bytes - self._comm_bytes,
             )
         )
         if self._num_steps:
             self._every = 2 ** max(0, round(math.log2(_RECORD_S * self._num_steps / max(seconds, 1e-6))))
-        self._seconds, self._since_s = list(pulse.seconds), since_s
+        self._seconds, self._since_s, self._comm_bytes = list(pulse.seconds), since_s, comm_bytes
         self._cpu_s, self._delayed_s = cpu_s, delayed_s
-        self._comm_bytes = self._world.comm_bytes
         self._num_steps = self._num_samples = 0
         self._longest = (0.0, 0)
 
