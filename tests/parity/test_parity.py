@@ -12,7 +12,8 @@ from instep.world.world import World
 from ranks import run_ranks
 from recipes import CASES, STEPS, Case, train_cases
 
-WORLDS = (pytest.param(2, marks=pytest.mark.slow), 3, 4)  # test_network_parity.py has 2
+# test_network_parity.py has 2; test_exact_bits.py and test_strategies.py have 4.
+WORLDS = (pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow))
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
 

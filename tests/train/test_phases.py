@@ -15,9 +15,11 @@ from torch import nn
 import instep
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
+from instep.core.topology import Place
 from instep.events.read import read_events
 from instep.events.schema import PHASES
 from instep.guard.pulse import Phase, Pulse
+from instep.train import flops
 from instep.train.worker import worker_main
 from instep.world.world import World
 from ranks import run_ranks
@@ -150,6 +152,20 @@ def test_who_is_slow_does_not_wait_and_the_others_do(strategy: str, tmp_path: Pa
     assert by_rank[1]["communication"] < 0.5 * by_rank[0]["communication"]
     ends = [{event["step"] for event in read_events(tmp_path, rank) if event["event"] == "phases"} for rank in (0, 1)]
     assert len(ends[0] & ends[1]) >= 3  # they can be put side by side
+
+
+def test_model_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "_LEAST_S", 0.05)
+    task = Delayed(where="forward")
+    with World.join(Place()) as world:
+        spec = TrainSpec(batch_size=8, steps=STEPS, save_every="never", eval_every="never")
+        worker_main(world, task, spec, RunDirectory(tmp_path))
+    [record] = [event for event in read_events(tmp_path) if event["event"] == "flops"]
+    assert record["flops_per_sample"] == 3 * 2 * (4 * 4 + 4 * 1)
+    steps = [event["time"] for event in read_events(tmp_path) if event["event"] == "step"]
+    per_s = 8 * (STEPS - 1) / (steps[-1] - steps[0])
+    assert record["flops_per_s"] == pytest.approx(record["flops_per_sample"] * per_s, rel=0.1)
+    assert record["device_flops_per_s"] > 1e8
 
 
 def test_a_pulse_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:

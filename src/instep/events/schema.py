@@ -196,6 +196,18 @@ class PhasesRecord(Record, event="phases"):
     """Batches that were ready when one was asked for, on average; None where nobody reads ahead."""
 
 
+class FlopsRecord(Record, event="flops"):
+    """How fast rank 0 computes, against matrix products on its device; after the steps of a run of some length."""
+
+    step: int
+    flops_per_sample: float
+    """Of the forward pass, as torch counts them, times three for the backward pass."""
+    flops_per_s: float
+    """Those, times rank 0's samples per second: model FLOP/s."""
+    device_flops_per_s: float
+    """Of a large matrix product, in the run's precision."""
+
+
 class EvalRecord(Record, event="eval", once_per_step=True):
     """The evaluation set was evaluated."""
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _COMPILING = ("entire_frame_compile", "entire_backward_compile")
 
 
+class SampleRate(NamedTuple):
+    """Samples, and the time they took."""
+
+    num_samples: int
+    seconds: float
+
+
 class PhaseLog:
     """Writes a rank's PhasesRecords: after steps that are multiples of a power of two, the last one, and the end."""
 
@@ -56,6 +64,12 @@ class PhaseLog:
         self._every = 1
         self._num_steps = self._num_samples = 0
         self._longest = (0.0, 0)
+        self._rate: SampleRate | None = None
+
+    @property
+    def rate(self) -> SampleRate | None:
+        """This rank's samples after the first record, which has the start; None before there are any."""
+        return self._rate
 
     def end_step(self, step: int, num_samples: int) -> None:
         """Count a step that has just ended, of which this rank had so many samples; write a record if one is due."""
@@ -100,6 +114,12 @@ class PhaseLog:
             )
         )
         if self._num_steps:
+            before = self._rate
+            self._rate = (
+                SampleRate(0, 0.0)
+                if before is None
+                else SampleRate(before.num_samples + self._num_samples, before.seconds + seconds)
+            )
             self._every = 2 ** max(0, round(math.log2(_RECORD_S * self._num_steps / max(seconds, 1e-6))))
         self._seconds, self._since_s, self._comm_bytes = list(pulse.seconds), since_s, comm_bytes
         self._cpu_s, self._delayed_s = cpu_s, delayed_s

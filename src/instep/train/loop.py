@@ -13,6 +13,7 @@ from instep.events.schema import Record, StepRecord
 from instep.parallel.noise import NoiseWatch
 from instep.train.compile import is_compiled
 from instep.train.data_check import DataCheck
+from instep.train.flops import log_flops
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
 from instep.train.model_files import SaveFiles, configs_of, write_files
@@ -97,7 +98,7 @@ class Loop:
         watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
         goal, evaluates = run.goal, self._eval_data is not None and self._cadence != Cadence()
-        is_first = True
+        is_first, last = True, None
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
             if is_first:
                 check_schedule(run.engine.trained[0].schedule, goal, evaluates)
@@ -112,10 +113,12 @@ class Loop:
             record = step.finish()
             for text in watch.notices() if is_first and watch is not None else ():
                 run.notice(text)
-            is_first = False
+            is_first, last = False, step
             if reason := self._follow(step, record):
                 run.stop_early(reason)
                 break
+        if last is not None and witness is None:
+            log_flops(run, last)
         run.close_data()
         self._evaluate()
         run.save_last()

@@ -18,7 +18,7 @@ from instep.core.stop import StopRequest
 from instep.data.curricula import Curriculum
 from instep.events.schema import NoticeRecord, SaveRecord, StepRecord
 from instep.events.write import EventLog
-from instep.guard.phase_log import PhaseLog
+from instep.guard.phase_log import PhaseLog, SampleRate
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
@@ -353,6 +353,10 @@ class Run(RunEvaluation):
         """End the processes that load samples."""
         if self._reader is not None:
             self._reader.source.close()
+
+    def sample_rate(self) -> SampleRate | None:
+        """Return how many samples this rank has computed since its start, and the time; None before there are any."""
+        return self._phases.rate
 
     def end_phases(self) -> None:
         """Log where the rest of this rank's time went."""

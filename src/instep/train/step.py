@@ -117,6 +117,11 @@ class Step:
         for _ in self.shards():
             run_part(self, model, loss_of)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """This rank's parts of the global batch."""
+        return self._batch.parts
+
     def again(self) -> Iterator[tuple[Any, bool]]:
         """Yield the same parts with the same noise once more, and whether they count: to see what went wrong."""
         for part in self._batch.parts:

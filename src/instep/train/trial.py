@@ -63,7 +63,7 @@ def try_loss(run: Run, task: Task, model: nn.Module, dataset: Any) -> None:
         return
     losses: list[Loss] = []
     # A loss may need more rows than these, or gradients. If it fails for another reason, the first step will raise it.
-    with _on_the_side(run, model) as seed, contextlib.suppress(Exception):
+    with on_the_side(run, model) as seed, contextlib.suppress(Exception):
         for piece in (batch, batch, *halves):
             seed()
             losses.append(_loss(copy_of(task).loss(model, piece)))
@@ -94,7 +94,7 @@ def try_metrics(run: Run, metrics: Callable[[nn.Module, Any], Any], dataset: Any
     names: list[str] = []
     for name, data in sets.items():
         batch, rows = _rows_of(run, data, min(_ROWS, chunk_rows(run.spec)), collate)
-        with _on_the_side(run, model) as seed:
+        with on_the_side(run, model) as seed:
             seed()
             names += named_metrics([name], check_metrics(metrics(model, batch), rows, run.spec.exact))
     run.check_goals(names)
@@ -105,7 +105,7 @@ def try_difficulty(run: Run, task: Task, model: nn.Module, dataset: Any) -> None
     if not isinstance(dataset, Curriculum) or not isinstance(dataset.difficulty, str):
         return
     batch, rows = _rows_of(run, dataset, min(_ROWS, chunk_rows(run.spec)), task.collate)
-    with _on_the_side(run, model) as seed:
+    with on_the_side(run, model) as seed:
         seed()
         scores_in(copy_of(task).metrics(model, batch), dataset.difficulty, rows)
 
@@ -161,7 +161,7 @@ def _rows_of(run: Run, dataset: Any, most: int, collate: Collate | None) -> tupl
 
 
 @contextlib.contextmanager
-def _on_the_side(run: Run, model: nn.Module) -> Iterator[Callable[[], None]]:
+def on_the_side(run: Run, model: nn.Module) -> Iterator[Callable[[], None]]:
     """Evaluate the model without a trace; yields a function that seeds what a call draws."""
     run.engine.context.end_part()
     with (
