@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instep.core.errors import SpecError
@@ -29,6 +29,7 @@ from instep.monitor.report.step_columns import read_steps
 from instep.monitor.report.write import write_text
 from instep.monitor.run_log import RunLog
 
+_FIELDS = {field.name for record in schema.RECORDS.values() for field in dataclasses.fields(record)} | {"time", "event"}
 EVIL = "<script>alert(1)</script>|`x`\u202e\x00\"'&"
 
 
@@ -264,6 +265,36 @@ def test_the_columns_are_what_the_log_has(tmp_path_factory: pytest.TempPathFacto
     scalars = {n: event["scalars"] for n, event in enumerate(events) if event.get("scalars")}
     assert str(dict(columns.scalars)) == str(scalars)
     assert columns.num_skipped == sum(event.get("skipped", False) for event in events)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(_FIELDS)), JSON), min_size=1, max_size=12))
+def test_whatever_a_log_says_a_report_is_made(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, str, Any]]
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    records: list[schema.Record] = [start(), plan(), *(step(n) for n in range(1, 31)), phases(30, data=1.0)]
+    records += [schema.NoticeRecord(text="a"), schema.SaveFailedRecord(step=30, error="b", retry_s=1.0)]
+    records += [schema.EvalRecord(step=30, metrics={"m": 1.0}, seconds=1.0), start(attempt=1), *map(step, (29, 30, 31))]
+    records += [schema.EndRecord(status="failed", step=31, error="c")]
+    lines = [schema.to_line(record, 1e9 + number) for number, record in enumerate(records)]
+    for number, name, value in changes:
+        lines[number % len(lines)][name] = value
+    EventLog(run_dir, 0).close()
+    path_of(run_dir).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = Report((collect(run_dir),), 1e9)
+    checker = _Checker()
+    checker.feed(to_html(report))
+    assert checker.open == []
+    assert to_markdown(report)
+    json.dumps(report.to_json(), allow_nan=False)
 
 
 def test_a_long_log_makes_a_small_page_with_the_same_numbers(tmp_path: Path) -> None:

@@ -46,10 +46,11 @@ class IncidentFold:
         elif kind == "save_failed":
             text = event["error"]
         elif kind == "end" and event["status"] in _FAILED:
-            text = event.get("error") or "the run has failed"
+            text = str(event.get("error") or "the run has failed")
         if not text:
             return None
-        step = event.get("step", self._step)
+        step = event.get("step")
+        step = step if isinstance(step, int) else self._step
         return Incident(time_s=event["time"], step=step, kind=_kind_of(str(kind), text), text=text)
 
 

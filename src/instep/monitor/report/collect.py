@@ -12,6 +12,7 @@ from instep.core.plural import plural
 from instep.events.read import path_of
 from instep.monitor.bottleneck.facts import KINDS
 from instep.monitor.bottleneck.verdict import find_bottleneck, read_options
+from instep.monitor.charts.axis import is_drawn
 from instep.monitor.charts.curve import MAX_POINTS
 from instep.monitor.incidents import Incident, IncidentFold
 from instep.monitor.report.facts import RankPhases, Recipe, ReportIncident, RunFacts, Surroundings
@@ -132,7 +133,7 @@ class _RunReader:
         times = (rank, incident.kind, incident.text)
         self._seen[times] += 1
         key = (incident.kind, incident.text, self._seen[times])
-        if "step" not in event:
+        if not isinstance(event.get("step"), int):
             self._without_step.add(key)
         known = self._incidents.get(key) or _of_rank(incident, rank)
         self._incidents[key] = dataclasses.replace(known, ranks=tuple(dict.fromkeys((*known.ranks, rank))))
@@ -157,7 +158,7 @@ class _RunReader:
         table = StepTable(steps, self._first_rank)
         last, own = table.last(), run_dir.resolve()
         worlds = tuple(dict.fromkeys(start["world_size"] for start in reversed(self._starts)))[::-1]
-        times = [time for time in (self._first_s, self._last_s, *steps.time[:1], *steps.time[-1:]) if time is not None]
+        times = [time for time in (self._first_s, self._last_s, *steps.time[:1], *steps.time[-1:]) if is_drawn(time)]
         return RunFacts(
             name=own.name,
             path=str(own),

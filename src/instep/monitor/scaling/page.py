@@ -51,9 +51,10 @@ def to_svg(study: Study, task: str) -> str:
     """Return the two charts beside each other as one SVG file."""
     width, height = _FIGURE
     pad = 16.0
+    size = f'width="{width:.0f}" height="{height:.0f}" preserveAspectRatio="xMinYMin"'
     charts = (line_chart(speedup_chart(study)), line_chart(efficiency_chart(study)))
     placed = [
-        chart.replace("<svg ", f'<svg x="{pad + number * (width + pad):.0f}" y="{pad:.0f}" width="{width:.0f}" ', 1)
+        chart.replace("<svg ", f'<svg x="{pad + number * (width + pad):.0f}" y="{pad:.0f}" {size} ', 1)
         for number, chart in enumerate(charts)
     ]
     back = element("rect", width="100%", height="100%", fill="var(--page)")
