@@ -37,10 +37,11 @@ Where instep is not first, and why:
 - Memory: instep keeps the blocks of a window, 32 of about 1 MiB, and up to 256 MiB of blocks for the next epoch;
   Streaming opens a shard for each sample, webdataset has a buffer of 1000 samples, `datasets` maps files.
 - The first batch ever of tar shards: their headers are read once, for the index; webdataset needs none.
-- The first batch of an epoch has samples of all 32 blocks of a window, which are read and looked through first.
+- The first batch of an epoch has samples of all 32 blocks of a window, which are read and looked through first; row
+  groups of Parquet are decoded by several threads.
 - Worker processes: each reads every block of the window by itself; threads, which read Parquet here, share them.
-- One file a sample: before each one, instep seeds the generators of torch, Python and NumPy, so that augmentation
-  does not depend on who reads. For 3 KiB in memory, that takes as long as reading them."""
+- One file a sample: before each one, instep seeds torch's generator, and for each batch it sets, looks at and restores
+  those of Python and NumPy, so that augmentation does not depend on who reads."""
 EXACT = {True: "the same batch", False: "other samples"}
 
 
@@ -79,7 +80,7 @@ def compare(kind, folder, args):
     ways = [way for way in WAYS if way.startswith(f"{kind}:")]
     servers = {way: serve(way, folder) for way in ways}
     speeds = {(way, workers): [] for way in ways for workers in WORKERS}
-    numbers = {way: {"cold": [], "warm": [], "resume": [], "memory": []} for way in ways}
+    numbers = {way: {"cold": [], "warm": [], "resume": [], "memory": [], "cpu": []} for way in ways}
     same = dict.fromkeys(ways, True)
     expected = {way: measure(servers[way], "save", 0, args)["ids"] for way in ways}
     for _ in range(args.rounds):
@@ -94,6 +95,7 @@ def compare(kind, folder, args):
                 if workers == 0:
                     numbers[way]["warm"].append(result["first_s"])
                     numbers[way]["memory"].append(result["memory_mb"])
+                    numbers[way]["cpu"].append(result["cpu_us"])
         for way in ways:
             result = measure(servers[way], "resume", 0, args)
             numbers[way]["resume"].append(result["first_s"])
@@ -108,13 +110,15 @@ def compare(kind, folder, args):
             [
                 way.partition(":")[2],
                 *(f"{statistics.median(speeds[way, workers]):,.0f}" for workers in WORKERS),
+                f"{median['cpu']:.0f}",
                 *(f"{median[name]:.2f}" for name in ("cold", "warm", "resume")),
                 EXACT[same[way]],
                 f"{median['memory']:.0f}",
             ]
         )
         print(kind, *rows[-1], sep="  ", flush=True)
-    header = ["", *(f"samples/s, {n} workers" for n in WORKERS), "first batch ever, s", "first batch again, s"]
+    header = ["", *(f"samples/s, {n} workers" for n in WORKERS), "CPU time of a sample with 0 workers, µs"]
+    header += ["first batch ever, s", "first batch again, s"]
     return table([*header, "resume in epoch 2, s", "resumed with", "memory, MB"], rows)
 
 

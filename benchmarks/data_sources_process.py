@@ -271,7 +271,7 @@ def measure(way, mode, folder, workers, seconds):
     before = psutil.Process().memory_info().rss
     state_file = folder / f"{way}.state.json"
     state = json.loads(state_file.read_text())["state"] if mode == "resume" else None
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     batches = reader.open(folder, workers, state)
     batch = next(batches)
     result = {"first_s": time.perf_counter() - begun, "ids": batch["label"].tolist()}
@@ -288,6 +288,7 @@ def measure(way, mode, folder, workers, seconds):
         while time.perf_counter() - begun < seconds and count + BATCH <= meta["samples"]:
             count += len(next(batches)["label"])
         result["samples_per_s"] = count / (time.perf_counter() - begun)
+        result["cpu_us"] = (time.process_time() - cpu_begun) / count * 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result["memory_mb"] = max(0, peak - before) / 1e6
     return result

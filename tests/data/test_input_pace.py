@@ -68,6 +68,22 @@ def test_the_number_of_readers(machine: Machine, spare_cores: float, readers: in
     assert settle(machine, limits(spare_cores)) == readers
 
 
+def test_another_program_is_not_taken_for_the_readers() -> None:
+    """MNIST on a shared machine: reading takes a tenth of a millisecond, steps for a while three times as long."""
+    pace, room = InputPace(2), limits(1)
+    quiet, busy = (Machine(0.00014, step_s, handing_over_s=0.00014) for step_s in (0.003, 0.011))
+    change = pace.decide(quiet.window(2), room)
+    assert change is not None
+    assert change.readers == 0
+    assert pace.decide(busy.window(0), room) is None
+    assert pace.decide(quiet.window(0), room) is None
+    assert pace.readers == 0
+    slow = InputPace(2)
+    slow.decide(quiet.window(2), room)
+    changes = [slow.decide(busy.window(0), room) for _ in range(4)]
+    assert [change is None for change in changes] == [True, True, True, False]  # it stays slow: it was the change
+
+
 def test_not_more_than_fit() -> None:
     assert settle(Machine(0.512, 0.040), limits(15, most=3)) == 3
     assert settle(Machine(0.512, 0.040), limits(15, most=0)) == 0

@@ -46,6 +46,29 @@ class Sound(instep.Task):
         return {"accuracy": model(x).argmax(1) == y}
 
 
+@dataclass(kw_only=True)
+class ByTokens(Sound):
+    """Rows of different lengths, to be read in batches of so many tokens; nothing wrong."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.1), nn.Linear(4, 8))
+
+    def train_data(self) -> Any:
+        lengths = [2 + i * 37 % 19 for i in range(100)]
+        return instep.data.bucketed([torch.arange(length) % 7 + 1 for length in lengths], lengths)
+
+    def eval_data(self) -> Any:
+        return None
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        known = batch[:, 1:] != 0
+        losses = F.cross_entropy(model(batch[:, :-1]).transpose(1, 2), batch[:, 1:], reduction="none")
+        return (losses * known).sum() / known.sum().clamp(min=1), float(known.sum())
+
+
 def made_up(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, 8, generator=generator), torch.randint(0, 3, (count,), generator=generator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,13 @@ PLANTED = TESTS / "verify" / "planted.py"
 KILLED = "2, killed, then 1"
 
 
-def findings(name: str, exact: bool = False, worlds: tuple[int, ...] = (1, 2), steps: int = 9) -> list[Finding]:
+def findings(
+    name: str, exact: bool = False, worlds: tuple[int, ...] = (1, 2), steps: int = 9, **more: Any
+) -> list[Finding]:
     """Verify a Task of planted.py with batches that do not divide: two epochs and a bit."""
     task = getattr(planted, name)()
-    spec = TrainSpec(steps=steps, batch_size=23, exact=exact, shards=5 if exact else None, threads=1)
+    batches = more or {"batch_size": 23}
+    spec = TrainSpec(steps=steps, exact=exact, shards=5 if exact else None, threads=1, **batches)
     compared = verify(task, TaskSource.of_file(PLANTED, task), spec, worlds, lambda _: None)
     return list(compared.findings)
 
@@ -43,6 +47,14 @@ def test_a_sound_task_passes(exact: bool) -> None:
     assert all(finding.kind is Kind.SAME for finding in actual if exact)
     if not exact:  # else there would be nothing to tolerate, and the limits would prove nothing
         assert {f.row for f in actual if f.kind is Kind.NEAR} >= {"loss trajectory", "gradients at step 1"}
+
+
+@pytest.mark.timeout(120)
+def test_batches_by_tokens_pass() -> None:
+    actual = findings("ByTokens", exact=True, batch_tokens=150)
+    assert {finding.run for finding in actual} == {"2 processes", KILLED}
+    assert {f.row for f in actual if f.kind is Kind.SAME} >= {"sample order", "loss trajectory", "final weights"}
+    assert all(finding.kind is Kind.SAME for finding in actual if finding.row != "evaluation metrics")
 
 
 @pytest.mark.timeout(120)

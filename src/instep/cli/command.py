@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperCommand
 
 from instep.cli.config import read_configs, without_rivals
+from instep.cli.lone_flags import complete_flags
 from instep.core.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -68,6 +69,8 @@ class Grouped(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, on top of what the files of --config say."""
+        with_value = {flag for parameter in self.get_params(ctx) for flag in _flags_with_value(parameter)}
+        args = complete_flags(args, ctx.obj or {}, with_value, not ctx.allow_interspersed_args)
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         config = read_configs(given.get("config") or ())
         # Only options of the spec: one of this command may have the same name, and mean something else.
@@ -90,6 +93,11 @@ class Grouped(TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+
+
+def _flags_with_value(parameter: Any) -> list[str]:
+    is_flag = parameter.param_type_name != "option" or parameter.is_flag or parameter.count
+    return [] if is_flag else list(parameter.opts)
 
 
 def _heading(parameter: Any) -> str:
@@ -117,12 +125,14 @@ def command(
     def decorate(function: Callable[..., int | None]) -> Any:
         guard = _guarded(function)
         files = (CONFIG,) if spec is not None and issubclass(spec, TrainSpec) else ()
-        options = [_spec_option(o, instead.get(o.name, {})) for o in (options_of(spec) if spec else ()) if takes(o)]
+        taken = [option for option in (options_of(spec) if spec else ()) if takes(option)]
+        options = [_spec_option(o, instead.get(o.name, {})) for o in taken]
         signature = inspect.Signature([*parameters, *files, *options])
         guard.__signature__ = signature  # type: ignore[attr-defined]
         guard.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         parser = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        settings = {"token_normalize_func": _with_dashes, **context_settings}
+        lone = {flag: (o.alone, o.pattern) for o in taken for flag in (o.flags if o.alone is not None else ())}
+        settings = {"token_normalize_func": _with_dashes, "obj": lone, **context_settings}
         parser.command(cls=cls if spec else TyperCommand, help=help, context_settings=settings)(guard)
         return typer.main.get_command(parser)
 

@@ -31,6 +31,7 @@ from instep.monitor.progress import duration, metrics_text
 from instep.train.directory import agree_on_directory, prepare_directory
 from instep.train.nodes import job_request
 from instep.train.precision import resolve_precision
+from instep.train.profiling import reported_profile
 from instep.train.result import Result
 from instep.train.source import TaskSource, refuse_while_loading
 from instep.train.task import Task, check_fields
@@ -128,6 +129,7 @@ def _launch_ranks(
             return done
         with (
             _interruptions_explained(directory, again),
+            reported_profile(directory.path, spec, say if speaks else None),
             Tracking(directory.path, spec.trackers if speaks else (), say, spec.quiet),
             Follower(directory.path, _readers(spec, speaks)) as follower,
         ):
@@ -159,6 +161,7 @@ def _be_a_rank(task: Task, spec: TrainSpec, place: Place, command: Sequence[str]
                 return done
             with (
                 _interruptions_explained(directory, again),
+                reported_profile(directory.path, spec, say if world.is_main else None),
                 Tracking(directory.path, spec.trackers if world.is_main else (), say, spec.quiet),
                 Follower(directory.path, _readers(spec, world.is_main)) as follower,
                 follower.quiet_at_prompts(),

@@ -3,13 +3,15 @@
 import os
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from instep.cli.command import argument, command, make_spec, option
+from instep.cli.command import argument, command, make_spec, option, say
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
+from instep.core.profile_window import check_ranks
 from instep.launch.preload import fork_forkserver
 
 
@@ -37,14 +39,23 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
     from instep.launch.membership.node_info import JobRequest
     from instep.launch.processes import check_process_count
     from instep.launch.script import run_script
+    from instep.launch.script_profile import ScriptProfile
     from instep.world.device import device_count
 
-    check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
+    processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
+    check_ranks(spec.profile_ranks, processes * spec.max_nodes)
     if not module and not Path(script).is_file():
         raise SpecError(f"{script} is not a file. Give a Python script, or a module's name with -m.")
+    if spec.profile is not None and log_dir is None:
+        log_dir = f"runs/{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     with nullcontext(log_dir) if log_dir else tempfile.TemporaryDirectory(prefix="instep-run-") as folder:
         logs = LogPlan(Path(folder), split=True)
         request = JobRequest(code=() if module else (script,))
-        args = (script, arguments or [], module, log_dir)
-        launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
+        profile = ScriptProfile.of(spec)
+        args = (script, arguments or [], module, log_dir and os.path.abspath(log_dir), profile)
+        try:
+            launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
+        finally:
+            if profile is not None and log_dir is not None:
+                say("\n".join(profile.report(log_dir)))
     return None

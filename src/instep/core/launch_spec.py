@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from instep.core.durations import seconds_of
 from instep.core.errors import SpecError
-from instep.core.options import FAILURES, NODES, PROCESSES, check_at_least, node_option, operational_option, options_of
+from instep.core.options import (
+    FAILURES,
+    NODES,
+    OUTPUT,
+    PROCESSES,
+    check_at_least,
+    node_option,
+    operational_option,
+    options_of,
+)
+from instep.core.profile_window import AUTO, STEPS_PATTERN, check_profile
 
 _SHORTEST_LOST_S = 5.0
 _MASTER_PORT = 29500
@@ -53,6 +63,21 @@ class LaunchSpec:
     allow_differences: bool = node_option(
         False, NODES, "with --hosts: start even if code or versions differ between the hosts", "--allow-differences"
     )
+    profile: str | None = operational_option(
+        None,
+        OUTPUT,
+        "record what the processes do in a few steps after a warm-up, or in the steps 20 to 24 with 20:25: a trace for "
+        "Perfetto and a summary (docs/profiling.md)",
+        metavar="[FIRST:END]",
+        alone=AUTO,
+        pattern=STEPS_PATTERN,
+    )
+    profile_ranks: str = operational_option(
+        AUTO,
+        OUTPUT,
+        "with --profile: the ranks, such as 0,3, or all; auto: rank 0, and in a training the slowest one",
+        metavar="RANK,…",
+    )
 
     def __post_init__(self) -> None:
         for declared in options_of(type(self)):
@@ -64,6 +89,7 @@ class LaunchSpec:
             check_at_least("processes", int(self.processes), 1)
         _ = self.hang_after_s
         _ = self.lost_after_s
+        check_profile(self.profile, self.profile_ranks)
         if not self.hosts and (self.allow_differences or self.ssh != "ssh"):
             raise SpecError("--ssh and --allow-differences are for --hosts, which is not given. Leave them out.")
 

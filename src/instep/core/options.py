@@ -59,6 +59,10 @@ class Option:
     """Whether `instep verify` has this option."""
     in_evaluate: bool
     """Whether `instep evaluate` and `instep predict` have it, in place of the run's own value."""
+    alone: str | None
+    """The value that the flag has when no value follows it; None: a value must follow."""
+    pattern: str
+    """With `alone`: what a value looks like. Anything else that follows the flag is another argument."""
 
     @property
     def flag(self) -> str:
@@ -92,6 +96,8 @@ def _option(
     per_node: bool | None = None,
     in_verify: bool | None = None,
     in_evaluate: bool = False,
+    alone: str | None = None,
+    pattern: str = "",
 ) -> Any:
     """Declare a field of a spec as an option. `flags` are needed only where they do not follow from the name.
 
@@ -100,8 +106,8 @@ def _option(
     """
     per_node = scope in (OptionScope.NODE, OptionScope.OUTPUT) if per_node is None else per_node
     in_verify = scope is OptionScope.RECIPE if in_verify is None else in_verify
-    takers = (per_node, in_verify, in_evaluate)
-    declared = Option("", None, default, group, help, scope, flags, metavar, tuple(choices), at_least, *takers)
+    rest = (per_node, in_verify, in_evaluate, alone, pattern)
+    declared = Option("", None, default, group, help, scope, flags, metavar, tuple(choices), at_least, *rest)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 

@@ -25,6 +25,7 @@ from instep.core.options import (
     output_option,
     recipe_option,
 )
+from instep.core.profile_window import check_ranks
 from instep.core.spec_checks import DEFAULT_BATCH_SIZE, DEFAULT_PATIENCE, check_spec
 from instep.core.trackers import parse_trackers
 
@@ -216,6 +217,9 @@ class TrainSpec(LaunchSpec):
         "delay the training; at its end the command waits for them for up to a minute",
         metavar="NAME,…",
     )
+    nvtx: bool = operational_option(
+        False, OUTPUT, "mark the phases of each step as NVTX ranges, for Nsight (docs/profiling.md)", "--nvtx"
+    )
     run_dir: str | None = output_option(None, SAVING, "the run's directory; an unfinished run in it is continued")
     fresh: bool = output_option(False, SAVING, "start over: an earlier run in --run-dir is moved aside", "--fresh")
     preempted_exit: int = node_option(
@@ -293,6 +297,7 @@ class TrainSpec(LaunchSpec):
     def check_world(self, world_size: int) -> None:
         """Raise SpecError for a world size that has no mesh, or that leaves a rank without samples."""
         mesh = self.mesh_of(world_size)
+        check_ranks(self.profile_ranks, world_size)
         if mesh.pp > 1:
             self.check_pipeline(mesh)
         if self.batch_tokens is not None:

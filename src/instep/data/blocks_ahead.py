@@ -1,27 +1,31 @@
-"""Tells a dataset that lies in blocks which ones will be read: those of the window that is read, and the next one's.
+"""Tells a dataset that lies in blocks which ones will be read.
+
+In training, these are the blocks of the window that is read and of the next one; in an evaluation, of the next chunks.
 
 Ranks: all; each tells its own dataset, which fetches what no other process of the machine is fetching.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Subset
 
 from instep.data.batch_plan import Batch
 from instep.data.dataset import BatchDataset
 from instep.data.order import Order
 
+_CHUNK_BLOCKS = 32
+"""Blocks behind those of a chunk that are announced with it: as many as a window has."""
+
 
 class BlocksAhead:
     """Announces blocks in the order in which an order reads them."""
 
     def __init__(self, order: Order, dataset: Any) -> None:
-        while type(dataset) is Subset:
-            dataset = dataset.dataset
-        self._order = order
-        self._dataset = dataset if isinstance(dataset, BatchDataset) and dataset.block_sizes is not None else None
+        self._order, self._dataset = order, _in_blocks(dataset)
         self._told = (0, 0)
         """The epoch, and the position in it up to which everything was announced."""
 
@@ -52,3 +56,30 @@ class BlocksAhead:
             assert self._dataset is not None
             self._dataset.prefetch(window.blocks)
             self._told = (epoch, window.end)
+
+
+def announced(dataset: Any, spans: Sequence[range]) -> Iterator[range]:
+    """Yield ranges of samples, in the order in which they are read; announce the blocks of the next ones."""
+    if (in_blocks := _in_blocks(dataset)) is None or in_blocks is not dataset:
+        yield from spans
+        return
+    assert in_blocks.block_sizes is not None
+    ends = np.cumsum(in_blocks.block_sizes)
+    last_told, num_told, told_by = -1, 0, list[int]()
+    for number, span in enumerate(spans):
+        while len(told_by) <= number or (len(told_by) < len(spans) and num_told - told_by[number] < _CHUNK_BLOCKS):
+            coming = spans[len(told_by)]
+            first, last = np.searchsorted(ends, [coming.start, coming.stop - 1], side="right").tolist()
+            # One at a time: they are no window, which must fit into memory as a whole.
+            for block in range(max(first, last_told + 1), last + 1):
+                in_blocks.prefetch(np.array([block]))
+                last_told, num_told = block, num_told + 1
+            told_by.append(num_told)
+        yield span
+
+
+def _in_blocks(dataset: Any) -> BatchDataset | None:
+    """Return the dataset of which a dataset has its samples, if it lies in blocks."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, BatchDataset) and dataset.block_sizes is not None else None

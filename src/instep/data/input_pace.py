@@ -8,8 +8,9 @@ processes, shared memory. Which is cheaper depends on the dataset, the model and
 window of batches, how long a batch takes to read, how long the training waits for it, and how long a step takes
 otherwise. Where waiting takes a noticeable share, more readers are tried, as many as should keep up, but no more than
 there are cores that do not compute; where they are idle, fewer. A change that did not make a batch's whole period
-shorter is undone, and not tried again unless reading has become faster or slower. Each rank decides by itself: who
-reads a batch does not change what is read.
+shorter is undone, and not tried again unless reading has become faster or slower. A window in which steps took longer
+by far more than reading takes says nothing of readers: another program had the cores, and the next window is asked.
+Each rank decides by itself: who reads a batch does not change what is read.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ _MOST_READERS = 32
 _MOST_PER_CORE = 4
 _IDLE_CORE = 0.25
 """What readers may take of cores that are all computing: they hardly compute, but wait for a disk or a network."""
+_DISTURBED, _DISTURBED_READS = 1.5, 4.0
+"""Steps that take longer by this factor, and by so many readings of a batch, are disturbed by something else."""
+_MOST_DISTURBED = 3
+"""Windows in a row that are left out; after that many, steps are as slow as they are."""
 _SAME_READING = 1.5
 """Reading that is faster or slower by less than this factor is the same."""
 
@@ -84,16 +89,21 @@ class InputPace:
 
     def __init__(self, readers: int = 0) -> None:
         self.readers = readers
-        self._before: tuple[int, float] | None = None
-        """The number of readers before the last change, and the period with them, until the change is judged."""
+        self._before: tuple[int, Window] | None = None
+        """The number of readers before the last change, and a window with them, until the change is judged."""
+        self._num_disturbed = 0
         self._refuted: tuple[int, float] | None = None
         """A number of readers that was no better, and how long a batch took to read then."""
 
     def decide(self, window: Window, limits: Limits) -> Change | None:
         """Return the number of readers from now on, if it changes."""
         if self._before is not None:
-            readers, period_s = self._before
-            self._before = None
+            readers, before = self._before
+            period_s = before.period_s
+            if _is_disturbed(window, before) and self._num_disturbed < _MOST_DISTURBED:
+                self._num_disturbed += 1
+                return None
+            self._before, self._num_disturbed = None, 0
             if window.period_s > period_s * (_GAIN if self.readers > readers else _LOSS):
                 self._refuted = self.readers, window.read_s
                 reason = f"with {self.readers} it was not faster: {_ms(window.period_s)} after {_ms(period_s)} a batch"
@@ -101,7 +111,7 @@ class InputPace:
         wanted = self._wanted(window, limits)
         if wanted == self.readers or self._is_refuted(wanted, window):
             return None
-        self._before = self.readers, window.period_s
+        self._before = self.readers, window
         return self._change(wanted, _reason(window))
 
     def _wanted(self, window: Window, limits: Limits) -> int:
@@ -128,6 +138,12 @@ class InputPace:
     def _change(self, readers: int, reason: str) -> Change:
         self.readers = readers
         return Change(readers, reason)
+
+
+def _is_disturbed(window: Window, before: Window) -> bool:
+    """Return whether steps took so much longer than before that reading cannot be why."""
+    read_s = max(window.read_s, before.read_s)
+    return window.step_s > before.step_s * _DISTURBED and window.step_s - before.step_s > _DISTURBED_READS * read_s
 
 
 def _reason(window: Window) -> str:

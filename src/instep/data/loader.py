@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from instep.core.errors import DataError, TaskError
 from instep.data.bad_samples import SkippingReader
 from instep.data.batch_plan import Batch, BatchPlan, PartPlan
-from instep.data.blocks_ahead import BlocksAhead
+from instep.data.blocks_ahead import BlocksAhead, announced
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
 from instep.data.order import Indices, Order
@@ -279,7 +279,8 @@ def evaluation_chunks(
     if not starts:
         return
     source = options.open_source(options.find_reader(dataset, total), max_workers=len(starts))
-    requests = (Request(0, torch.arange(start, min(start + chunk_size, total))) for start in starts)
+    spans = [range(start, min(start + chunk_size, total)) for start in starts]
+    requests = (Request(0, torch.arange(span.start, span.stop)) for span in announced(dataset, spans))
     try:
         yield from zip(to_device(source.read(requests), options.device), counted, strict=True)
     finally:

@@ -1,19 +1,10 @@
 """Readers: how a kind of dataset is read, by the batch or sample by sample.
 
 Ranks: all; who reads a batch, this process or another, a `Source` decides (source.py).
-
-[Note: Randomness of a sample]
-A dataset that augments draws from the global generators. Which process reads a sample, and after which
-others, depends on the world size and the number of workers. So before each sample the generators are
-seeded from (seed, epoch, sample), which depends on neither. Only the CPU generators are seeded: a dataset
-that draws on a GPU must seed it itself. For the same reason a user's dataset always computes on one thread,
-as torch's worker processes do: the rounding of a sum may depend on the number of threads.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +19,7 @@ from instep.data.columns import as_columns
 from instep.data.dataset import BatchDataset, SelectedDataset
 from instep.data.digest import shape_of
 from instep.data.nested import check_rows, rows_of
+from instep.data.sample_seeds import SampleSeeds, fingerprint, seed_sample
 
 Collate = Callable[[list[Any]], Any]
 Gather = Callable[[torch.Tensor], Any]
@@ -238,15 +230,21 @@ class SampleReader(Reader):
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         super().__init__()
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._dataset, self._collate, self._seeds = dataset, collate, SampleSeeds(seed)
 
     def read(self, request: Request) -> Any:
         """Return these samples as one batch; leaves the global generators changed."""
+        return self._seeds.read(request.epoch, request.draw_numbers, lambda begin: self._read(request, begin))
+
+    def _read(self, request: Request, begin_row: Callable[[int], None]) -> Any:
         samples, numbers = [], request.indices.tolist()
-        for index, number in zip(numbers, request.draw_numbers, strict=True):
-            seed_sample(self._seed, request.epoch, number)
-            with noting(f"This happened while reading sample {index} of the dataset in epoch {request.epoch}."):
+        for row, index in enumerate(numbers):
+            begin_row(row)
+            try:
                 samples.append(self._dataset[index])
+            except Exception as error:
+                error.add_note(f"This happened while reading sample {index} of the dataset in epoch {request.epoch}.")
+                raise
         return collate_samples(self._collate, samples, numbers)
 
     def describe(self) -> str:
@@ -259,12 +257,14 @@ class RowReader(Reader):
 
     def __init__(self, dataset: BatchDataset, collate: Collate, seed: int) -> None:
         super().__init__()
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._dataset, self._collate, self._seeds = dataset, collate, SampleSeeds(seed)
 
     def read(self, request: Request) -> Any:
         """Return these samples as one batch; leaves the global generators changed."""
-        numbers = request.draw_numbers
-        rows = self._dataset.rows(request.indices, lambda row: seed_sample(self._seed, request.epoch, numbers[row]))
+        return self._seeds.read(request.epoch, request.draw_numbers, lambda begin: self._read(request, begin))
+
+    def _read(self, request: Request, begin_row: Callable[[int], None]) -> Any:
+        rows = self._dataset.rows(request.indices, begin_row)
         return collate_samples(self._collate, rows, request.indices.tolist())
 
     def describe(self) -> str:
@@ -293,30 +293,3 @@ def collate_samples(collate: Collate, samples: list[Any], numbers: list[int]) ->
 
 def _shortened(indices: list[int]) -> str:
     return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, … {len(indices)} in all]"
-
-
-def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed the global generators for one sample of one epoch."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample").digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
-    random.seed(digest)
-    np.random.seed(int.from_bytes(digest[8:12], "little"))
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the global generators on exit."""
-    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-
-
-def fingerprint() -> tuple[bytes, ...]:
-    """Return the states of the generators: they differ if something was drawn in between."""
-    _, keys, position, has_gauss, _ = np.random.get_state(legacy=True)
-    numpy_state = repr((position, has_gauss)).encode() + np.asarray(keys).tobytes()
-    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), numpy_state

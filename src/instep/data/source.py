@@ -27,7 +27,8 @@ import torch
 
 from instep.data.input_pace import Change, InputPace, Limits, Window
 from instep.data.pools import READ_AHEAD, Pool, ProcessPool, ThreadPool, TimedBatch, read_timed
-from instep.data.readers import Reader, Request, generators_kept
+from instep.data.readers import Reader, Request
+from instep.data.sample_seeds import generators_kept
 from instep.world.tensors import nested_tensors
 
 _WINDOW_S = 0.5

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from instep.core.errors import DataError, TaskError
 from instep.data.digest import digest_of
-from instep.data.readers import seed_sample
+from instep.data.sample_seeds import seed_sample
 
 _STATE_SHARE = 0.01
 """How much of the time may go into taking the stream's state."""

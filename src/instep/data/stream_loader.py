@@ -19,7 +19,8 @@ from instep.data.batch_plan import BatchSpec
 from instep.data.chunks import Chunks
 from instep.data.loader import GlobalBatch, Loader, LoadOptions, Part, to_device
 from instep.data.order import Indices
-from instep.data.readers import Request, generators_kept
+from instep.data.readers import Request
+from instep.data.sample_seeds import generators_kept
 from instep.data.source import one_thread
 from instep.data.stream import Place, StreamEpoch, check_stream, stream_length
 from instep.data.stream_reader import StreamBatch, StreamReader, collate_elements

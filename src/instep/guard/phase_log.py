@@ -44,6 +44,11 @@ class SampleRate(NamedTuple):
     seconds: float
 
 
+def phase_name(phase: int) -> str:
+    """Return the name of a phase of the pulse, as events and traces have it."""
+    return _NAMES.get(Phase(phase), "other")
+
+
 class PhaseLog:
     """Writes a rank's PhasesRecords: after steps that are multiples of a power of two, the last one, and the end."""
 
@@ -92,7 +97,7 @@ class PhaseLog:
         pulse, since_s = self._pulse, self._pulse.since_s
         phases = dict.fromkeys((*_NAMES.values(), "other"), 0.0)
         for phase in Phase:
-            phases[_NAMES.get(phase, "other")] += pulse.seconds[phase] - self._seconds[phase]
+            phases[phase_name(phase)] += pulse.seconds[phase] - self._seconds[phase]
         self._take_compiling(phases)
         cpu_s, delayed_s, comm_bytes = time.process_time(), _delayed_seconds(), self._total_bytes()
         seconds = since_s - self._since_s

@@ -187,6 +187,14 @@ def describe(failed: RanksFailed) -> str:
     return "\n".join(lines)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory, of the host or of a device, ran out."""
+    names = {kind.__name__ for kind in type(error).__mro__}  # by name: this file imports no torch
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
 def _classify(error: BaseException) -> tuple[int, bool]:
     names = {kind.__name__ for kind in type(error).__mro__}  # by name: this file imports no torch
     text = str(error)
@@ -197,10 +205,10 @@ def _classify(error: BaseException) -> tuple[int, bool]:
         return (EXIT_SPEC if error.code == EXIT_SPEC else EXIT_USER), False
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, False
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
+    if is_out_of_memory(error):
         return EXIT_ENVIRONMENT, False
     if isinstance(error, RuntimeError):
-        if _OUT_OF_MEMORY.search(text) or _PORT_TAKEN.search(text):
+        if _PORT_TAKEN.search(text):
             return EXIT_ENVIRONMENT, False
         if names & _LOST_PEER_TYPES or _LOST_PEER.search(text):
             return EXIT_ENVIRONMENT, True

@@ -13,12 +13,20 @@ from collections.abc import Callable
 from instep.core.errors import SpecError
 from instep.guard.pulse import here
 from instep.launch.own_ranks import refuse_spawn, watch_spawned
+from instep.launch.script_profile import ScriptProfile, memory_explained, profiled
 
 
-def run_script(attempt: int, target: str, argv: list[str], as_module: bool, log_dir: str | None = None) -> None:
+def run_script(
+    attempt: int,
+    target: str,
+    argv: list[str],
+    as_module: bool,
+    log_dir: str | None = None,
+    profile: ScriptProfile | None = None,
+) -> None:
     """Run a script (a file or a folder with `__main__.py`), or a module as `python -m` does.
 
-    `log_dir`: where to log its events.
+    `log_dir`: where to log its events, and to write its profile.
     """
     # The launcher has left its traces in multiprocessing, but a script may set its start method once, and may ask
     # whether it is the main process.
@@ -34,10 +42,11 @@ def run_script(attempt: int, target: str, argv: list[str], as_module: bool, log_
         watch_spawned()
     sys.argv[:] = [target, *argv]
     try:
-        if as_module:
-            _run_module(target)
-        else:
-            _run_file(target)
+        with memory_explained(log_dir), profiled(profile, log_dir):
+            if as_module:
+                _run_module(target)
+            else:
+                _run_file(target)
     finally:
         end()
 

@@ -18,7 +18,7 @@ from instep.core.stop import StopRequest
 from instep.data.curricula import Curriculum
 from instep.events.schema import NoticeRecord, SaveRecord, StepRecord
 from instep.events.write import EventLog
-from instep.guard.phase_log import PhaseLog, SampleRate
+from instep.guard.phase_log import SampleRate
 from instep.guard.pulse import Phase, here
 from instep.parallel.blocks import Blocks
 from instep.parallel.strategy import Example, Layers, LossOf, ModelHints, TensorPlanOf
@@ -38,6 +38,7 @@ from instep.train.preprocessing import Fit, Preprocessing
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
 from instep.train.run_evaluation import RunEvaluation
+from instep.train.run_times import RunTimes
 from instep.train.saver import Saver
 from instep.train.scalars import EpochMeans
 from instep.train.step import Step, StepHooks
@@ -101,8 +102,8 @@ class Run(RunEvaluation):
         self._freezing: Freezing | None = None
         self._memory = PeakMemory(world.device)
         self._pulse = here()
-        self._pulse.watch_waits(lambda: world.waited_s)
-        self._phases = PhaseLog(self._pulse, log, world.device, lambda: world.comm_bytes)
+        about = (world, spec, directory.path, log, self.engine.trained, self.notice)
+        self._times = RunTimes(self._pulse, *about)
         self._rng = rng_part()
         self._saver.add(self._rng)
         self._saver.restore(
@@ -238,7 +239,7 @@ class Run(RunEvaluation):
                 self.save(may_skip=self.spec.save_busy == "skip")
             if witness is not None:
                 witness.finished(self.step)
-            self._pulse.beat(Phase.DATA)
+            self._times.next_step(self.step)
         self.compare()
         for sentence in (*engine.strategy.report(), *reader.report()):
             self.notice(sentence)
@@ -292,8 +293,7 @@ class Run(RunEvaluation):
             self.notice(self._moves.pop())
         if self.engine.witness is not None:
             self.engine.witness.begin(self.engine.trained[0].model)
-        self._phases.last_step = num_steps
-        self._pulse.begin_steps(self.step)
+        self._times.begin_steps(self.step, num_steps)
 
     def check_goals(self, metrics: Collection[str]) -> None:
         """Raise TaskError if an option names none of these metrics."""
@@ -356,11 +356,11 @@ class Run(RunEvaluation):
 
     def sample_rate(self) -> SampleRate | None:
         """Return how many samples this rank has computed since its start, and the time; None before there are any."""
-        return self._phases.rate
+        return self._times.rate
 
     def end_phases(self) -> None:
         """Log where the rest of this rank's time went."""
-        self._phases.close(self.step)
+        self._times.close(self.step)
 
     def close(self) -> None:
         """Release models and data; the process group is left after this."""
@@ -382,8 +382,7 @@ class Run(RunEvaluation):
     def _finish_step(self, record: StepRecord, ends_epoch: bool, num_rows: int) -> None:
         self.step, self.loss = record.step, record.loss
         self._hooks.stop_request.begin()
-        self._pulse.end_step(self.step)
-        self._phases.end_step(self.step, num_rows)
+        self._times.end_step(self.step, num_rows)
         epoch = self.epoch_means.take(record, ends_epoch)
         if self.is_main:
             if (self.log.step(record) or epoch) and (memory := self._memory.news(self.step)):

@@ -26,6 +26,7 @@ from instep.core.trackers import require_trackers
 from instep.core.version import __version__
 from instep.events.schema import EndRecord, StartRecord
 from instep.events.write import EventLog
+from instep.guard.pulse import here
 from instep.launch.tracking import Tracking
 from instep.parallel.noise_patches import noise_by_row
 from instep.train.directory import agree_on_directory, open_directory
@@ -33,6 +34,7 @@ from instep.train.engine import Witness
 from instep.train.loop import Loop
 from instep.train.nodes import code_of, look_around
 from instep.train.precision import precision_settings, resolve_precision
+from instep.train.profiling import explain_memory, phases_marked, reported_profile
 from instep.train.result import Result
 from instep.train.run import Run
 from instep.train.source import TaskSource
@@ -84,6 +86,7 @@ def start(**options: Any) -> Iterator[Run]:
         directory = agree_on_directory(world, lambda: _open_alone(name, spec))
         try:
             with (
+                reported_profile(directory.path, spec, _say if world.is_main else None),
                 Tracking(directory.path, spec.trackers if world.is_main else (), _say, spec.quiet),
                 open_run(world, spec, directory, name, own_loop=True) as run,
             ):
@@ -197,7 +200,7 @@ def open_run(
     run: Run | None = None
     failure, goes_on = "", False
     try:
-        with stop_requests(stop) as request:
+        with stop_requests(stop) as request, phases_marked(spec, world.device, here()):
             spec = resolve_precision(spec, world.device)
             run = Run(world, spec, directory, log, name, request, witness, own_loop, unfit)
             if world.comm_notice:
@@ -207,6 +210,9 @@ def open_run(
                 yield run
     except BaseException as error:  # no collectives from here on: other ranks may be gone
         failure = "" if isinstance(error, Preempted) else f"{type(error).__name__}: {error}"
+        trained = run.engine.trained if run is not None else []
+        if text := explain_memory(error, trained, world.device, directory.path, world.rank):
+            failure += f"\n{text}"
         goes_on = isinstance(error, UnfitCheckpoint) and not own_loop
         raise
     finally:

@@ -6,7 +6,8 @@ torch is imported when a method needs it, not with this module: launchers read n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,6 +79,14 @@ class Accelerator(ABC):
     def peak_memory_bytes(self, device: torch.device) -> int:
         """Return the most memory of a device that this process has reserved so far, without waiting for it."""
         return int(self.module.max_memory_reserved(device))
+
+    def dump_memory(self, path: Path) -> bool:  # noqa: ARG002 - for subclasses
+        """Write a snapshot of the memory that this process has on the devices; return whether there is one."""
+        return False
+
+    def ranges(self) -> tuple[Callable[[str], None], Callable[[], None]] | None:
+        """Return what opens and closes a range that a profiler outside shows (NVTX); None: there is nothing."""
+        return None
 
     def devices(self) -> tuple[tuple[str, int], ...]:
         """Return name and bytes of memory of each device."""

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.profiler
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.autograd import profiler
 
 from instep.world.waits import WAITS
 
@@ -75,7 +77,11 @@ class Background:
 
         def job() -> None:
             try:
-                run()
+                if profiler._is_profiler_enabled:
+                    with torch.profiler.record_function("instep.collective"):
+                        run()
+                else:
+                    run()
             except Exception as error:  # noqa: BLE001 - raised where the work is waited for
                 failures.append(error)
             try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,13 @@ class Cuda(Accelerator):
 
     def supports_bf16(self) -> bool:
         return bool(self.module.is_bf16_supported(including_emulation=False))
+
+    def dump_memory(self, path: Path) -> bool:
+        self.module.memory._dump_snapshot(str(path))
+        return True
+
+    def ranges(self) -> tuple[Callable[[str], None], Callable[[], None]]:
+        return self.module.nvtx.range_push, self.module.nvtx.range_pop
 
     def toolkit_version(self) -> str:
         import torch

@@ -66,6 +66,11 @@ def launcher_here() -> Launcher:
         return "none"
 
 
+def quiet_profiler() -> None:
+    """Keep torch's profiler from printing a line whenever it starts and stops, unless the user wants to see them."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
 def check_local_rank(given: int | None, environ: Mapping[str, str]) -> None:
     """Raise SpecError for a --local-rank, which torch.distributed.launch appends, that contradicts LOCAL_RANK."""
     if given is None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import random
+import tarfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
@@ -78,6 +85,40 @@ def test_read_once_from_a_slow_and_flaky_store(slow: Remote, tmp_path: Path) -> 
     assert slow.store.counts()["bytes"] - counts["bytes"] < 0.02 * slow.num_bytes, "it is in the cache"
 
 
+def _tar(path: Path, numbers: range) -> None:
+    with tarfile.open(path.with_suffix(".tar"), "w") as archive:
+        for number in numbers:
+            # Some are so large that the index passes over them.
+            for suffix, content in (("cls", b"%d" % number), ("bin", bytes(400_000 if number % 40 == 0 else 2000))):
+                member = tarfile.TarInfo(f"{number:05}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def _json_lines(path: Path, numbers: range) -> None:
+    path.with_suffix(".jsonl").write_text("".join(f'{{"cls": {number}, "x": "{"x" * 4000}"}}\n' for number in numbers))
+
+
+@pytest.mark.parametrize(("open_source", "write"), [(instep.data.tar, _tar), (instep.data.jsonl, _json_lines)])
+def test_what_the_index_reads_is_not_read_again(open_source: Any, write: Any, remote: Remote, tmp_path: Path) -> None:
+    folder = tmp_path / f"once-{write.__name__.strip('_').replace('_', '-')}"
+    folder.mkdir()
+    for number in range(3):
+        write(folder / str(number), range(number * 400, number * 400 + 400))
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    url = remote.store.upload(folder, folder.name)
+    before = remote.store.counts()
+    dataset = open_source(url, cache=tmp_path / "cache", storage_options=remote.store.storage_options)
+    indexed = remote.store.counts()
+    numbers = torch.randperm(1200, generator=torch.Generator().manual_seed(0))
+    assert [row["cls"] for row in dataset.rows(numbers)] == numbers.tolist()
+    after = remote.store.counts()
+    assert after["bytes"] - before["bytes"] <= 1.1 * num_bytes
+    assert after["requests"] - indexed["requests"] <= 2, "the blocks are in the cache"
+    cached = sum(file.stat().st_size for file in (tmp_path / "cache" / "ranges").rglob("*") if file.is_file())
+    assert cached <= 1.1 * num_bytes
+
+
 def test_worker_processes_read_it(slow: Remote, tmp_path: Path) -> None:
     expected = read_epoch(slow.open(tmp_path / "a"))
     for workers in (1, 2):
@@ -116,6 +157,37 @@ def test_changed_files(remote: Remote, tmp_path: Path) -> None:
     assert len(remote.open(tmp_path / "cache", url=url)) == 12
 
 
+class _Refuses(BaseHTTPRequestHandler):
+    """Answers everything as S3 answers keys that it does not know."""
+
+    def do_GET(self) -> None:
+        content = b"<Error><Code>InvalidAccessKeyId</Code><Message>We do not know you.</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_words: Any) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    """Run a server that refuses everything; yield its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 class TestBadInput:
     def test_nothing_there(self, remote: Remote, tmp_path: Path) -> None:
         for url in ("s3://bucket/absent", "s3://absent/files", "s3://bucket/files/*.csv"):
@@ -131,6 +203,19 @@ class TestBadInput:
         with pytest.raises(DataError, match=r"the storage refuses access \(NoCredentialsError.*storage_options"):
             remote.open(tmp_path, storage_options=options)
         assert time.perf_counter() - begun < 5
+
+    def test_refused(self, tmp_path: Path) -> None:
+        with refusing() as server:
+            keys = {"key": "wrong", "secret": "wrong", "client_kwargs": {"endpoint_url": server}}
+            for url, options in {
+                f"{server}/a.parquet": None,
+                "s3://bucket/a.parquet": keys,
+                "s3://bucket/*.parquet": keys,
+            }.items():
+                with pytest.raises(DataError) as refused:
+                    instep.data.parquet(url, cache=tmp_path, storage_options=options)
+                assert str(refused.value).startswith(f"{url}: the storage refuses access (")
+                assert "Check the credentials" in str(refused.value)
 
     def test_no_server(self, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("instep.data.sources.retry._FIRST_DELAY_S", 0.001)
@@ -167,6 +252,17 @@ class TestRetries:
         assert len(pauses) == 7
         assert 0.05 <= pauses[0] <= 0.1
         assert all(later > earlier for earlier, later in zip(pauses, pauses[2:], strict=False))
+
+    @pytest.mark.parametrize(
+        ("status", "words"), [(403, "refuses access"), (503, "failed 8 times"), (404, "no such file")]
+    )
+    def test_the_cause_of_a_file_that_http_does_not_find(self, status: int, words: str) -> None:
+        def fails() -> None:
+            answer = aiohttp.ClientResponseError(SimpleNamespace(real_url="http://x"), (), status=status)
+            raise FileNotFoundError("http://x") from (FileNotFoundError("http://x") if status == 404 else answer)
+
+        with pytest.raises(DataError, match=f"here: .*{words}"):
+            retrying("here", fails, lambda _s: None)
 
     @pytest.mark.parametrize("error", [FileNotFoundError("x"), PermissionError("x"), ValueError("x"), KeyError("x")])
     def test_what_stays_wrong_is_said_at_once(self, error: Exception) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import instep.data
+import patience
 from instep.core.errors import BadSample, DataError, SpecError
+from instep.data.sources import arrow_rows
+from instep.data.sources.format import Block, BlockRows
+from instep.data.sources.parquet import Parquet
+from instep.data.sources.source_file import SourceFile
 from parquet_files import corrupt_row_group, table, write_files
 
 STACKABLE = ["number", "vector", "text", "even"]
@@ -48,6 +58,51 @@ def test_lists_of_different_lengths_need_a_collate(folder: Path, tmp_path: Path)
     assert dataset.gather(torch.tensor([2, 5]))["list"].tolist() == [[0, 1], [0, 1]]
     with pytest.raises(DataError, match=r"'list' has rows of different shapes \(\(0,\), \(1,\)\).*Define collate"):
         dataset.gather(torch.tensor([3, 4]))
+
+
+def test_blocks_of_a_batch_are_decoded_in_threads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = instep.data.parquet(folder, columns=["number"], cache=tmp_path, memory_bytes=1)
+    decode, together, calls = Parquet.read_block, threading.Barrier(2, timeout=60), list[int]()
+
+    def decode_with_another(self: Parquet, file: SourceFile, block: Block) -> BlockRows:
+        calls.append(block.number)
+        together.wait()
+        return decode(self, file, block)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+    monkeypatch.setattr(Parquet, "read_block", decode_with_another)
+    numbers = torch.arange(52, -1, -1)
+    assert torch.equal(dataset.gather(numbers)["number"], numbers)
+    assert len(calls) == 8, "each once, though only one fits into memory"
+
+
+def test_pandas_is_not_imported(folder: Path, tmp_path: Path) -> None:
+    """It takes as long as to decode a hundred row groups, and pyarrow imports it for conversions to NumPy."""
+    script = f"""
+import sys, torch, instep
+dataset = instep.data.parquet({str(folder)!r}, cache={str(tmp_path)!r})
+dataset.rows(torch.tensor([1, 50, 2, 5]))
+sys.exit("pandas" in sys.modules and "pandas was imported")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60 * patience.PATIENCE)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["int8", "uint8", "int32", "uint64", "float16", "float32", "float64", "bool"]),
+    st.lists(st.integers(0, 1), max_size=40),
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.booleans(),
+)
+def test_numbers_are_those_of_arrow(kind: str, values: list[int], first: int, count: int, with_nulls: bool) -> None:
+    mask = np.array(values, dtype=bool) if with_nulls and "float" in kind else None
+    array = pa.array(np.array(values).astype(kind), mask=mask)[first : first + count]
+    expected, actual = array.to_numpy(zero_copy_only=False), arrow_rows._numbers(array)
+    assert actual.dtype == np.dtype(kind)
+    assert np.array_equal(actual, expected, equal_nan="float" in kind)
 
 
 def test_other_types(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import instep
 from instep.core.errors import DataError
+from instep.data.sources import scan
 from instep.data.sources import tar as module
 from reading import assert_rows, assert_same_batches, small_blocks
 
@@ -27,7 +28,8 @@ FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch, 5000)
-    monkeypatch.setattr(module, "_SCAN_BYTES", 1500)
+    for name in ("LEAST_BYTES", "MOST_BYTES", "PASSED_OVER_BYTES"):
+        monkeypatch.setattr(scan, name, 1500)
 
 
 def write(path: Path, members: list[tuple[str, bytes]], fmt: int = tarfile.GNU_FORMAT) -> Path:

@@ -73,7 +73,12 @@ class _Objects(_Column):
         self._array = array
 
     def gather(self, rows: Indices) -> list[Any]:
-        return list(self._array.take(rows).to_pylist())
+        import pyarrow as pa
+
+        # Not `take(rows)`: to convert an array of NumPy, pyarrow imports pandas first.
+        places = np.ascontiguousarray(rows, dtype=np.int64)
+        taken = self._array.take(pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places)]))
+        return list(taken.to_pylist())
 
 
 def _column(name: str, chunked: Any) -> _Column:
@@ -88,7 +93,7 @@ def _column(name: str, chunked: Any) -> _Column:
     if _is_number(kind):
         return _Objects(array) if array.null_count and not pa.types.is_floating(kind) else _Numbers(_numbers(array))
     if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type) and not array.null_count:
-        items = array.flatten()
+        items = array.values.slice(array.offset * kind.list_size, len(array) * kind.list_size)
         if not items.null_count:
             return _Numbers(_numbers(items).reshape(len(array), kind.list_size))
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
@@ -97,7 +102,8 @@ def _column(name: str, chunked: Any) -> _Column:
 
 
 def _lists(array: Any) -> _Column:
-    items, offsets = array.flatten(), np.asarray(array.offsets).astype(np.int64)
+    offsets = _numbers(array.offsets).astype(np.int64)
+    items = array.values.slice(offsets[0], offsets[-1] - offsets[0])
     if array.null_count or items.null_count:
         return _Objects(array)
     return _Lists(_numbers(items), offsets - offsets[0])
@@ -110,5 +116,20 @@ def _is_number(kind: Any) -> bool:
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
-    numbers: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    return numbers
+    """Return numbers or booleans as an array, NaN for nulls. Not by `to_numpy`, which imports pandas."""
+    import pyarrow as pa
+
+    if not len(array):
+        return np.empty(0, array.type.to_pandas_dtype())
+    validity, values = array.buffers()
+    if pa.types.is_boolean(array.type):
+        return _bits(values, array)
+    numbers = np.frombuffer(values, array.type.to_pandas_dtype())[array.offset : array.offset + len(array)]
+    return np.where(_bits(validity, array), numbers, numbers.dtype.type(np.nan)) if array.null_count else numbers
+
+
+def _bits(buffer: Any, array: Any) -> npt.NDArray[np.bool_]:
+    """Return the bits of a buffer that belong to an array."""
+    first = array.offset // 8
+    bits = np.unpackbits(np.frombuffer(buffer, np.uint8)[first:], bitorder="little")
+    return bits[array.offset - 8 * first :][: len(array)].astype(bool)

@@ -6,8 +6,12 @@ Ranks: all; each reads what it needs, those of a machine through one cache.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -28,6 +32,9 @@ from instep.data.sources.storage import Urls, find_files
 
 T = TypeVar("T")
 _MEMORY_BYTES = 2 << 30
+_log = logging.getLogger("instep.data")
+_DECODERS = 4
+"""Threads that decode blocks at the same time, at most: other ranks of the machine decode theirs."""
 
 
 class SourceOptions(TypedDict, total=False):
@@ -76,6 +83,7 @@ class BlockDataset(BatchDataset):
             raise DataError(f"{self._files[0].url} and {len(self._files) - 1} other files have no rows.")
         self._memory: tuple[int, BlockMemory] | None = None
         self._ahead: Prefetcher | None = None
+        self._window_blocks, self._is_warned = 0, False
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -118,6 +126,8 @@ class BlockDataset(BatchDataset):
             self._ahead = Prefetcher(self._fetch)
         # Each process begins elsewhere, so that those of a machine share the work.
         numbers = blocks.tolist()
+        self._window_blocks = max(self._window_blocks, len(numbers))
+        self._check_window(blocks)
         first = os.getpid() % max(1, len(numbers))
         self._ahead.add(numbers[first:] + numbers[:first])
 
@@ -136,12 +146,39 @@ class BlockDataset(BatchDataset):
         blocks = blocks[places]
         rows = indices[places] - self._starts[blocks]
         bounds = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(blocks)]
-        numbers = blocks[bounds[:-1]].tolist()
-        for number, (first, last) in zip(numbers, itertools.pairwise(bounds), strict=True):
-            yield places[first:last], self._read_rows(number, rows[first:last], read)
+        numbers, spans = blocks[bounds[:-1]].tolist(), list(itertools.pairwise(bounds))
+        wanted = [(number, last - first) for number, (first, last) in zip(numbers, spans, strict=True)]
+        with closing(self._load(wanted)) as loaded:
+            for number, (first, last), block_rows in zip(numbers, spans, loaded, strict=True):
+                yield places[first:last], self._read_rows(number, block_rows, rows[first:last], read)
 
-    def _read_rows(self, number: int, rows: Indices, read: Callable[[BlockRows, Indices], T]) -> T:
-        block_rows = self._block_rows(number, len(rows))
+    def _load(self, wanted: list[tuple[int, int]]) -> Generator[BlockRows]:
+        """Yield the rows of blocks, of each of which so many samples are wanted; decode new ones in several threads.
+
+        The first batch of a window has samples of most of its blocks, so it waits for all of them.
+        """
+        memory = self._block_memory()
+        num_missing = sum(number not in memory for number, _ in wanted) if self._format.decodes_in_parallel else 0
+        num_threads = min(num_missing, len(os.sched_getaffinity(0)), _DECODERS)
+        if num_threads < 2:
+            yield from itertools.starmap(self._block_rows, wanted)
+            return
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as threads:
+            coming: deque[Future[BlockRows]] = deque()
+            try:
+                for number, num_samples in wanted:
+                    coming.append(threads.submit(self._block_rows, number, num_samples))
+                    if len(coming) > num_threads:  # not all at once: they need not fit into memory
+                        yield coming.popleft().result()
+                while coming:
+                    yield coming.popleft().result()
+            finally:
+                for future in coming:
+                    future.cancel()
+
+    def _read_rows(
+        self, number: int, block_rows: BlockRows, rows: Indices, read: Callable[[BlockRows, Indices], T]
+    ) -> T:
         try:
             return read(block_rows, rows)
         except InstepError:
@@ -156,11 +193,36 @@ class BlockDataset(BatchDataset):
                     raise BadSample(_corrupt(file, where, of_row), file.url) from of_row
             raise BadSample(_corrupt(file, f"block {block.number} ({block.num_rows} rows)", error), file.url) from error
 
-    def _block_rows(self, number: int, num_samples: int) -> BlockRows:
+    def _block_memory(self) -> BlockMemory:
         if self._memory is None or self._memory[0] != os.getpid():  # threads of a fork's parent may hold its lock
             self._memory = os.getpid(), BlockMemory(self._memory_bytes)
-        memory = self._memory[1]
-        return memory.get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples)
+        return self._memory[1]
+
+    def _block_rows(self, number: int, num_samples: int) -> BlockRows:
+        memory = self._block_memory()
+        rows = memory.get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples)
+        if memory.capacity is not None and memory.capacity < self._window_blocks:
+            self._warn_of_window(memory.capacity)
+        return rows
+
+    def _check_window(self, blocks: Indices) -> None:
+        """Warn if it is known before they are read that the blocks of a window do not fit into memory."""
+        num_bytes = sum(self._format.least_memory_bytes(self._locate(number)[1]) for number in blocks.tolist())
+        if num_bytes > self._memory_bytes:
+            self._warn_of_window(len(blocks) * self._memory_bytes // num_bytes)
+
+    def _warn_of_window(self, capacity: int) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        _log.warning(
+            "data: a shuffle window has %d blocks, and memory_bytes=%d has room for about %d of them: blocks are read "
+            "and decoded again and again. Use --shuffle-window %d or less, or a larger memory_bytes.",
+            self._window_blocks,
+            self._memory_bytes,
+            capacity,
+            max(1, capacity * len(self) // len(self._ends)),
+        )
 
     def _read_block(self, number: int) -> BlockRows:
         file, block = self._locate(number)

@@ -35,6 +35,8 @@ class BlockMemory:
         """A corrupt block is as corrupt the next time: it is not read again for each of its rows."""
         self._lock = threading.Lock()
         self.num_read = 0
+        self.capacity: int | None = None
+        """How many blocks it held, at least, when there was no room for another; None: there always was."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._kept
@@ -80,6 +82,7 @@ class BlockMemory:
         self._use(block, num_samples)
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._drop_oldest()
+            self.capacity = min(self.capacity or len(self._kept), len(self._kept))
 
     def _use(self, block: int, num_samples: int) -> None:
         self._kept.move_to_end(block)

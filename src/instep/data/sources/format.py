@@ -67,6 +67,8 @@ class SourceFormat(ABC):
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     """The files of a folder that are read."""
+    decodes_in_parallel: ClassVar[bool] = False
+    """Whether `read_block` leaves other threads of Python running for most of its time."""
 
     @property
     def options(self) -> Any:
@@ -85,3 +87,7 @@ class SourceFormat(ABC):
         """Return the ranges of bytes that `read_block` asks the file for, to fetch them ahead."""
         del file
         return [(block.start, block.num_bytes)]
+
+    def least_memory_bytes(self, block: Block) -> int:
+        """Return how much memory the rows of a block take at least, as far as that is known without reading it."""
+        return block.num_bytes

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from instep.data.sources.block_dataset import BlockDataset, SourceOptions
 from instep.data.sources.format import Block, FileIndex, SourceFormat
 from instep.data.sources.sample_rows import SampleRows
+from instep.data.sources.scan import Scan
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import Urls
 
@@ -36,16 +37,17 @@ class JsonLines(SourceFormat):
     suffixes = (".jsonl", ".jsonl.gz")
 
     def index_file(self, file: SourceFile) -> FileIndex:
-        """Return where the blocks are; reads the file once."""
+        """Return where the blocks are; reads the file ([Note: Every byte once])."""
         if _is_compressed(file):
             lines = _Lines(_decompress(file))
             return FileIndex([Block(0, len(lines.starts), 0, file.num_bytes, 1)])
         blocks: list[Block] = []
-        start, line = 0, 1
+        scan, start, line = Scan(file), 0, 1
         while start < file.num_bytes:
-            data = _whole_lines(file, start)
+            data = _whole_lines(scan, start, file.num_bytes)
             lines = _Lines(data)
             if len(lines.starts):
+                scan.keep_block(start, len(data))
                 blocks.append(Block(len(blocks), len(lines.starts), start, len(data), line))
             start, line = start + len(data), line + lines.num_lines
         return FileIndex(blocks)
@@ -99,13 +101,13 @@ class _Lines:
         self.starts, self.ends = starts[self.numbers], ends[self.numbers]
 
 
-def _whole_lines(file: SourceFile, start: int) -> bytes:
+def _whole_lines(scan: Scan, start: int, end: int) -> bytes:
     """Return about a block's bytes from here on, up to the end of a line."""
-    data = bytes(file.read(start, min(BLOCK_BYTES, file.num_bytes - start)))
-    while start + len(data) < file.num_bytes:
-        if end := data.rfind(b"\n") + 1:
-            return data[:end]
-        data += file.read(start + len(data), min(BLOCK_BYTES, file.num_bytes - start - len(data)))
+    data = scan.read(start, BLOCK_BYTES)
+    while start + len(data) < end:
+        if end_of_lines := data.rfind(b"\n") + 1:
+            return data[:end_of_lines]
+        data += scan.read(start + len(data), BLOCK_BYTES)
     return data
 
 

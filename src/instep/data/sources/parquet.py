@@ -41,6 +41,7 @@ class Parquet(SourceFormat):
 
     name: ClassVar[str] = "Parquet"
     suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+    decodes_in_parallel: ClassVar[bool] = True
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         try:
@@ -78,6 +79,11 @@ class Parquet(SourceFormat):
     def ranges(self, file: SourceFile, block: Block) -> list[Range]:
         """Return where the columns of a row group lie."""
         return self._column_ranges(self._footer(file), block.number)
+
+    def least_memory_bytes(self, block: Block) -> int:
+        """Return 0: between the columns that are read there may be others."""
+        del block
+        return 0
 
     def read_block(self, file: SourceFile, block: Block) -> BlockRows:
         """Return the rows of a row group."""

@@ -28,6 +28,8 @@ _VERSION_KEYS = (
 class RemoteFile(SourceFile):
     """A file that fsspec reads."""
 
+    is_cached = True
+
     def __init__(
         self, url: str, num_bytes: int, version: str, cache: RangeCache, storage_options: dict[str, Any]
     ) -> None:
@@ -36,6 +38,14 @@ class RemoteFile(SourceFile):
 
     def _read(self, start: int, num_bytes: int) -> memoryview:
         return self._cache.read(self._key(start, num_bytes), num_bytes, lambda: self._fetch(start, num_bytes))
+
+    def scan(self, start: int, num_bytes: int) -> memoryview:
+        """Fetch a range of bytes past the cache."""
+        return memoryview(self._fetch(start, num_bytes))
+
+    def keep(self, start: int, content: bytes) -> None:
+        """Write a range of bytes into the cache."""
+        self._cache.fill(self._key(start, len(content)), len(content), lambda: content)
 
     def prefetch(self, start: int, num_bytes: int) -> None:
         """Fetch a range of bytes into the cache, unless another thread or process does so now."""

@@ -31,7 +31,8 @@ def retrying(what: str, call: Callable[[], T], sleep: Callable[[float], None] = 
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return call()
-        except Exception as error:
+        except Exception as raised:  # noqa: BLE001 - all that is not repeated is raised again
+            error = _origin(raised)
             if is_refusal(error):
                 raise DataError(
                     f"{what}: the storage refuses access ({_words(error)}). Check the credentials: the variables and "
@@ -49,6 +50,15 @@ def retrying(what: str, call: Callable[[], T], sleep: Callable[[float], None] = 
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (attempt - 1))
         sleep(delay_s * _JITTER.uniform(0.5, 1.0))
     raise AssertionError("unreachable")
+
+
+def _origin(error: Exception) -> Exception:
+    """Return what happened: for HTTP, fsspec calls every failure to look at a file FileNotFoundError."""
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+        is_of_http = type(cause).__module__.partition(".")[0] == "aiohttp" or isinstance(cause, FileNotFoundError)
+        return _origin(cause) if is_of_http else error
+    return error
 
 
 def is_refusal(error: BaseException) -> bool:

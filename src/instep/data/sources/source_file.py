@@ -21,6 +21,8 @@ class SourceFile(ABC):
     """Changes when the content does: a time, or the tag that the storage gives it."""
     path: Path | None = None
     """Where it lies on this machine, to map it into memory; None: elsewhere."""
+    is_cached = False
+    """Whether what is read of it is kept in a cache."""
 
     def __init__(self, url: str, num_bytes: int, version: str) -> None:
         self.url, self.num_bytes, self.version = url, num_bytes, version
@@ -30,6 +32,14 @@ class SourceFile(ABC):
         if not 0 <= start <= start + num_bytes <= self.num_bytes:
             raise ValueError(f"bytes {start} to {start + num_bytes} of a file of {self.num_bytes}")
         return self._read(start, num_bytes)
+
+    def scan(self, start: int, num_bytes: int) -> memoryview:
+        """Return a range of its bytes as `read` does, without keeping it: it is not what will be read later."""
+        return self._read(start, num_bytes)
+
+    def keep(self, start: int, content: bytes) -> None:
+        """Put a range of its bytes, which were read otherwise, where `read` finds it; does nothing without a cache."""
+        del start, content
 
     @abstractmethod
     def prefetch(self, start: int, num_bytes: int) -> None:

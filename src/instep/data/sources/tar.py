@@ -14,12 +14,11 @@ from instep.core.errors import DataError, SpecError
 from instep.data.sources.block_dataset import BlockDataset, SourceOptions
 from instep.data.sources.format import Block, FileIndex, SourceFormat
 from instep.data.sources.sample_rows import SampleRows, is_too_large
+from instep.data.sources.scan import Scan
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import Urls
 from instep.data.sources.tar_headers import Member, members, padded
 
-_SCAN_BYTES = 1 << 18
-"""Read at once while only headers are looked for."""
 # Both as in WebDataset: what stands before the first dot of the file's name is the key, the rest the extension.
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
@@ -67,20 +66,25 @@ class Tar(SourceFormat):
         return None if self._members is None else sorted(self._members)
 
     def index_file(self, file: SourceFile) -> FileIndex:
-        """Return where the blocks are; reads the headers once."""
-        scan = _Scan(file)
+        """Return where the blocks are; reads the headers, and with them small members ([Note: Every byte once])."""
+        scan = Scan(file)
         blocks: list[Block] = []
+
+        def add_block() -> None:
+            scan.keep_block(start, end - start)
+            blocks.append(Block(len(blocks), num_rows, start, end - start))
+
         required = self._members
         num_rows, start, end = 0, 0, 0
         for sample in _samples(members(scan.read, 0, file.num_bytes, is_whole=True)):
             required = required or frozenset(sample.members)
             _check_members(file.url, sample, required, exact=self._members is None)
             if is_too_large(sample.end - start, num_rows + 1):
-                blocks.append(Block(len(blocks), num_rows, start, end - start))
+                add_block()
                 num_rows, start = 0, sample.start
             num_rows, end = num_rows + 1, sample.end
         if num_rows:
-            blocks.append(Block(len(blocks), num_rows, start, end - start))
+            add_block()
         return FileIndex(blocks, schema={name: kind_of(name) for name in sorted(required or ())})
 
     def read_block(self, file: SourceFile, block: Block) -> SampleRows:
@@ -159,6 +163,8 @@ def _samples(found: Iterable[Member]) -> Iterator[_Sample]:
 
 
 def _check_members(url: str, sample: _Sample, required: frozenset[str], exact: bool) -> None:
+    if sample.members.keys() == required:
+        return
     names = frozenset(sample.members)
     if missing := sorted(required - names):
         raise DataError(
@@ -172,19 +178,3 @@ def _check_members(url: str, sample: _Sample, required: frozenset[str], exact: b
             f"{', '.join(map(repr, more))}, which the first one has not. Name the members that all have with "
             "tar(url, members=(…)); others are then left out."
         )
-
-
-class _Scan:
-    """Reads headers: the next ones come with each, unless a large member lies between them."""
-
-    def __init__(self, file: SourceFile) -> None:
-        self._file = file
-        self._start, self._data = 0, b""
-
-    def read(self, place: int, num_bytes: int) -> bytes:
-        """Return bytes of the file; fewer at its end."""
-        offset = place - self._start
-        if offset < 0 or offset + num_bytes > len(self._data):
-            size = min(max(_SCAN_BYTES, num_bytes), self._file.num_bytes - place)
-            self._start, self._data, offset = place, bytes(self._file.read(place, size)), 0
-        return self._data[offset : offset + num_bytes]

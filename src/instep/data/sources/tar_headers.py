@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from zlib import adler32
 
 RECORD = 512
 _ZEROS = bytes(RECORD)
@@ -16,6 +17,7 @@ _WITHOUT_DATA = b"123456"
 _EXTENDED = b"LKxg"
 """GNU's long names and links; pax headers of one member and of all."""
 _GNU_NAME, _PAX, _SPARSE = b"LxS"
+_ADLER_PRIME = 65521
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 """How files of gzip, zstd, bzip2 and xz begin."""
 
@@ -80,7 +82,7 @@ def _extended(kind: int, data: bytes, name: str, size: int) -> tuple[str, int]:
     """Return the name and the size that an extended header gives the next member."""
     if kind == _GNU_NAME:
         return _text(data), size
-    if kind == _PAX and (b"path=" in data or b"size=" in data):
+    if kind == _PAX and (b"path=" in data or b"size=" in data):  # mostly it is a time
         records = dict(_pax_records(data))
         return _text(records.get(b"path", name.encode())), int(records.get(b"size", size))
     return name, size
@@ -102,24 +104,28 @@ def _check(place: int, header: bytes) -> None:
         raise ValueError("it is a compressed archive, whose samples cannot be read by index: decompress it")
     if len(header) < RECORD:
         raise ValueError(f"it ends at byte {place + len(header)}, in the middle of a header: it is truncated")
-    if sum(header) - sum(header[148:156]) + 8 * ord(" ") != _number(header[148:156]):
+    field = header[148:156]
+    # The checksum is the sum of the bytes, with spaces in its own place. adler32 has the same sum, modulo a prime.
+    expected = 1 + _number(field) + sum(field) - 8 * ord(" ")
+    if (adler32(header) & 0xFFFF) != expected % _ADLER_PRIME:
         raise ValueError(
             f"there is no tar header at byte {place}, where one must be: it is damaged, or not a tar archive"
         )
 
 
 def _number(field: bytes) -> int:
-    if field[0] in (0x80, 0xFF):  # GNU's binary numbers, for more than 8 GiB
-        return int.from_bytes(field[1:], "big")
     try:
         return int(field.strip(b"\0 ") or b"0", 8)
     except ValueError:
+        if field[0] in (0x80, 0xFF):  # GNU's binary numbers, for more than 8 GiB
+            return int.from_bytes(field[1:], "big")
         return -1  # no header: no checksum is that
 
 
 def _name(header: bytes) -> str:
-    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
-    return f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
+    if header[345] and header[257:263] == b"ustar\0":
+        return f"{_text(header[345:500])}/{_text(header[:100])}"
+    return _text(header[:100])
 
 
 def _text(field: bytes) -> str:

@@ -2,16 +2,17 @@
 
 [Note: Waiting and transfer]
 The phase "communication" of a rank is the time in which it waited for a transfer or for other ranks. The rank that
-came last to a collective waited for nobody, so the least communication of any rank is taken for the transfer, and what
-the others have more than that is waiting for it. This is done for each record that all ranks have (about a second). Of
-ranks that are slow in turns, step by step, within one record, the least is too large: such waiting counts as
-communication.
+came last to a collective waited for nobody, so the least communication of any rank is taken for the transfer. What the
+others have beyond that is waiting: the step would be shorter by that if the last one were as fast as they are. So the
+last rank's own phases do not count, only those of the others; a slow rank is waiting, not slow computing. This is done
+for each record that all ranks have (about a second). Of ranks that are slow in turns, step by step, within one record,
+the least is too large: such waiting counts as communication.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ COMMUNICATION, WAITING, INPUT, COMPUTATION, CORES, OPTIMIZER, OTHER = (
 )
 CAUSES = {
     COMMUNICATION: "transfers that no computing hides",
-    WAITING: "waiting for other ranks",
+    WAITING: "waiting for the slowest rank",
     INPUT: "waiting for data",
     COMPUTATION: "forward and backward passes that take longer: memory bandwidth and caches are shared, small batches",
     CORES: "waiting for a core that others use, during these passes",
@@ -95,34 +96,65 @@ def measure(steps: Sequence[Mapping[str, Any]], records: Mapping[int, Sequence[M
 
 
 def _shares(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """Return the share of each cause in the time of the steps, the mean over the ranks."""
-    used = {rank: _after_warm_up(of_rank) for rank, of_rank in records.items()}
+    """Return the share of each cause in the time of the steps."""
     seconds = dict.fromkeys(CAUSES, 0.0)
-    for of_rank in used.values():
-        for record in of_rank:
-            computed = sum(value for name, value in record["phases"].items() if _OF_PHASE.get(name) == COMPUTATION)
-            delayed = computed * _delayed_share(record)
-            seconds[CORES] += delayed
-            seconds[COMPUTATION] -= delayed
-            for name, value in record["phases"].items():
-                if name == COMMUNICATION:
-                    seconds[WAITING] += value  # the transfer is taken out of it below
-                elif name not in _NOT_OF_STEPS:
-                    seconds[_OF_PHASE.get(name, OTHER)] += value
-    seconds[COMMUNICATION] = min(seconds[WAITING], transfer_s(list(used.values())) * len(used))
-    seconds[WAITING] -= seconds[COMMUNICATION]
+    for window in _windows([_after_warm_up(of_rank) for of_rank in records.values()]):
+        for cause, value in _of_window(window).items():
+            seconds[cause] += value
     total = sum(seconds.values())
     if total <= 0:
         return {**dict.fromkeys(CAUSES, 0.0), OTHER: 1.0}
     return {cause: value / total for cause, value in seconds.items()}
 
 
+def _of_window(window: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of each cause in records of one stretch, one of each rank ([Note: Waiting and transfer])."""
+    waits = [record["phases"].get(COMMUNICATION, 0.0) for record in window]
+    transfer = min(waits)
+    others = [record for number, record in enumerate(window) if number != waits.index(transfer)] or window
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    for record in others:
+        delayed = _delayed_share(record)
+        for name, value in record["phases"].items():
+            cause = _OF_PHASE.get(name, OTHER)
+            if name == COMMUNICATION:
+                seconds[COMMUNICATION] += transfer
+                seconds[WAITING] += value - transfer
+            elif cause == COMPUTATION:
+                seconds[CORES] += delayed * value
+                seconds[COMPUTATION] += (1 - delayed) * value
+            elif name not in _NOT_OF_STEPS:
+                seconds[cause] += value
+    return {cause: value / len(others) for cause, value in seconds.items()}
+
+
+def _windows(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Mapping[str, Any]]]:
+    """Return the records side by side: those of the same steps, and the sum of each rank's others."""
+    by_stretch: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for records in ranks:
+        for record in records:
+            by_stretch.setdefault((record["step"], record["num_steps"]), []).append(record)
+    shared = {stretch for stretch, found in by_stretch.items() if len(found) == len(ranks)}
+    rest = [[r for r in records if (r["step"], r["num_steps"]) not in shared] for records in ranks]
+    return [by_stretch[stretch] for stretch in sorted(shared)] + ([[_sum(r) for r in rest]] if any(rest) else [])
+
+
+def _sum(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    phases: dict[str, float] = {}
+    for record in records:
+        for name, value in record["phases"].items():
+            phases[name] = phases.get(name, 0.0) + value
+    return {
+        "phases": phases,
+        "seconds": sum(record["seconds"] for record in records),
+        "delayed_s": sum(record.get("delayed_s", 0.0) for record in records),
+    }
+
+
 def _delayed_share(record: Mapping[str, Any]) -> float:
     """Return the share of its time in which a rank waited for a core; the same is taken for each of its phases."""
-    delayed = record.get("delayed_s")
-    if not isinstance(delayed, int | float) or record["seconds"] <= 0:
-        return 0.0
-    return float(min(1.0, max(0.0, delayed / record["seconds"])))
+    delayed = record.get("delayed_s", 0.0)
+    return float(min(1.0, max(0.0, delayed / record["seconds"]))) if record["seconds"] > 0 else 0.0
 
 
 def _after_warm_up(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -131,19 +163,3 @@ def _after_warm_up(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     begins = [record["step"] - record["num_steps"] for record in of_steps]
     least = min(WARM_UP_STEPS, max(begins, default=0))
     return [record for record, begin in zip(of_steps, begins, strict=True) if begin >= least]
-
-
-def transfer_s(ranks: Sequence[Iterable[Mapping[str, Any]]]) -> float:
-    """Return how long a rank's transfers took ([Note: Waiting and transfer])."""
-    by_stretch: dict[tuple[int, int], list[float]] = {}
-    rest = [0.0] * len(ranks)
-    for records in ranks:
-        for record in records:
-            waited = record["phases"].get(COMMUNICATION, 0.0)
-            by_stretch.setdefault((record["step"], record["num_steps"]), []).append(waited)
-    shared = {stretch for stretch, waits in by_stretch.items() if len(waits) == len(ranks)}
-    for number, records in enumerate(ranks):
-        for record in records:
-            if (record["step"], record["num_steps"]) not in shared:
-                rest[number] += record["phases"].get(COMMUNICATION, 0.0)
-    return sum(min(by_stretch[stretch]) for stretch in shared) + min(rest, default=0.0)

@@ -1,0 +1,131 @@
+"""The randomness of samples: the global generators are seeded for each.
+
+Ranks: all; each seeds its own generators, and those of its worker processes.
+
+[Note: Randomness of a sample]
+A dataset that augments draws from the global generators. Which process reads a sample, and after which
+others, depends on the world size and the number of workers. So before each sample the generators are
+seeded from (seed, epoch, sample), which depends on neither. Only the CPU generators are seeded: a dataset
+that draws on a GPU must seed it itself. For the same reason a user's dataset always computes on one thread,
+as torch's worker processes do: the rounding of a sum may depend on the number of threads.
+
+To seed the generators of Python and NumPy takes as long as to read a small file, and most datasets draw from torch's
+only, or from none. So while nothing draws from those two, they are set once for a batch, to what follows from (seed,
+epoch), and looked at afterwards. If they were drawn from, the batch is read again with all generators seeded before
+each sample, and so is every batch from then on. A process reads its first batch with all of them seeded, and looks
+after some of its samples: most of the time that tells, and nothing has to be read twice. (What looks at the state of
+one of the two without drawing, or puts it back, sees that of the epoch, at any world size.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+T = TypeVar("T")
+BeginRow = Callable[[int], None]
+_NO_SAMPLE = -1
+_LOOKED_AT = 16
+"""Samples after which a process looks whether they have drawn."""
+
+
+class SampleSeeds:
+    """Seeds the generators before each sample of a batch ([Note: Randomness of a sample])."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._seeds_all: bool | None = None
+        """Whether Python's and NumPy's generators are seeded, too; None before the first sample was read."""
+        self._parked: tuple[int, Any] | None = None
+        """An epoch, and the states of these two while nothing is drawn from them."""
+
+    def read(self, epoch: int, numbers: list[int], read: Callable[[BeginRow], T]) -> T:
+        """Return `read(begin_row)`, which calls `begin_row(i)` before row i draws; `numbers[i]` is the row's sample."""
+        if self._seeds_all is None:
+            return self._read_first(epoch, numbers, read)
+        if self._seeds_all:
+            return read(lambda row: seed_sample(self._seed, epoch, numbers[row]))
+        parked = self._park(epoch)
+        try:
+            batch = read(lambda row: _seed_torch(_digest(self._seed, epoch, numbers[row])))
+        except Exception:
+            if _states() == parked:
+                raise
+        else:
+            if _states() == parked:
+                return batch
+        self._seeds_all = True
+        return self.read(epoch, numbers, read)
+
+    def _read_first(self, epoch: int, numbers: list[int], read: Callable[[BeginRow], T]) -> T:
+        """Return a batch, with all generators seeded; find out whether its first samples draw."""
+        seeded: Any = None
+        num_seeded = 0
+
+        def look() -> None:
+            if 0 < num_seeded <= _LOOKED_AT:
+                self._seeds_all = self._seeds_all or _states() != seeded
+
+        def begin_row(row: int) -> None:
+            nonlocal seeded, num_seeded
+            look()
+            seed_sample(self._seed, epoch, numbers[row])
+            num_seeded += 1
+            if num_seeded <= _LOOKED_AT:
+                seeded = _states()
+
+        batch = read(begin_row)
+        look()
+        return batch
+
+    def _park(self, epoch: int) -> Any:
+        """Set Python's and NumPy's generators to the states of an epoch, and return these."""
+        seed_sample(self._seed, epoch, _NO_SAMPLE)
+        if self._parked is None or self._parked[0] != epoch:
+            self._parked = epoch, _states()
+        return self._parked[1]
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed the global generators for one sample of one epoch."""
+    digest = _digest(seed, epoch, index)
+    _seed_torch(digest)
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+
+
+def _digest(seed: int, epoch: int, index: int) -> bytes:
+    return hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample").digest()
+
+
+def _seed_torch(digest: bytes) -> None:
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def _states() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return rest, np.asarray(keys).tobytes(), random.getstate()
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the global generators on exit."""
+    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def fingerprint() -> tuple[Any, ...]:
+    """Return the states of the generators: they differ if something was drawn in between."""
+    return torch.get_rng_state().numpy().tobytes(), *_states()

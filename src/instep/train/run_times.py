@@ -1,0 +1,63 @@
+"""Where the time of a run goes: its phases in every step, and its profile in a few.
+
+Ranks: all make the same calls.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from instep.core.spec import TrainSpec
+from instep.events.write import EventLog
+from instep.guard.phase_log import PhaseLog, SampleRate
+from instep.guard.pulse import Phase, Pulse
+from instep.train.profiling import RunProfile
+from instep.train.train_state import TrainState
+from instep.world.world import World
+
+
+class RunTimes:
+    """Tells the pulse, the log of phases and the profile when a step begins and ends."""
+
+    def __init__(
+        self,
+        pulse: Pulse,
+        world: World,
+        spec: TrainSpec,
+        run_dir: Path,
+        log: EventLog,
+        trained: Sequence[TrainState],
+        notice: Callable[[str], None],
+    ) -> None:
+        pulse.watch_waits(lambda: world.waited_s)
+        self._pulse = pulse
+        self._phases = PhaseLog(pulse, log, world.device, lambda: world.comm_bytes)
+        self._profile = None if spec.profile is None else RunProfile(world, spec, run_dir, pulse, trained, notice)
+
+    def begin_steps(self, step: int, num_steps: int) -> None:
+        """Note that steps begin, after `step` completed ones. Called on all ranks."""
+        self._phases.last_step = num_steps
+        self._pulse.begin_steps(step)
+        if self._profile is not None:
+            self._profile.begin(step, num_steps)
+
+    def end_step(self, step: int, num_rows: int) -> None:
+        """Note that a step is completed, of which this rank had so many rows."""
+        self._pulse.end_step(step)
+        self._phases.end_step(step, num_rows)
+
+    def next_step(self, step: int) -> None:
+        """Note that all that follows a step is done, and the next one's data are awaited. Called on all ranks."""
+        self._pulse.beat(Phase.DATA)
+        if self._profile is not None:
+            self._profile.passed(step)
+
+    @property
+    def rate(self) -> SampleRate | None:
+        """How many samples this rank has computed since its start, and the time; None before there are any."""
+        return self._phases.rate
+
+    def close(self, step: int) -> None:
+        """Write what is left. Issues no collective, so it is safe after a failure."""
+        if self._profile is not None:
+            self._profile.close()
+        self._phases.close(step)
