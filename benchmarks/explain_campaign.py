@@ -1,11 +1,11 @@
 """Plant bottlenecks and see whether `instep explain` names them first; train healthy runs and see that it names none.
 
-python benchmarks/explain_campaign.py [--only NAME,…] [--list] [--runs FOLDER]
+python benchmarks/explain_campaign.py [--only NAME,…] [--list] [--runs FOLDER] [--try]
 
 Each run is a short training of explain_task.py on 1 or 2 processes. A verdict is right when it names the planted cause
 (and the rank, where it was planted on one) before all others. Where the machine is busy with other work, the verdict
 says that first, rightly: the table has the share of the time for which the ranks waited for a core, and judges the
-causes after it.
+causes after it. With --try, the advice for TRIED is trained as `instep explain --try` does, and its gain is measured.
 """
 
 import argparse
@@ -74,7 +74,9 @@ PLANTS = (
     ),
     Plant("metrics sleep", "evaluation", "plant=metric_sleep seconds=0.5 --eval-every 10", None, 100),
     Plant("one long evaluation at the end", "evaluation", f"{CONV} eval_samples=3000 --eval-every never", None, 30),
-    Plant("tiny batch", "host", "net=mlp width=700 depth=3 --batch-size 1", None, 600),
+    Plant("tiny batch", "host", "net=mlp width=1400 depth=3 --batch-size 1", None, 200),
+    Plant("Python in the loss", "host", "plant=loss_work seconds=0.3", None, 90),
+    Plant("a batch of 2 for a deep small net", "host", "net=mlp width=16 depth=60 --batch-size 2", None, 3000),
     Plant("on_step sleeps", "host", "plant=hook_sleep seconds=0.1"),
     Plant("on_step computes", "host", "plant=hook_work seconds=0.1"),
     Plant("on_step sleeps, 2 ranks", "host", "-n 2 plant=hook_sleep seconds=0.1", 0),
@@ -122,11 +124,31 @@ PLANTS = (
     Plant("healthy: saves and evaluates", "nothing", f"{CONV} --save-every 30s --eval-every 30 --threads 2", None, 90),
 )
 
+TRIED = (
+    "dataset sleeps",
+    "dataset sleeps, 2 ranks",
+    "dataset computes",
+    "one reader for a slow disk",
+    "one reader, 2 ranks",
+    "collate sleeps",
+    "uneven batch",
+    "a checkpoint every step",
+    "an evaluation every 5 steps",
+    "an evaluation every 5 steps, 2 ranks",
+    "metrics sleep",
+    "tiny batch",
+    "one thread of two cores",
+    "compiled for a few steps",
+    "much to send, gloo",
+    "much to send, shared memory",
+)
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names of runs, separated by commas")
     parser.add_argument("--runs", help="keep the runs here; those that are there already are only explained again")
+    parser.add_argument("--try", dest="tries", action="store_true", help="also try the advice for some of them")
     parser.add_argument("--list", action="store_true", help="print the names")
     args = parser.parse_args()
     plants = [plant for plant in PLANTS if not args.only or plant.name in args.only.split(",")]
@@ -141,9 +163,13 @@ def main():
         )
 
 
+def folder_of(plant, folder):
+    return folder / re.sub(r"\W+", "-", plant.name)
+
+
 def judge(plant, folder):
     """Train one run, and return the plant, the verdict, its first cause, and whether that is right."""
-    run_dir = folder / re.sub(r"\W+", "-", plant.name)
+    run_dir = folder_of(plant, folder)
     if not (run_dir / "result.json").exists():
         hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(plant.hogs)]
         try:
@@ -160,6 +186,35 @@ def judge(plant, folder):
     is_right = first["bounded_by"] == plant.cause and plant.rank in (ANY, first["rank"])
     print(f"{'right' if is_right else 'WRONG'}  {plant.name}: {verdict['costs']}\n  {verdict['text']}", flush=True)
     return plant, verdict, first, is_right
+
+
+def try_advice(plant, folder):
+    """Return what `instep explain --try` has measured, or why not."""
+    command = [str(BIN / "instep"), "explain", str(folder_of(plant, folder)), "--try", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * LIMIT_S)
+    trial = json.loads(done.stdout.splitlines()[-1]).get("tried")
+    print(f"tried  {plant.name}: {trial or done.stderr[-300:]}", flush=True)
+    return plant, trial
+
+
+def report_trials(trials):
+    if not trials:
+        return []
+    cells, num_close = [], 0
+    for plant, trial in trials:
+        if trial is None:
+            cells.append([plant.name, "", "", "", "nothing to try"])
+            continue
+        is_close = abs(trial["measured"] - trial["predicted"]) <= 0.2 * trial["predicted"]
+        num_close += is_close
+        gains = f"{trial['predicted']:.0%}", f"{trial['measured']:.0%}"
+        cells.append([plant.name, trial["options"], *gains, "yes" if is_close else "**no**"])
+    return [
+        "",
+        f"`--try`: the measured gain is within 20 % of the predicted one in {num_close} of {len(trials)}.",
+        "",
+        *table(["run", "tried", "predicted gain", "measured gain", "within 20 %"], cells),
+    ]
 
 
 def train(plant, run_dir):

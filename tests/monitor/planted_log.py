@@ -7,6 +7,7 @@ from typing import Any
 
 from instep.events.schema import (
     EvalRecord,
+    FlopsRecord,
     InputRecord,
     NodeRecord,
     PhasesRecord,
@@ -76,6 +77,11 @@ def phases(step: int, num_steps: int, seconds: Mapping[str, float], num_samples:
 def save(step: int, stall_s: float = 0.1) -> SaveRecord:
     """A checkpoint."""
     return SaveRecord(step=step, path="c", num_bytes=2**20, seconds=stall_s, stall_s=stall_s)
+
+
+def flops(per_sample: float, device: float) -> FlopsRecord:
+    """How fast a rank computes."""
+    return FlopsRecord(step=1, flops_per_sample=per_sample, flops_per_s=1.0, device_flops_per_s=device)
 
 
 def evaluation(step: int, seconds: float) -> EvalRecord:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted_log import BEGUN_S, Events, evaluation, log_of, node, phases, reading, save, steady
+from planted_log import BEGUN_S, Events, evaluation, flops, log_of, node, phases, reading, save, steady
 
 from instep.core.options import options_of
 from instep.core.spec import TrainSpec
@@ -125,6 +125,17 @@ def test_batches_that_are_too_small() -> None:
     assert (found.bounded_by, found.causes[0]["kind"]) == ("host", "batch")
     assert found.advice[0].options == "--batch-size 256"
     assert found.advice[0].gain == pytest.approx(8 * 0.5 * 0.75 / 9, abs=0.01)
+
+
+def test_passes_that_are_far_from_what_the_device_can_do_are_overhead() -> None:
+    (records,) = steady([COMPUTING])  # 512 samples in 7.2 s
+    assert verdict(log_of([[*records, flops(1e9, 1e12)]])).bounded_by == "nothing"  # 7 %
+    slow = verdict(log_of([[*records, flops(1e8, 1e12)]]))  # 0.7 %
+    assert (slow.bounded_by, slow.causes[0]["kind"], slow.advice[0].options) == ("host", "operations", "")
+    assert slow.advice[0].gain == pytest.approx((7.2 - 0.0512 / 0.05) / (1 + 8 * 0.96), abs=0.01)
+    events = log_of([[*records, flops(1e8, 1e12)]])
+    events[0][1]["batch_size"] = 4
+    assert verdict(events, batch_size=4).advice[0].options == "--batch-size 16"
 
 
 def test_a_start_is_blamed_for_what_is_unusual() -> None:

@@ -24,6 +24,8 @@ _SAVE_SHARE = 0.02
 _EVAL_SHARE = 0.05
 _INTERVALS = {"1m": 60, "2m": 120, "5m": 300, "10m": 600, "30m": 1800, "1h": 3600, "2h": 7200}
 _MOST_WORKERS = 16
+_SMALL_ROWS = 32
+"""Fewer samples than this per rank and step may be too few."""
 _MARGIN = 1.25
 """More readers than would be just enough, since batches do not take equally long."""
 
@@ -178,6 +180,24 @@ def _small_batch(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Adv
     )
 
 
+def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
+    gain = cause.avoidable_s / frontier.wall_s
+    if facts.batch_size and facts.batch_size < _SMALL_ROWS * facts.world_size and not facts.option("batch_tokens"):
+        larger = facts.batch_size * LARGER_BATCH
+        yield _change(
+            f"a batch of {larger:,} instead of {facts.batch_size:,}: most of a step is Python and the overhead of "
+            "operations, which larger ones hardly increase. The learning rate may have to be adapted.",
+            gain * (1 - 1 / LARGER_BATCH),
+            batch_size=larger,
+        )
+        return
+    yield _hint(
+        "look for Python loops and many small operations in `loss` and the model, and for copies between host and "
+        "device; `--compile` joins small operations.",
+        gain,
+    )
+
+
 def _communication(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
     share = cause.seconds / frontier.wall_s
     if facts.option("comm") == "gloo" and facts.on_cpu and len(set(facts.hosts.values())) == 1:
@@ -326,6 +346,7 @@ _ADVISERS: Mapping[str, Callable[[Cause, Frontier, Facts], Iterator[Advice]]] = 
     "delayed": _delayed,
     "idle": _idle,
     "batch": _small_batch,
+    "operations": _operations,
     "transfer": _communication,
     "rank": _straggler,
     "saving": _checkpoint,

@@ -16,6 +16,8 @@ USUAL_START_S = 10.0
 """What a process may take until its first step: imports, the model, the data."""
 LARGER_BATCH = 4
 """By which factor the advice enlarges a batch that is too small."""
+LOW_UTILISATION = 0.05
+"""Forward and backward passes below this share of the speed of matrix products are overhead, not computation."""
 _FEWER_TRANSFERS = 0.5
 """What is left of the cost of communication with batches twice as large: half as many transfers per sample."""
 
@@ -77,6 +79,17 @@ def _small_batch(frontier: Frontier, facts: Facts) -> Cause:
     return Cause("host", "batch", seconds, avoidable_s, None, _by_rank(frontier, "optimizer", "other"))
 
 
+def _operations(frontier: Frontier, facts: Facts) -> Cause:
+    """What forward and backward take longer than at a twentieth of the speed of matrix products."""
+    seconds, phases = frontier.seconds("forward", "backward"), ("forward", "backward")
+    if facts.flops is None or facts.flops["device_flops_per_s"] <= 0:
+        return Cause("host", "operations", seconds, 0.0, None, _by_rank(frontier, *phases))
+    num_samples = frontier.ranks[min(frontier.ranks)].num_samples
+    ideal_s = facts.flops["flops_per_sample"] * num_samples / facts.flops["device_flops_per_s"]
+    avoidable_s = max(0.0, seconds - ideal_s / LOW_UTILISATION)
+    return Cause("host", "operations", seconds, avoidable_s, None, _by_rank(frontier, *phases))
+
+
 def _communication(frontier: Frontier, _facts: Facts) -> Cause:
     seconds = frontier.seconds("communication") if len(frontier.ranks) > 1 else 0.0
     by_rank = _by_rank(frontier, "communication")
@@ -128,6 +141,7 @@ _CAUSES: tuple[Callable[[Frontier, Facts], Cause], ...] = (
     _delayed,
     _idle,
     _small_batch,
+    _operations,
     _communication,
     _straggler,
     _checkpoint,

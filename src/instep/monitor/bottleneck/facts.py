@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("start", "node", "plan", "phases", "save", "eval", "input", "memory")
+KINDS = ("start", "node", "plan", "phases", "save", "eval", "input", "flops")
 """The kinds of events that a verdict is derived from."""
 
 
@@ -30,6 +30,8 @@ class Facts:
     """How often rank 0 started."""
     saves: tuple[Mapping[str, Any], ...] = ()
     evals: tuple[Mapping[str, Any], ...] = ()
+    flops: Mapping[str, Any] | None = None
+    """The newest `flops` event, of a run that was long enough to have one."""
     inputs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """The newest `input` event of each rank."""
 
@@ -79,5 +81,6 @@ def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping
         num_starts=max(1, len(by_kind["start"])),
         saves=tuple(by_kind["save"]),
         evals=tuple(by_kind["eval"]),
+        flops=by_kind["flops"][-1] if by_kind["flops"] else None,
         inputs=inputs,
     )

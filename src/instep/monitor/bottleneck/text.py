@@ -103,6 +103,16 @@ def _batch(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     )
 
 
+def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> str:
+    assert facts.flops is not None
+    ideal_s = facts.flops["flops_per_sample"] * frontier.ranks[min(frontier.ranks)].num_samples
+    share = ideal_s / facts.flops["device_flops_per_s"] / max(1e-9, cause.seconds)
+    return (
+        f"forward and backward take {_step_ms(cause.seconds, frontier)} per step for what matrix products would do in "
+        f"{share:.1%} of that: Python and small operations, not the device, set the pace"
+    )
+
+
 def _transfer(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     num_bytes = max(time.comm_bytes for time in frontier.ranks.values()) / max(1, frontier.num_steps)
     sent = f" for {size_text(round(num_bytes))} per step" if num_bytes >= 1 else ""
@@ -167,6 +177,7 @@ _WHAT: Mapping[str, Callable[[Cause, Frontier, Facts], str]] = {
     "delayed": _delayed,
     "idle": _idle,
     "batch": _batch,
+    "operations": _operations,
     "transfer": _transfer,
     "rank": _rank,
     "saving": _saving,
