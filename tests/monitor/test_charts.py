@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ElementTree
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from instep.monitor.charts.axis import LARGEST, linear_axis, log_axis, number_text
@@ -18,6 +18,7 @@ ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 DRAWN = st.floats(min_value=-1e280, max_value=1e280)
 
 
+@settings(deadline=None)
 @given(st.lists(DRAWN, min_size=1, max_size=20), st.booleans())
 @example([1e15, 1e15 + 1], False)
 @example([5e-324, 1e-323], False)
@@ -35,6 +36,7 @@ def test_an_axis_holds_its_values_and_its_ticks_are_told_apart(values: list[floa
     assert all(0 <= axis.place(value) <= 1 for value in values)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(min_value=1e-280, max_value=1e280), min_size=1, max_size=20))
 def test_a_logarithmic_axis_holds_its_values(values: list[float]) -> None:
     axis = log_axis(values)
@@ -45,6 +47,7 @@ def test_a_logarithmic_axis_holds_its_values(values: list[float]) -> None:
     assert all(0 <= axis.place(value) <= 1 for value in values)
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=1e-12, max_value=1e17), st.booleans())
 def test_the_text_of_a_number_is_the_number(value: float, negative: bool) -> None:
     value = -value if negative else value
@@ -60,6 +63,7 @@ def test_texts_of_numbers_that_people_meet() -> None:
     assert texts == ["0", "1", "0.5", "1234", "12.35k", "1.5M", "0.001", "2e-5", "−0.25", "NaN", "∞"]
 
 
+@settings(deadline=None)
 @given(st.lists(ANY_FLOAT, max_size=300), st.integers(1, 50))
 def test_a_curve_of_few_points_has_the_extremes_of_all_values(values: list[float], max_points: int) -> None:
     curve = make_curve("c", [float(number) for number in range(len(values))], values, max_points)
@@ -78,6 +82,7 @@ def test_a_curve_of_few_points_has_the_extremes_of_all_values(values: list[float
         assert curve.points[-1].x == len(values) - 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.text(), st.lists(ANY_FLOAT, max_size=60)), max_size=5), st.text(), st.booleans())
 def test_a_line_chart_is_valid_svg_whatever_is_in_it(
     rows: list[tuple[str, list[float]]], title: str, log: bool
@@ -90,6 +95,7 @@ def test_a_line_chart_is_valid_svg_whatever_is_in_it(
     assert all(-1 <= number <= 2000 for number in numbers)
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(["a", "b", "<c>"]), ANY_FLOAT), max_size=20))
 def test_bars_are_valid_svg_and_as_long_as_their_segments(bars: list[dict[str, float]]) -> None:
     colors = {"a": "c0", "b": "c1", "<c>": "c2"}
@@ -103,6 +109,7 @@ def test_segments_have_lengths_in_proportion() -> None:
     assert widths[0] / widths[1] == 3.0
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_escaped_text_is_text(text: str) -> None:
     parsed = ElementTree.fromstring(f'<a b="{escape(text)}">{escape(text)}</a>')

@@ -234,6 +234,7 @@ def test_the_command_makes_the_same_spec_again(tmp_path: Path) -> None:
 FLOATS = st.floats(width=32)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(
@@ -274,7 +275,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(_FIELDS)), JSON), min_size=1, max_size=12))
 def test_whatever_a_log_says_a_report_is_made(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, str, Any]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from instep.core.errors import EnvironmentFailed
@@ -37,6 +37,7 @@ def rounds_of(draw: Any) -> list[dict[int, Piece]]:
     return [{size: draw(pieces(samples[size])) for size in worlds} for _ in range(draw(st.integers(1, 3)))]
 
 
+@settings(deadline=None)
 @given(rounds_of(), st.booleans())
 def test_what_is_lost_adds_up_to_the_loss(rounds: list[dict[int, Piece]], is_weak: bool) -> None:
     outcome = study(rounds, dict.fromkeys(rounds[0], 64), is_weak)
@@ -49,6 +50,7 @@ def test_what_is_lost_adds_up_to_the_loss(rounds: list[dict[int, Piece]], is_wea
     assert texts.limit_text(outcome)
 
 
+@settings(deadline=None)
 @given(st.floats(0, 0.5), st.floats(0, 0.05), st.lists(st.integers(2, 64), min_size=2, max_size=5, unique=True))
 def test_the_model_is_recovered(sigma: float, kappa: float, sizes: list[int]) -> None:
     model = EfficiencyModel(sigma, kappa)
@@ -57,6 +59,7 @@ def test_the_model_is_recovered(sigma: float, kappa: float, sizes: list[int]) ->
         assert found.efficiency(k) == pytest.approx(model.efficiency(k), rel=1e-3)
 
 
+@settings(deadline=None)
 @given(st.floats(0, 0.5), st.floats(0, 0.1), st.floats(0.05, 0.95))
 @example(0.0, 5e-324, 0.75)
 @example(1e-9, 0.1, 0.5)
@@ -67,6 +70,7 @@ def test_the_model_reaches_what_it_says(sigma: float, kappa: float, least: float
         assert model.efficiency(k) == pytest.approx(least, rel=1e-6)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(2, 32), st.floats(0.01, 1.5), min_size=1, max_size=4))
 def test_the_model_is_never_negative(efficiencies: dict[int, float]) -> None:
     model = fit({float(k): e for k, e in efficiencies.items()})
@@ -154,6 +158,7 @@ def test_waiting_for_a_core_is_told_from_slow_computing() -> None:
     assert piece.parts_s["input"] == pytest.approx(0.05)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 60), st.floats(1e-4, 1), st.lists(st.floats(0, 1), min_size=2, max_size=4))
 def test_the_parts_of_a_step_add_up_to_it(count: int, step_s: float, waits: list[float]) -> None:
     piece = measure(steps(count, step_s), ranks(*([(wait, wait / 2) for wait in waits])))
