@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from instep.monitor.tracking.tracker import Incident, Outcome, Row, TrackedRun, Tracker
+from instep.monitor.incidents import Incident
+from instep.monitor.tracking.tracker import Outcome, Row, TrackedRun, Tracker
 
 
 class Odd(Tracker):

@@ -116,7 +116,7 @@ class _RankLog:
         """Yield the new events that are what the schema says, and note the lines that are not."""
         try:
             for event in self._tail.poll():
-                if (reason := _fault(event)) is None:
+                if (reason := fault_of(event)) is None:
                     yield event
                 else:
                     self._note(self._tail.line, reason)
@@ -205,15 +205,17 @@ def _identity(path: Path) -> tuple[int, int]:
     return stat.st_ino, stat.st_size
 
 
-def _fault(event: Mapping[str, Any]) -> str | None:
+def fault_of(event: Mapping[str, Any]) -> str | None:
     """Return what an event lacks of what the schema says of its kind; None: nothing, or the kind is not known."""
     kind = event.get("event")
     if not isinstance(kind, str):
         return "names no event"
     if not isinstance(event.get("time"), _NUMBER):
         return f"{_a(kind)} event without a time"
-    for field in _REQUIRED.get(kind, ()):
+    for field in _FIELDS.get(kind, ()):
         if field.name not in event:
+            if not field.is_required:
+                continue
             return f"{_a(kind)} event without {field.name}"
         if not field.admits(event[field.name]):
             return f"{_a(kind)} event whose {field.name} is {event[field.name]!r:.40}"
@@ -224,12 +226,13 @@ def _a(word: str) -> str:
     return f"an {word}" if word[:1] in "aeiou" else f"a {word}"
 
 
-class _Required(NamedTuple):
-    """A field that an event of a kind must have; for a dict, the types of its values, too."""
+class _Field(NamedTuple):
+    """A field of a kind of events, which an event may lack if it has a default; for a dict, its values' types, too."""
 
     name: str
     types: tuple[type, ...]
     value_types: tuple[type, ...]
+    is_required: bool
 
     def admits(self, value: Any) -> bool:
         """Return whether a value is of the field's type."""
@@ -238,16 +241,18 @@ class _Required(NamedTuple):
         return isinstance(value, self.types)
 
 
-def _required(record: type[Any]) -> tuple[_Required, ...]:
-    fields = [f for f in dataclasses.fields(record) if f.default is f.default_factory is dataclasses.MISSING]
-    return tuple(_required_field(f.name, str(f.type)) for f in fields)
+def _fields(record: type[Any]) -> tuple[_Field, ...]:
+    return tuple(
+        _field(f.name, str(f.type), f.default is f.default_factory is dataclasses.MISSING)
+        for f in dataclasses.fields(record)
+    )
 
 
-def _required_field(name: str, annotation: str) -> _Required:
+def _field(name: str, annotation: str, is_required: bool) -> _Field:
     if (match := _DICT.fullmatch(annotation)) is not None:
-        return _Required(name, (dict,), _TYPES[match[1]])
+        return _Field(name, (dict,), _TYPES[match[1]], is_required)
     types = [kind for word in annotation.split(" | ") for kind in _TYPES[word]]
-    return _Required(name, tuple(types), ())
+    return _Field(name, tuple(types), (), is_required)
 
 
-_REQUIRED = {kind: _required(record) for kind, record in RECORDS.items()}
+_FIELDS = {kind: _fields(record) for kind, record in RECORDS.items()}

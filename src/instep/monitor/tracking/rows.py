@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Row
+from instep.monitor.incidents import Incident, IncidentFold
+from instep.monitor.tracking.tracker import KINDS, NONE, Row
 
 _KIND_OF = {"step": "train", "epoch": "epoch", "eval": "eval"}
-_FAILED = ("failed",)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RowFold:
         self._sent = {kind: (position.steps or {}).get(kind, NONE) for kind in KINDS}
         self._num_old, self._can_rewind, self._history = position.num_events, can_rewind, history
         self._pending: Row | None = None
-        self._num_starts, self._step = 0, 0
+        self._incidents = IncidentFold()
         self.num_events = 0
         self.incidents: list[Incident] = []
         """All of the run so far."""
@@ -70,7 +70,7 @@ class RowFold:
         """Take an event in; yield what is to be sent now."""
         index, kind = self.num_events, event.get("event")
         self.num_events += 1
-        if (incident := self._incident(event)) is not None:
+        if (incident := self._incidents.take(event)) is not None:
             self.incidents.append(incident)
         if kind in ("start", "end"):
             self.last_end = event if kind == "end" else None
@@ -78,7 +78,6 @@ class RowFold:
             return
         step, of_kind = event["step"], _KIND_OF[kind]
         if kind == "step":
-            self._step = step
             if self._pending is not None and step <= self._pending.step:
                 self._pending = None
             if step <= self._sent["train"] and self._can_rewind and index >= self._num_old:
@@ -96,25 +95,6 @@ class RowFold:
         if row is not None:
             self._sent.update(dict.fromkeys(row.values, row.step))
             yield row
-
-    def _incident(self, event: Mapping[str, Any]) -> Incident | None:
-        kind, text = event.get("event"), ""
-        if kind == "start":
-            self._num_starts += 1
-            count = event["world_size"]
-            again = f"restart {event['attempt']}" if event["attempt"] else "continued by a new command"
-            text = f"{again}, on {count} process{'es' if count > 1 else ''}" if self._num_starts > 1 else ""
-        elif kind == "notice":
-            text = event["text"]
-        elif kind == "save_failed":
-            text = event["error"]
-        elif kind == "end" and event["status"] in _FAILED:
-            text = event["error"] or "the run has failed"
-        if not text:
-            return None
-        names = {"start": "restart", "end": "failure"}
-        step = event.get("step", self._step)
-        return Incident(time_s=event["time"], step=step, kind=names.get(str(kind), str(kind)), text=text)
 
 
 def _merged(row: Row | None, event: Mapping[str, Any], kind: str) -> Row:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker
+from instep.monitor.incidents import Incident
+from instep.monitor.tracking.tracker import KINDS, NONE, Outcome, Row, TrackedRun, Tracker
 
 _FILES = {"train": "steps.csv", "epoch": "epochs.csv", "eval": "evaluations.csv"}
 _FIRST = {"train": ("step", "time", "epoch"), "epoch": ("step", "time", "epoch"), "eval": ("step", "time")}

@@ -15,7 +15,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker, text_of
+from instep.monitor.incidents import Incident
+from instep.monitor.tracking.tracker import KINDS, NONE, Outcome, Row, TrackedRun, Tracker, text_of
 
 _METRICS_PER_REQUEST, _PARAMS_PER_REQUEST, _TEXT = 1000, 100, 5000
 """Limits of MLflow's."""

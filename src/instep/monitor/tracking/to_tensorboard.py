@@ -17,7 +17,8 @@ from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker, text_of
+from instep.monitor.incidents import Incident
+from instep.monitor.tracking.tracker import KINDS, NONE, Outcome, Row, TrackedRun, Tracker, text_of
 
 _STATUS = {"complete": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}
 

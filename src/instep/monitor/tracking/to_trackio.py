@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker
+from instep.monitor.incidents import Incident
+from instep.monitor.tracking.tracker import KINDS, NONE, Outcome, Row, TrackedRun, Tracker
 
 _REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _FLUSH_S = 30.0

@@ -10,7 +10,8 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 import wandb
 
-from instep.monitor.tracking.tracker import KINDS, NONE, Incident, Outcome, Row, TrackedRun, Tracker, text_of
+from instep.monitor.incidents import Incident
+from instep.monitor.tracking.tracker import KINDS, NONE, Outcome, Row, TrackedRun, Tracker, text_of
 from instep.monitor.tracking.wandb_file import read_history
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from instep.monitor.incidents import Incident
+
 KINDS = ("train", "epoch", "eval")
 """What a row has values of: the step, the means of the epoch that it ended, the evaluation after it."""
 
@@ -26,16 +28,6 @@ class Row:
     def flat(self) -> dict[str, float]:
         """Return all values under one name each: `train/loss`, `epoch/loss`, `eval/accuracy`."""
         return {f"{kind}/{name}": value for kind, values in self.values.items() for name, value in values.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Incident:
-    """Something that a person should know about the run: a restart, a notice, a failure."""
-
-    time_s: float
-    step: int
-    kind: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)

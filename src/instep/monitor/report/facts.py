@@ -1,0 +1,123 @@
+"""What a report says of a run: plain values, which HTML, Markdown and JSON show alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from instep.events.schema import PHASES
+from instep.monitor.charts.curve import Curve
+
+BETWEEN_STEPS = ("startup", "compile", "checkpoint", "evaluation")
+"""Phases that are not part of a usual step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportIncident:
+    """Something that happened, and which ranks noted it."""
+
+    time_s: float
+    step: int
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPhases:
+    """Where one rank's time went, over the whole run."""
+
+    rank: int
+    seconds: float
+    phases: Mapping[str, float]
+    num_steps: int
+    num_samples: int
+    cpu_s: float
+
+    def ordered(self) -> dict[str, float]:
+        """Return the phases in the schema's order, then those that this version does not know."""
+        known = {name: self.phases[name] for name in PHASES if name in self.phases}
+        return known | {name: value for name, value in self.phases.items() if name not in known}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What was trained, by spec.json."""
+
+    task: str = ""
+    file: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    command: str | None = None
+    """The command that trains the same again; None: none can be given."""
+    why_no_command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Where and with what it was trained, by `start`, `node` and `plan`."""
+
+    hosts: tuple[str, ...] = ()
+    device: str = ""
+    backend: str = ""
+    strategy: str = ""
+    reading: str = ""
+    num_parameters: int | None = None
+    num_samples: int | None = None
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    platform: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    code_sha256: Mapping[str, str] = field(default_factory=dict)
+    packages_sha256: str = ""
+    peak_host_bytes: int | None = None
+    """The most that any rank needed."""
+    peak_device_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """One run."""
+
+    name: str
+    path: str
+    status: str
+    """complete, preempted, failed, or unfinished: it still trains, or was killed."""
+    recipe: Recipe
+    surroundings: Surroundings
+    steps: int
+    planned_steps: int | None
+    epochs: int
+    loss: float | None
+    """Of the last step."""
+    metrics: Mapping[str, float]
+    """Of the last evaluation."""
+    weights_sha256: str | None
+    started_s: float | None
+    wall_s: float | None
+    """From the first event to the last one."""
+    world_sizes: tuple[int, ...]
+    """Of its attempts, each once, in order."""
+    restarts: int
+    samples_per_s: float | None
+    """Without evaluations, checkpoints and the first steps of each attempt."""
+    curves: Mapping[str, Curve]
+    phases: tuple[RankPhases, ...]
+    incidents: tuple[ReportIncident, ...]
+    damage: str | None
+    """Which parts of its files could not be read."""
+    verdict: str | None = None
+    """What bounded its speed."""
+
+    @property
+    def world_size(self) -> int | None:
+        """The world size of its last attempt."""
+        return self.world_sizes[-1] if self.world_sizes else None
+
+
+def mean_phases(ranks: tuple[RankPhases, ...]) -> dict[str, float]:
+    """Return the seconds of each phase, the mean over the ranks."""
+    names = dict.fromkeys(name for rank in ranks for name in rank.ordered())
+    order = [name for name in PHASES if name in names] + [name for name in names if name not in PHASES]
+    return {name: sum(rank.phases.get(name, 0.0) for rank in ranks) / len(ranks) for name in order}

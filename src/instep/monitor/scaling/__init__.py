@@ -1,0 +1,1 @@
+"""How the speed of a training depends on its number of processes: pure arithmetic on measured times."""
