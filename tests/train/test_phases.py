@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -91,9 +92,8 @@ class Delayed(instep.Task):
 
 def train(world: World, run_dir: str, fields: dict[str, Any], options: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Train, and return the events of all ranks."""
-    spec = TrainSpec(
-        batch_size=8, steps=STEPS, data_workers=0, save_every="never", **{"eval_every": "never", **options}
-    )
+    options = {"data_workers": 0, "eval_every": "never", **options}
+    spec = TrainSpec(batch_size=8, steps=STEPS, save_every="never", **options)
     worker_main(world, Delayed(**fields), spec, RunDirectory(Path(run_dir)))
     world.barrier()
     return [read_events(Path(run_dir), rank) for rank in range(world.world_size)]
@@ -152,6 +152,19 @@ def test_who_is_slow_does_not_wait_and_the_others_do(strategy: str, tmp_path: Pa
     assert by_rank[1]["communication"] < 0.5 * by_rank[0]["communication"]
     ends = [{event["step"] for event in read_events(tmp_path, rank) if event["event"] == "phases"} for rank in (0, 1)]
     assert len(ends[0] & ends[1]) >= 3  # they can be put side by side
+
+
+def test_batches_that_are_ready(tmp_path: Path) -> None:
+    """Readers that keep up have batches ready, those that do not have fewer."""
+    depths = {}
+    for where in ("data", "forward"):
+        [events] = run_ranks(train, 1, str(tmp_path / where), {"where": where}, {"data_workers": 1})[0]
+        seen = [event["queue"] for event in events if event["event"] == "phases" and event["queue"] is not None]
+        depths[where] = statistics.fmean(seen[1:])
+    assert depths["data"] < 0.75 * depths["forward"]
+    assert depths["forward"] > 0.9
+    [events] = run_ranks(train, 1, str(tmp_path / "here"), {"where": "forward"}, {})[0]
+    assert {event["queue"] for event in events if event["event"] == "phases"} == {None}
 
 
 def test_model_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

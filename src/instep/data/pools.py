@@ -63,6 +63,7 @@ class Pool(ABC):
         `pins`: batches are handed over in pinned memory; a thread of the pool copies them there.
         """
         self._reader, self._size, self._timeout_s, self._pins = reader, size, timeout_s, pins
+        self._num_asked = self._num_ready = 0
 
     @classmethod
     @abstractmethod
@@ -76,6 +77,16 @@ class Pool(ABC):
     @abstractmethod
     def close(self, at_once: bool = False) -> None:
         """End the threads or processes; `at_once`: even if they do not answer."""
+
+    def take_depth(self) -> float | None:
+        """Return how many batches were ready when one was asked for, on average since the last call; None: none was."""
+        asked, ready, self._num_asked, self._num_ready = self._num_asked, self._num_ready, 0, 0
+        return ready / asked if asked else None
+
+    def _ask(self, num_ready: int) -> None:
+        """Count a batch that is asked for now."""
+        self._num_asked += 1
+        self._num_ready += num_ready
 
 
 class ThreadPool(Pool):
@@ -98,9 +109,13 @@ class ThreadPool(Pool):
         for request in requests:
             pending.append(self._threads.submit(read_timed, self._reader, request, self._pins))
             if len(pending) > READ_AHEAD * self._size:
-                yield pending.popleft().result()
+                yield self._next()
         while pending:
-            yield pending.popleft().result()
+            yield self._next()
+
+    def _next(self) -> TimedBatch:
+        self._ask(sum([future.done() for future in self._pending]))
+        return self._pending.popleft().result()
 
     def close(self, at_once: bool = False) -> None:
         """End the threads, after what they read now."""
@@ -150,7 +165,12 @@ class ProcessPool(Pool):
             self._batches = iter(self._loader)
         if self._timeout_s:
             self._leave_deaths_to_the_timeout()
-        for batch in self._batches:
+        while True:
+            self._ask(self._batches._data_queue.qsize())
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                return
             if isinstance(batch, _Failure):
                 self.close()
                 raise batch.exception()

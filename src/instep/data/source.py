@@ -131,6 +131,13 @@ class Source:
                         yield from self._read_unmeasured(feed)
                         begun = time.perf_counter()
 
+    def take_depth(self) -> float | None:
+        """Return how many batches were ready when one was asked for, on average since the last call.
+
+        None: nobody reads ahead.
+        """
+        return None if self._pool is None else self._pool.take_depth()
+
     def close(self) -> None:
         """End the threads or processes that read ahead."""
         if self._pool is not None:

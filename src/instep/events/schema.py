@@ -188,8 +188,6 @@ class PhasesRecord(Record, event="phases"):
     """Resident in host memory now."""
     device_bytes: int | None = None
     """Allocated on the accelerator now; None on CPU."""
-    num_tokens: int | None = None
-    """This rank's share, where the batches are measured in tokens."""
     comm_bytes: int = 0
     """Passed to collectives by this rank."""
     queue: float | None = None

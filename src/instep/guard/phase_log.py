@@ -64,6 +64,8 @@ class PhaseLog:
         self._cpu_s, self._delayed_s = time.process_time(), _delayed_seconds()
         self._compile_s = _compile_seconds()
         self._comm_bytes = comm_bytes()
+        self.queue_depth: Callable[[], float | None] = lambda: None
+        """Returns how many batches were ready when one was asked for, on average since the last call."""
         self.last_step: int | None = None
         """What comes after it is no step's."""
         self._every = 1
@@ -116,6 +118,7 @@ class PhaseLog:
                 host_bytes=_resident_bytes(),
                 device_bytes=device,
                 comm_bytes=comm_bytes - self._comm_bytes,
+                queue=None if (depth := self.queue_depth()) is None else round(depth, 2),
             )
         )
         if self._num_steps:

@@ -293,7 +293,7 @@ class Run(RunEvaluation):
             self.notice(self._moves.pop())
         if self.engine.witness is not None:
             self.engine.witness.begin(self.engine.trained[0].model)
-        self._times.begin_steps(self.step, num_steps)
+        self._times.begin_steps(self.step, num_steps, reader.source.take_depth)
 
     def check_goals(self, metrics: Collection[str]) -> None:
         """Raise TaskError if an option names none of these metrics."""

@@ -33,9 +33,12 @@ class RunTimes:
         self._phases = PhaseLog(pulse, log, world.device, lambda: world.comm_bytes)
         self._profile = None if spec.profile is None else RunProfile(world, spec, run_dir, pulse, trained, notice)
 
-    def begin_steps(self, step: int, num_steps: int) -> None:
-        """Note that steps begin, after `step` completed ones. Called on all ranks."""
-        self._phases.last_step = num_steps
+    def begin_steps(self, step: int, num_steps: int, queue_depth: Callable[[], float | None]) -> None:
+        """Note that steps begin, after `step` completed ones. Called on all ranks.
+
+        `queue_depth` returns how many batches were ready when one was asked for, on average since the last call.
+        """
+        self._phases.last_step, self._phases.queue_depth = num_steps, queue_depth
         self._pulse.begin_steps(step)
         if self._profile is not None:
             self._profile.begin(step, num_steps)
