@@ -27,7 +27,7 @@ class Cause:
     """Something that a run spent its time on."""
 
     name: str
-    """One of CAUSES."""
+    """What a verdict calls it: input, host, …"""
     kind: str
     """Which of the ways to be this cause."""
     seconds: float
