@@ -119,6 +119,14 @@ def test_a_rank_that_does_not_compute_or_has_no_core_is_told_apart() -> None:
     assert unknown.bounded_by == "nothing"  # the system does not say whether a core was free
 
 
+def test_waiting_for_ranks_that_have_no_core_is_not_communication() -> None:
+    waiting = COMPUTING | {"communication": 0.6}
+    assert verdict(log_of(steady([waiting, waiting]))).bounded_by == "communication"
+    busy = verdict(log_of(steady([waiting, waiting], cpu_s=0.4, delayed_s=0.56)))
+    assert [cause["kind"] for cause in busy.causes] == ["delayed"]
+    assert busy.share == pytest.approx(8 * (0.56 + 0.56) / (1 + 8 * 1.56), abs=0.02)
+
+
 def test_batches_that_are_too_small() -> None:
     small = {"forward": 0.2, "backward": 0.3, "optimizer": 0.3, "other": 0.2}
     found = verdict(log_of(steady([small])))
