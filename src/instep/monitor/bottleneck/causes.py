@@ -82,11 +82,8 @@ def _small_batch(frontier: Frontier, facts: Facts) -> Cause:
 def _operations(frontier: Frontier, facts: Facts) -> Cause:
     """What forward and backward take longer than at a twentieth of the speed of matrix products."""
     seconds, phases = frontier.seconds("forward", "backward"), ("forward", "backward")
-    if facts.flops is None or facts.flops["device_flops_per_s"] <= 0:
-        return Cause("host", "operations", seconds, 0.0, None, _by_rank(frontier, *phases))
-    num_samples = frontier.ranks[min(frontier.ranks)].num_samples
-    ideal_s = facts.flops["flops_per_sample"] * num_samples / facts.flops["device_flops_per_s"]
-    avoidable_s = max(0.0, seconds - ideal_s / LOW_UTILISATION)
+    ideal_s = facts.ideal_s(frontier.ranks[min(frontier.ranks)].num_samples)
+    avoidable_s = 0.0 if ideal_s is None else max(0.0, seconds - ideal_s / LOW_UTILISATION)
     return Cause("host", "operations", seconds, avoidable_s, None, _by_rank(frontier, *phases))
 
 
