@@ -119,6 +119,20 @@ def test_a_rank_that_does_not_compute_or_has_no_core_is_told_apart() -> None:
     assert unknown.bounded_by == "nothing"  # the system does not say whether a core was free
 
 
+def test_threads_are_blamed_for_missing_cores_only_if_there_are_too_many() -> None:
+    (records,) = steady([COMPUTING], cpu_s=0.3, delayed_s=0.66)
+    assert verdict(log_of([[node(2), *records]]), threads=2).advice[0].options == ""
+    assert verdict(log_of([[node(2), *records]]), threads=8).advice[0].options == "--threads 2"
+
+
+def test_waiting_for_ranks_that_have_no_core_is_not_communication() -> None:
+    waiting = COMPUTING | {"communication": 0.6}
+    assert verdict(log_of(steady([waiting, waiting]))).bounded_by == "communication"
+    busy = verdict(log_of(steady([waiting, waiting], cpu_s=0.4, delayed_s=0.56)))
+    assert [cause["kind"] for cause in busy.causes] == ["delayed"]
+    assert busy.share == pytest.approx(8 * (0.56 + 0.56) / (1 + 8 * 1.56), abs=0.02)
+
+
 def test_batches_that_are_too_small() -> None:
     small = {"forward": 0.2, "backward": 0.3, "optimizer": 0.3, "other": 0.2}
     found = verdict(log_of(steady([small])))
@@ -133,6 +147,9 @@ def test_passes_that_are_far_from_what_the_device_can_do_are_overhead() -> None:
     slow = verdict(log_of([[*records, flops(1e8, 1e12)]]))  # 0.7 %
     assert (slow.bounded_by, slow.causes[0]["kind"], slow.advice[0].options) == ("host", "operations", "")
     assert slow.advice[0].gain == pytest.approx((7.2 - 0.0512 / 0.05) / (1 + 8 * 0.96), abs=0.01)
+    events = log_of([[*records, flops(1e8, 1e12)]])
+    events[0][1]["num_parameters"] = 10**9 // 6  # torch has not counted all: each parameter takes part
+    assert verdict(events).bounded_by == "nothing"
     events = log_of([[*records, flops(1e8, 1e12)]])
     events[0][1]["batch_size"] = 4
     assert verdict(events, batch_size=4).advice[0].options == "--batch-size 16"

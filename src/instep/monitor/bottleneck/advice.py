@@ -143,13 +143,12 @@ def _hooks(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
 
 
 def _delayed(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
-    gain, threads = cause.seconds / frontier.wall_s, facts.option("threads")
-    if threads is not None and threads > 1:
+    gain, threads, cores = cause.seconds / frontier.wall_s, facts.option("threads"), facts.cores_per_rank()
+    if threads is not None and cores is not None and threads > max(1.0, cores):
         yield _change(
-            f"fewer threads than {threads} per process: {facts.world_size} processes with {threads} threads each have "
-            "more threads than there are cores.",
+            f"fewer threads than {threads} per process: there are {cores:.3g} cores for each.",
             gain,
-            threads=max(1, threads // 2),
+            threads=max(1, int(cores)),
         )
     else:
         yield _hint(

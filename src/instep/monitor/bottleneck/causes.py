@@ -18,6 +18,7 @@ LARGER_BATCH = 4
 """By which factor the advice enlarges a batch that is too small."""
 LOW_UTILISATION = 0.05
 """Forward and backward passes below this share of the speed of matrix products are overhead, not computation."""
+_BUSY = 0.2
 _FEWER_TRANSFERS = 0.5
 """What is left of the cost of communication with batches twice as large: half as many transfers per sample."""
 
@@ -27,7 +28,7 @@ class Cause:
     """Something that a run spent its time on."""
 
     name: str
-    """One of CAUSES."""
+    """What a verdict calls it: input, host, …"""
     kind: str
     """Which of the ways to be this cause."""
     seconds: float
@@ -82,11 +83,10 @@ def _small_batch(frontier: Frontier, facts: Facts) -> Cause:
 def _operations(frontier: Frontier, facts: Facts) -> Cause:
     """What forward and backward take longer than at a twentieth of the speed of matrix products."""
     seconds, phases = frontier.seconds("forward", "backward"), ("forward", "backward")
-    if facts.flops is None or facts.flops["device_flops_per_s"] <= 0:
-        return Cause("host", "operations", seconds, 0.0, None, _by_rank(frontier, *phases))
-    num_samples = frontier.ranks[min(frontier.ranks)].num_samples
-    ideal_s = facts.flops["flops_per_sample"] * num_samples / facts.flops["device_flops_per_s"]
-    avoidable_s = max(0.0, seconds - ideal_s / LOW_UTILISATION)
+    ideal_s = facts.ideal_s(frontier.ranks[min(frontier.ranks)].num_samples)
+    # Matrix products were measured at their best moment: where others had the cores, passes cannot be held against it.
+    is_comparable = frontier.seconds("delayed") < _BUSY * frontier.wall_s
+    avoidable_s = max(0.0, seconds - ideal_s / LOW_UTILISATION) if ideal_s is not None and is_comparable else 0.0
     return Cause("host", "operations", seconds, avoidable_s, None, _by_rank(frontier, *phases))
 
 

@@ -9,6 +9,9 @@ from typing import Any
 KINDS = ("start", "node", "plan", "phases", "save", "eval", "input", "flops")
 """The kinds of events that a verdict is derived from."""
 
+_FLOPS_PER_PARAMETER = 6
+"""One product and one sum forward, twice that backward."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -43,6 +46,16 @@ class Facts:
     def option(self, name: str, default: Any = None) -> Any:
         """Return the value of an option of the training; `default` where it is not known."""
         return self.options.get(name, default)
+
+    def ideal_s(self, num_samples: int) -> float | None:
+        """Return how long matrix products of as many operations would take; None: not known.
+
+        A product with each parameter is counted in any case: torch does not look into all fused operations.
+        """
+        if self.flops is None or self.flops["device_flops_per_s"] <= 0:
+            return None
+        per_sample = max(self.flops["flops_per_sample"], _FLOPS_PER_PARAMETER * self.num_parameters)
+        return float(per_sample * num_samples / self.flops["device_flops_per_s"])
 
     def cores_per_rank(self) -> float | None:
         """Return the cores that a rank can have, on the host with the fewest; None: not known."""

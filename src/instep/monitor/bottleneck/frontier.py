@@ -3,10 +3,11 @@
 [Note: The frontier]
 In every window one rank is the furthest behind: the others wait for it, so it is the one that waits least. The run is
 as fast as this rank, so the window's time is what this rank did: its phases, and its own wait, which no rank could
-avoid: the cost of communication itself. What this rank needed longer than the others is its excess; without it the
-window would have been shorter by the time that the others waited longer (with several others, their median). An excess
-in reading, saving or a hook is the cost of that; an excess in computing is that of a slow rank. Excesses of ranks that
-take turns are noise, and cancel out: only what one rank lost more often than the others counts as a slow rank's.
+avoid: the cost of communication itself, but for what it waited while all others were kept from their cores. What this
+rank needed longer than the others is its excess; without it the window would have been shorter by the time that the
+others waited longer (with several others, their median). An excess in reading, saving or a hook is the cost of that; an
+excess in computing is that of a slow rank. Excesses of ranks that take turns are noise, and cancel out: only what one
+rank lost more often than the others counts as a slow rank's.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def frontier_of(windows: Sequence[Window]) -> Frontier:
         wall_s += window[critical].seconds
         for phase, seconds in window[critical].phases.items():
             _add(phases, phase, seconds)
+        if (shared_s := _waiting_for_delayed(window, critical)) > 0:
+            _add(phases, "communication", -shared_s)
+            _add(phases, "delayed", shared_s)
         for phase, seconds in _excess(window, critical).items():
             if phase in _OWN_CAUSE:
                 _add(excess.setdefault(phase, {}), critical, seconds)
@@ -98,6 +102,12 @@ def frontier_of(windows: Sequence[Window]) -> Frontier:
 
 def _add(sums: dict[K, float], key: K, seconds: float) -> None:
     sums[key] = sums.get(key, 0.0) + seconds
+
+
+def _waiting_for_delayed(window: Window, critical: int) -> float:
+    """Return how much of a rank's wait the others' waits for a core explain: that is not communication's."""
+    delays = [time.phases.get("delayed", 0.0) for rank, time in window.items() if rank != critical]
+    return min(window[critical].wait_s, min(delays)) if delays else 0.0
 
 
 def _excess(window: Window, critical: int) -> dict[str, float]:

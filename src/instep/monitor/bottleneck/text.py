@@ -104,9 +104,8 @@ def _batch(cause: Cause, frontier: Frontier, facts: Facts) -> str:
 
 
 def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> str:
-    assert facts.flops is not None
-    ideal_s = facts.flops["flops_per_sample"] * frontier.ranks[min(frontier.ranks)].num_samples
-    share = ideal_s / facts.flops["device_flops_per_s"] / max(1e-9, cause.seconds)
+    ideal_s = facts.ideal_s(frontier.ranks[min(frontier.ranks)].num_samples) or 0.0
+    share = ideal_s / max(1e-9, cause.seconds)
     return (
         f"forward and backward take {_step_ms(cause.seconds, frontier)} per step for what matrix products would do in "
         f"{share:.1%} of that: Python and small operations, not the device, set the pace"
