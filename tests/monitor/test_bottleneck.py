@@ -264,3 +264,38 @@ def test_options_that_are_not_known_are_not_needed() -> None:
 def test_a_log_without_plan_or_start_still_has_a_verdict() -> None:
     events = {0: [to_line(phases(16, 16, COMPUTING | {"data": 3.0}), BEGUN_S)]}
     assert verdict(events).bounded_by == "input"
+
+
+@pytest.mark.parametrize("ahead_s", [-20.0, -2.0, 2.0, 20.0])
+def test_clocks_of_nodes_may_differ(ahead_s: float) -> None:
+    times = [COMPUTING | {"communication": 1.0}, COMPUTING | {"data": 1.0}]
+    events = log_of(steady(times))
+    for rank, own in log_of(steady(times), begun_s=BEGUN_S + 100).items():
+        events[rank] += own
+    for event in events[1]:
+        event["time"] += ahead_s
+    found = verdict(events)
+    assert (found.bounded_by, found.rank) == ("input", 1)
+    assert found.wall_s == pytest.approx(2 * (1 + 8 * 1.96))
+    assert all(len(window) == 2 for window in windows_of(events))
+
+
+@pytest.mark.parametrize(
+    "phase", ["data", "hooks", "optimizer", "communication", "checkpoint", "evaluation", "compile"]
+)
+def test_the_verdict_on_a_script_names_no_task_and_no_options_of_train(phase: str) -> None:
+    events = log_of(steady([COMPUTING | {phase: 3.0}] * 2))
+    for rank, own in events.items():
+        start, _plan, *rest = own
+        events[rank] = [start | {"launcher": "run", "backend": ""}, *rest]
+    found = find_bottleneck(events)
+    assert found is not None
+    assert found.advice
+    assert not any(advice.options or advice.changes for advice in found.advice)
+    for words in ("--", "Task", "0 samples", "0 checkpoints", "0 times", "(, ", "`"):
+        assert words not in found.text.replace("`.item()`", "")
+
+
+def test_long_steps_are_in_seconds() -> None:
+    found = verdict(log_of([[phases(1, 1, COMPUTING | {"hooks": 3.21}), phases(2, 1, COMPUTING | {"hooks": 3.21})]]))
+    assert "took 3.21 s per step" in found.text

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
 SCHEMA_VERSION = 1
+SCRIPT_LAUNCHER = "run"
+"""The `launcher` in the `start` of a script that `instep run` launched."""
 RECORDS: dict[str, type[Record]] = {}
 """The kinds of events, by their names."""
 

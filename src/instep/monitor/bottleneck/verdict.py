@@ -14,6 +14,7 @@ from instep.monitor.bottleneck.advice import Advice, advice_for
 from instep.monitor.bottleneck.causes import Cause, causes_of
 from instep.monitor.bottleneck.facts import KINDS, Facts, facts_of
 from instep.monitor.bottleneck.frontier import Frontier, frontier_of
+from instep.monitor.bottleneck.script import script_advice
 from instep.monitor.bottleneck.text import paragraph, sentence
 from instep.monitor.bottleneck.windows import windows_of
 from instep.monitor.run_log import RunLog
@@ -73,7 +74,8 @@ def find_bottleneck(
 
 
 def _bottleneck(frontier: Frontier, facts: Facts, causes: Sequence[Cause]) -> Bottleneck:
-    advised = [(cause, advice_for(cause, frontier, facts)) for cause in causes]
+    advise = script_advice if facts.is_script else advice_for
+    advised = [(cause, advise(cause, frontier, facts)) for cause in causes]
     first = causes[0] if causes else None
     costs = {**frontier.phases, "slow rank": frontier.slow_s, "uneven": frontier.uneven_s}
     return Bottleneck(
