@@ -1,4 +1,4 @@
-"""Serve the page until Ctrl-C. Needs starlette and uvicorn: the extra `watch`."""
+"""Serve the page until Ctrl-C. Needs starlette and uvicorn: the extra `page`."""
 
 from __future__ import annotations
 
