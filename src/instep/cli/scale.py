@@ -52,8 +52,8 @@ def scale(
     **options: Any,
 ) -> int:
     """Measure how a Task scales."""
-    if output is not None and output.suffix.lower() not in _ENDINGS:
-        raise SpecError(f"output={output} is neither a page (.html) nor a figure (.svg). Give one of these endings.")
+    if output is not None:
+        _check_output(output)
     spec = make_spec(TrainSpec, options)
     sizes = _read_worlds(worlds)
     fork_forkserver()
@@ -81,6 +81,15 @@ def scale(
     outcome = study(measured, plan.batch_sizes(spec), weak)
     _show(outcome, type(made).__name__, None if gpus else cores, output, spec.json)
     return EXIT_DONE
+
+
+def _check_output(output: Path) -> None:
+    """Raise SpecError for a file that could not be written in the end."""
+    from instep.monitor.report.write import check_writable
+
+    if output.suffix.lower() not in _ENDINGS:
+        raise SpecError(f"output={output} is neither a page (.html) nor a figure (.svg). Give one of these endings.")
+    check_writable(output)
 
 
 def _read_worlds(text: str) -> list[int]:
