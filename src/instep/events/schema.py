@@ -160,6 +160,8 @@ PHASES = (
     "other",
 )
 """What a rank's time is divided into."""
+BETWEEN_STEPS = ("startup", "compile", "checkpoint", "evaluation")
+"""The phases that a usual step has nothing of."""
 
 
 class PhasesRecord(Record, event="phases"):

@@ -15,6 +15,7 @@ from instep.core.errors import SpecError
 from instep.core.options import OptionScope, options_of
 from instep.core.plural import plural
 from instep.core.spec import TrainSpec
+from instep.events.schema import BETWEEN_STEPS
 from instep.monitor.bottleneck.causes import LARGER_BATCH, Cause
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
@@ -335,7 +336,7 @@ def _recompute(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advi
 
 def _training_s(frontier: Frontier) -> float:
     """Return the time between the first and the last step, without what is done only now and then."""
-    return frontier.wall_s - frontier.seconds("startup", "compile", "checkpoint", "evaluation")
+    return frontier.wall_s - frontier.seconds(*BETWEEN_STEPS)
 
 
 _ADVISERS: Mapping[str, Callable[[Cause, Frontier, Facts], Iterator[Advice]]] = {
