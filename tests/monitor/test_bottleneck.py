@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_log import BEGUN_S, Events, evaluation, flops, log_of, node, phases, reading, save, steady
 
@@ -17,6 +17,10 @@ from instep.monitor.bottleneck.verdict import Bottleneck, find_bottleneck
 from instep.monitor.bottleneck.windows import windows_of
 
 COMPUTING = {"forward": 0.3, "backward": 0.6, "optimizer": 0.05, "other": 0.01}
+VERDICTS = {
+    *("input", "host", "compute", "communication", "straggler", "checkpoint", "evaluation", "startup", "nothing")
+}
+"""All words that `explain --json` may print as `bounded_by`."""
 SPEC = {option.name: option.default for option in options_of(TrainSpec)}
 
 
@@ -237,6 +241,7 @@ SECONDS = st.dictionaries(st.sampled_from(PHASES), st.floats(0.001, 2.0), min_si
         lambda size: st.lists(st.lists(SECONDS, min_size=size, max_size=size), min_size=1, max_size=4)
     )
 )
+@settings(deadline=None)
 def test_the_time_of_a_run_is_divided_and_nothing_of_it_is_lost(times: list[list[dict[str, float]]]) -> None:
     ranks = [
         [phases(16 * (n + 1), 16, window[rank]) for n, window in enumerate(times)] for rank in range(len(times[0]))
@@ -247,6 +252,8 @@ def test_the_time_of_a_run_is_divided_and_nothing_of_it_is_lost(times: list[list
     assert total_s == pytest.approx(frontier.wall_s)
     assert min([*frontier.phases.values(), frontier.slow_s, frontier.uneven_s]) >= -1e-9
     found = verdict(events)
+    assert {cause["bounded_by"] for cause in found.causes} | {found.bounded_by} <= VERDICTS
+    assert found.to_json().keys() >= {"bounded_by", "rank", "share", "advice", "text"}
     assert 0 <= found.share <= 1.0001
     assert all(advice.gain is None or 0 <= advice.gain <= 1 for advice in found.advice)
     for advice in found.advice:
