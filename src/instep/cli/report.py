@@ -32,8 +32,10 @@ _FEWEST_POINTS = 60
 
 @command(
     "Write a report of runs: results, curves, where the time went, incidents, and how to train the same again.",
-    argument("runs", list[Path], "RUN…", "run directories; of several, the curves share their charts"),
-    option("output", Path | None, None, "the file to write (report.html here); - is standard output", "-o", "--output"),
+    argument("runs", list[Path], "RUN", "run directories; of several, the curves share their charts"),
+    option(
+        "output", Path | None, None, "the file to write; - is standard output [default: report.html]", "-o", "--output"
+    ),
     option(
         "format",
         Literal["html", "markdown", "json"] | None,

@@ -28,7 +28,12 @@ _ENDINGS = (".html", ".htm", ".svg")
     TASK,
     VALUES,
     option("worlds", str, "1,2,4", "the numbers of processes; all are compared with the smallest"),
-    option("steps", int | None, None, "optimizer steps of a piece, the first few of which do not count (about 4 s)"),
+    option(
+        "steps",
+        int | None,
+        None,
+        "optimizer steps of a piece; the first five do not count [default: as many as take about 4 s]",
+    ),
     option("rounds", int, 4, "how often each number of processes is measured"),
     option(
         "weak",
