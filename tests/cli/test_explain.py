@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import commands
 from instep.cli.try_advice import try_advice
-from instep.core.errors import SpecError
+from instep.core.errors import EnvironmentFailed, SpecError
 from instep.events.read import path_of
 from instep.events.schema import PhasesRecord
 from instep.events.write import EventLog
@@ -69,5 +71,34 @@ def test_what_cannot_be_tried_is_refused(run_dir: Path) -> None:
     )
     with pytest.raises(SpecError, match="ran on several nodes"):
         try_advice(run_dir, verdict, print)
-    with pytest.raises(SpecError, match="no option would make this run faster"):
-        try_advice(run_dir, replace(verdict, advice=()), print)
+    (run_dir / "spec.json").write_text(json.dumps({"task": {"name": "T", "file": __file__}, "spec": {}}))
+    with pytest.raises(SpecError, match="cannot be read, so the run cannot be trained again"):
+        try_advice(run_dir, verdict, print)
+    assert try_advice(run_dir, replace(verdict, advice=()), print) is None
+
+
+def test_a_trial_neither_profiles_nor_tracks(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: dict[str, Any] = {}
+
+    def fail(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        tried.update(json.loads(Path(words[words.index("--config") + 1]).read_text())["spec"])
+        return subprocess.CompletedProcess(words, 1, "", "no")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    spec = {"nnodes": "1", "on": "here", "batch_size": 64, "profile": "auto", "track": "csv", "epochs": 3}
+    (run_dir / "spec.json").write_text(json.dumps({"task": {"name": "T", "file": __file__}, "spec": spec}))
+    with pytest.raises(EnvironmentFailed, match="a trial has failed"):
+        try_advice(run_dir, explain_run(open_log(run_dir)), print)
+    assert (tried["profile"], tried["track"], tried["epochs"]) == (None, None, None)
+
+
+def test_a_run_with_nothing_to_try_is_no_error(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, 0)
+    log.write(PhasesRecord(step=8, num_steps=8, num_samples=64, seconds=1.0, phases={"forward": 1.0}))
+    log.close()
+    done = commands.run("instep", "explain", str(tmp_path), "--try", "--json")
+    assert done.returncode == 0
+    verdict = commands.result_of(done)
+    assert (verdict["bounded_by"], verdict["rank"], verdict["advice"]) == ("nothing", None, [])
+    assert verdict["tried"] is None
+    assert "Nothing was tried" in done.stderr

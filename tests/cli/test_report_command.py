@@ -89,7 +89,17 @@ def test_what_is_refused(run_dir: Path, command: Command, tmp_path: Path) -> Non
     assert "is not a run" in command("report", str(run_dir), str(tmp_path))[2]
     code, _, err = command("report", str(run_dir), "-o", str(tmp_path / "no" / "r.html"))
     assert code == 2
-    assert "cannot be written: No such file or directory" in err
+    assert f"cannot be written: there is no directory {tmp_path / 'no'}" in err
+    code, _, err = command("report", str(run_dir), "-o", str(tmp_path / "r.pdf"))
+    assert code == 2
+    assert "ends in .pdf, which is no format of a report" in err
     assert "both want standard output" in command("report", str(run_dir), "-o", "-", "--json")[2]
     assert command("report")[0] == 2
     assert command("report", str(run_dir), "--format", "pdf")[0] == 2
+
+
+def test_a_run_that_is_given_twice_is_one(run_dir: Path, command: Command) -> None:
+    again = f"{run_dir.parent}/../{run_dir.parent.name}/{run_dir.name}"
+    code, out, _ = command("report", str(run_dir), again, str(run_dir), "-o", "-", "--format", "json")
+    assert code == 0
+    assert len(json.loads(out)["runs"]) == 1

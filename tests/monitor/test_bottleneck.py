@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_log import BEGUN_S, Events, evaluation, flops, log_of, node, phases, reading, save, steady
 
@@ -17,6 +17,10 @@ from instep.monitor.bottleneck.verdict import Bottleneck, find_bottleneck
 from instep.monitor.bottleneck.windows import windows_of
 
 COMPUTING = {"forward": 0.3, "backward": 0.6, "optimizer": 0.05, "other": 0.01}
+VERDICTS = {
+    *("input", "host", "compute", "communication", "straggler", "checkpoint", "evaluation", "startup", "nothing")
+}
+"""All words that `explain --json` may print as `bounded_by`."""
 SPEC = {option.name: option.default for option in options_of(TrainSpec)}
 
 
@@ -254,6 +258,7 @@ SECONDS = st.dictionaries(st.sampled_from(PHASES), st.floats(0.001, 2.0), min_si
         lambda size: st.lists(st.lists(SECONDS, min_size=size, max_size=size), min_size=1, max_size=4)
     )
 )
+@settings(deadline=None)
 def test_the_time_of_a_run_is_divided_and_nothing_of_it_is_lost(times: list[list[dict[str, float]]]) -> None:
     ranks = [
         [phases(16 * (n + 1), 16, window[rank]) for n, window in enumerate(times)] for rank in range(len(times[0]))
@@ -264,6 +269,8 @@ def test_the_time_of_a_run_is_divided_and_nothing_of_it_is_lost(times: list[list
     assert total_s == pytest.approx(frontier.wall_s)
     assert min([*frontier.phases.values(), frontier.slow_s, frontier.uneven_s]) >= -1e-9
     found = verdict(events)
+    assert {cause["bounded_by"] for cause in found.causes} | {found.bounded_by} <= VERDICTS
+    assert found.to_json().keys() >= {"bounded_by", "rank", "share", "advice", "text"}
     assert 0 <= found.share <= 1.0001
     assert all(advice.gain is None or 0 <= advice.gain <= 1 for advice in found.advice)
     for advice in found.advice:
@@ -281,3 +288,38 @@ def test_options_that_are_not_known_are_not_needed() -> None:
 def test_a_log_without_plan_or_start_still_has_a_verdict() -> None:
     events = {0: [to_line(phases(16, 16, COMPUTING | {"data": 3.0}), BEGUN_S)]}
     assert verdict(events).bounded_by == "input"
+
+
+@pytest.mark.parametrize("ahead_s", [-20.0, -2.0, 2.0, 20.0])
+def test_clocks_of_nodes_may_differ(ahead_s: float) -> None:
+    times = [COMPUTING | {"communication": 1.0}, COMPUTING | {"data": 1.0}]
+    events = log_of(steady(times))
+    for rank, own in log_of(steady(times), begun_s=BEGUN_S + 100).items():
+        events[rank] += own
+    for event in events[1]:
+        event["time"] += ahead_s
+    found = verdict(events)
+    assert (found.bounded_by, found.rank) == ("input", 1)
+    assert found.wall_s == pytest.approx(2 * (1 + 8 * 1.96))
+    assert all(len(window) == 2 for window in windows_of(events))
+
+
+@pytest.mark.parametrize(
+    "phase", ["data", "hooks", "optimizer", "communication", "checkpoint", "evaluation", "compile"]
+)
+def test_the_verdict_on_a_script_names_no_task_and_no_options_of_train(phase: str) -> None:
+    events = log_of(steady([COMPUTING | {phase: 3.0}] * 2))
+    for rank, own in events.items():
+        start, _plan, *rest = own
+        events[rank] = [start | {"launcher": "run", "backend": ""}, *rest]
+    found = find_bottleneck(events)
+    assert found is not None
+    assert found.advice
+    assert not any(advice.options or advice.changes for advice in found.advice)
+    for words in ("--", "Task", "0 samples", "0 checkpoints", "0 times", "(, ", "`"):
+        assert words not in found.text.replace("`.item()`", "")
+
+
+def test_long_steps_are_in_seconds() -> None:
+    found = verdict(log_of([[phases(1, 1, COMPUTING | {"hooks": 3.21}), phases(2, 1, COMPUTING | {"hooks": 3.21})]]))
+    assert "took 3.21 s per step" in found.text

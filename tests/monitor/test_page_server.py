@@ -18,6 +18,7 @@ from instep.events.schema import EvalRecord, NoticeRecord
 from instep.monitor.page import preview, view
 from instep.monitor.page.runs import RunIndex
 from instep.monitor.page.serve import listen
+from instep.monitor.page.text import list_of_runs
 from watched import NASTY, TOKEN, Site, Writer, points, served, write_eventful_run
 
 
@@ -294,6 +295,35 @@ class TestBadInput:
             assert message["facts"]["metrics"]["accuracy"] == "inf"
             assert points(message, "train", "loss") == {}
             assert site.get("/api/runs")[0] == 200
+
+    def test_the_list_of_runs_of_which_one_is_damaged(self, tmp_path: Path) -> None:
+        for name in ("good", "damaged"):
+            log = Writer(tmp_path / name, world_size=1)
+            log.start()
+            log.steps(1, 3)
+        log.raw('{"event": "step", "time": "x", "step": null}\n{"event": "eval", "time": 1, "metrics": {"a": "b"}}\n')
+        lines = RunIndex([tmp_path]).summaries()
+        assert {line["name"]: line["step"] for line in lines} == {"good": 3, "damaged": 3}
+        list_of_runs(lines, time.time())
+
+    def test_a_run_that_was_continued_for_more_steps(self, tmp_path: Path) -> None:
+        log = Writer(tmp_path / "run", world_size=1)
+        log.start()
+        (line,) = RunIndex([tmp_path]).summaries()
+        planned = line["num_steps"]
+        log.steps(planned, planned + 1)
+        (line,) = RunIndex([tmp_path]).summaries()
+        assert "num_steps" not in line
+
+    def test_a_terminal_shows_numbers_that_json_does_not_have(self, tmp_path: Path) -> None:
+        log = Writer(tmp_path / "run", world_size=1)
+        log.start()
+        log.steps(1, 3, loss=float("nan"))
+        log.write(EvalRecord(step=3, metrics={"accuracy": float("inf")}, seconds=0.1))
+        done = commands.run("instep", "watch", "--terminal", str(tmp_path / "run"))
+        assert done.returncode == 0, done.stderr
+        assert "loss nan" in done.stdout
+        assert commands.run("instep", "watch", "--terminal", str(tmp_path)).returncode == 0
 
     def test_a_run_that_has_only_been_prepared(self, tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()

@@ -57,6 +57,10 @@ def test_what_is_refused() -> None:
     done = commands.run("instep", "scale", TASK, "-o", "s.png")
     assert done.returncode == 2
     assert "output=s.png is neither a page (.html) nor a figure (.svg)" in done.stderr
+    done = commands.run("instep", "scale", TASK, "-o", "/nowhere/s.svg")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("cannot be written: there is no directory /nowhere. Give another file with -o.")
+    assert "round" not in done.stderr  # before anything is measured
 
 
 @pytest.mark.parametrize(

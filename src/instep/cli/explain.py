@@ -9,6 +9,8 @@ from instep.cli.command import argument, command, option, print_json, say
 from instep.core.errors import EXIT_DONE
 from instep.monitor.bottleneck.verdict import explain_run, open_log
 
+_NOTHING_TO_TRY = "Nothing was tried: no advice is an option of `instep train` with a predicted gain."
+
 
 @command(
     "Say what bounded the speed of a run, how much time that cost, and what to try next (docs/see.md).",
@@ -35,7 +37,8 @@ def explain(run: Path, try_it: bool, json: bool) -> int:
         from instep.cli.try_advice import try_advice
 
         trial = try_advice(run, verdict, say)
-        (say if json else print)(trial.text)
+        (say if json else print)(_NOTHING_TO_TRY if trial is None else trial.text)
     if json:
-        print_json(verdict.to_json() | ({} if trial is None else {"tried": asdict(trial)}))
+        tried = {"tried": None if trial is None else asdict(trial)} if try_it else {}
+        print_json(verdict.to_json() | tried)
     return EXIT_DONE

@@ -17,7 +17,7 @@ from instep.monitor.report.collect import collect
 from instep.monitor.report.html import to_html
 from instep.monitor.report.markdown import to_markdown
 from instep.monitor.report.report import Report
-from instep.monitor.report.write import write_text
+from instep.monitor.report.write import check_writable, write_text
 
 FORMATS: Mapping[str, tuple[str, Callable[[Report], str]]] = {
     "html": (".html", to_html),
@@ -32,8 +32,10 @@ _FEWEST_POINTS = 60
 
 @command(
     "Write a report of runs: results, curves, where the time went, incidents, and how to train the same again.",
-    argument("runs", list[Path], "RUN…", "run directories; of several, the curves share their charts"),
-    option("output", Path | None, None, "the file to write (report.html here); - is standard output", "-o", "--output"),
+    argument("runs", list[Path], "RUN", "run directories; of several, the curves share their charts"),
+    option(
+        "output", Path | None, None, "the file to write; - is standard output [default: report.html]", "-o", "--output"
+    ),
     option(
         "format",
         Literal["html", "markdown", "json"] | None,
@@ -47,21 +49,35 @@ def report(runs: list[Path], output: Path | None, format: str | None, json: bool
     to_stdout = output is not None and str(output) == "-"
     if to_stdout and json:
         raise SpecError("output=- and --json both want standard output. Use --format json for the report as JSON.")
-    kind = format or _ENDINGS.get(output.suffix.lower() if output is not None else "", "html")
+    kind = format or _format_of(output if not to_stdout else None)
     ending, render = FORMATS[kind]
-    points = max(_FEWEST_POINTS, min(MAX_POINTS, _MAX_POINTS_IN_ALL // len(runs)))
-    made = Report(tuple(collect(run, points) for run in dict.fromkeys(runs)), time.time())
+    path = output or Path(f"report{ending}")
+    if not to_stdout:
+        check_writable(path)
+    different = list({run.resolve(): run for run in reversed(runs)}.values())[::-1]
+    points = max(_FEWEST_POINTS, min(MAX_POINTS, _MAX_POINTS_IN_ALL // len(different)))
+    made = Report(tuple(collect(run, points) for run in different), time.time())
     for run in made.runs:
         if run.damage:
-            say(f"instep: {run.name}: not all could be read: {run.damage}")
+            say(f"notice: {run.name}: not all could be read: {run.damage}")
     text = render(made)
     if to_stdout:
         print(text, end="")
         return EXIT_DONE
-    path = output or Path(f"report{ending}")
     num_bytes = write_text(path, text)
     say(f"{path}: {plural(len(made.runs), 'run')}, {size_text(num_bytes)}")
     if json:
         damaged = [run.path for run in made.runs if run.damage]
         print_json({"status": "complete", "file": str(path), "format": kind, "bytes": num_bytes, "damaged": damaged})
     return EXIT_DONE
+
+
+def _format_of(output: Path | None) -> str:
+    """Return the format that a file's ending asks for."""
+    ending = "" if output is None else output.suffix.lower()
+    if ending and ending not in _ENDINGS:
+        raise SpecError(
+            f"output={output} ends in {ending}, which is no format of a report. Use {', '.join(_ENDINGS)}, or name the "
+            f"format: --format {' or '.join(FORMATS)}."
+        )
+    return _ENDINGS.get(ending, "html")

@@ -28,7 +28,12 @@ _ENDINGS = (".html", ".htm", ".svg")
     TASK,
     VALUES,
     option("worlds", str, "1,2,4", "the numbers of processes; all are compared with the smallest"),
-    option("steps", int | None, None, "optimizer steps of a piece, the first few of which do not count (about 4 s)"),
+    option(
+        "steps",
+        int | None,
+        None,
+        "optimizer steps of a piece; the first five do not count [default: as many as take about 4 s]",
+    ),
     option("rounds", int, 4, "how often each number of processes is measured"),
     option(
         "weak",
@@ -52,8 +57,8 @@ def scale(
     **options: Any,
 ) -> int:
     """Measure how a Task scales."""
-    if output is not None and output.suffix.lower() not in _ENDINGS:
-        raise SpecError(f"output={output} is neither a page (.html) nor a figure (.svg). Give one of these endings.")
+    if output is not None:
+        _check_output(output)
     spec = make_spec(TrainSpec, options)
     sizes = _read_worlds(worlds)
     fork_forkserver()
@@ -81,6 +86,15 @@ def scale(
     outcome = study(measured, plan.batch_sizes(spec), weak)
     _show(outcome, type(made).__name__, None if gpus else cores, output, spec.json)
     return EXIT_DONE
+
+
+def _check_output(output: Path) -> None:
+    """Raise SpecError for a file that could not be written in the end."""
+    from instep.monitor.report.write import check_writable
+
+    if output.suffix.lower() not in _ENDINGS:
+        raise SpecError(f"output={output} is neither a page (.html) nor a figure (.svg). Give one of these endings.")
+    check_writable(output)
 
 
 def _read_worlds(text: str) -> list[int]:

@@ -23,6 +23,8 @@ _TRIAL_S = 12.0
 """How long the steps of one training should take, about."""
 _LEAST_STEPS, _MOST_STEPS = 24, 4000
 _TURNS = 2
+_NOT_TRIED = {"track": None, "profile": None}
+"""What a trial leaves out of the run's command, so that only steps are timed and nothing is sent."""
 _CADENCES = 4
 """How many checkpoints or evaluations there should be in a trial, where they are the cause."""
 
@@ -50,14 +52,14 @@ class Trial:
         )
 
 
-def try_advice(run_dir: Path, verdict: Bottleneck, say: Callable[[str], None]) -> Trial:
-    """Train the first advice that is an option, and the same without it, for a few steps in scratch directories."""
+def try_advice(run_dir: Path, verdict: Bottleneck, say: Callable[[str], None]) -> Trial | None:
+    """Train the first advice that is an option, and the same without it, for a few steps in scratch directories.
+
+    Return None if no advice is an option with a predicted gain.
+    """
     advice = next((item for item in verdict.advice if item.changes and item.gain is not None), None)
     if advice is None:
-        raise SpecError(
-            f"{run_dir}: no option would make this run faster, so there is nothing to try. It is bounded by "
-            f"{verdict.bounded_by}."
-        )
+        return None
     description = _description(run_dir)
     starts = verdict.bounded_by == "startup"
     windows = windows_of(read_events_of(open_log(run_dir)))
@@ -82,6 +84,7 @@ def _description(run_dir: Path) -> dict[str, Any]:
     try:
         description = json.loads((run_dir / "spec.json").read_bytes())
         file, spec = description["task"].get("file"), description["spec"]
+        is_here = spec["nnodes"] == "1" and spec["on"] == "here"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise SpecError(f"{run_dir}/spec.json cannot be read, so the run cannot be trained again.") from None
     if not file or not Path(file).is_file():
@@ -89,7 +92,7 @@ def _description(run_dir: Path) -> dict[str, Any]:
             f"{run_dir}: --try trains the Task again, and there is no file that defines it "
             f"({file or 'it is a loop of its own, or was defined in a notebook'}). Try the options yourself."
         )
-    if spec["nnodes"] != "1" or spec["on"] != "here":
+    if not is_here:
         raise SpecError(f"{run_dir} ran on several nodes, and --try trains on this one only. Try the options there.")
     return dict(description)
 
@@ -100,7 +103,7 @@ def _num_steps(windows: Sequence[Window], spec: Mapping[str, Any], advice: Advic
     step_s = (frontier.wall_s - frontier.seconds("startup", "compile")) / max(1, frontier.num_steps)
     steps = min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(_TRIAL_S / max(step_s, 1e-6))))
     for name in ("save_every", "eval_every"):
-        every = Cadence.parse(name, spec[name]).steps if name in advice.changes else None
+        every = Cadence.parse(name, spec[name]).steps if name in advice.changes and spec.get(name) else None
         steps = max(steps, _CADENCES * every) if every is not None else steps
     return steps
 
@@ -108,7 +111,7 @@ def _num_steps(windows: Sequence[Window], spec: Mapping[str, Any], advice: Advic
 def _train(description: Mapping[str, Any], folder: Path, steps: int, changes: Mapping[str, Any]) -> list[Window]:
     """Train a few steps in a scratch directory, and return the times of its ranks."""
     folder.mkdir()
-    spec = description["spec"] | {"epochs": None, "steps": steps, "track": None} | dict(changes)
+    spec = description["spec"] | {"epochs": None, "steps": steps, **_NOT_TRIED} | dict(changes)
     if "batch_size" in changes:  # as many samples, as far as there are enough steps then
         spec["steps"] = max(_LEAST_STEPS, steps * description["spec"]["batch_size"] // spec["batch_size"])
     config = folder / "spec.json"

@@ -21,7 +21,7 @@ _TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 
 @command(
     "Show runs on a live page in the browser, while they train or afterwards.",
-    argument("runs", list[Path] | None, "[RUN…]", "run directories, or folders of runs [default: runs]", default=None),
+    argument("runs", list[Path] | None, "RUN", "run directories, or folders of runs [default: runs]", default=None),
     option(
         "host", str, LOOPBACK, "listen on another interface than the loopback; whoever has the address sees the runs"
     ),

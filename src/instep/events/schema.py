@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
 SCHEMA_VERSION = 1
+SCRIPT_LAUNCHER = "run"
+"""The `launcher` in the `start` of a script that `instep run` launched."""
 RECORDS: dict[str, type[Record]] = {}
 """The kinds of events, by their names."""
 
@@ -158,6 +160,8 @@ PHASES = (
     "other",
 )
 """What a rank's time is divided into."""
+BETWEEN_STEPS = ("startup", "compile", "checkpoint", "evaluation")
+"""The phases that a usual step has nothing of."""
 
 
 class PhasesRecord(Record, event="phases"):

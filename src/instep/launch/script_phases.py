@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from instep.core.version import __version__
-from instep.events.schema import EndRecord, StartRecord
+from instep.events.schema import SCRIPT_LAUNCHER, EndRecord, StartRecord
 from instep.events.write import EventLog
 from instep.guard.phase_log import PhaseLog
 from instep.guard.pulse import Phase, Pulse
@@ -60,7 +60,7 @@ class ScriptPhases:
                 attempt=attempt,
                 device=str(device),
                 backend="",  # the script has yet to choose one
-                launcher="run",
+                launcher=SCRIPT_LAUNCHER,
                 versions={
                     "instep": __version__,
                     "torch": torch.__version__,

@@ -10,7 +10,7 @@ from typing import Any
 from instep.core.plural import plural
 
 _FAILED = ("failed",)
-_STRAGGLER = re.compile(r"rank \d+ takes .* ms a step for ")
+STRAGGLER = re.compile(r"^rank \d+ takes .* ms a step for ")
 """How the sentences of guard/straggler.py begin."""
 
 
@@ -38,9 +38,7 @@ class IncidentFold:
             return None
         if kind == "start":
             self._num_starts += 1
-            again = f"restart {event['attempt']}" if event["attempt"] else "continued by a new command"
-            processes = plural(event["world_size"], "process", "processes")
-            text = f"{again}, on {processes}" if self._num_starts > 1 else ""
+            text = restart_text(event) if self._num_starts > 1 else ""
         elif kind == "notice":
             text = event["text"]
         elif kind == "save_failed":
@@ -54,7 +52,13 @@ class IncidentFold:
         return Incident(time_s=event["time"], step=step, kind=_kind_of(str(kind), text), text=text)
 
 
+def restart_text(start: Mapping[str, Any]) -> str:
+    """Return what a `start` event that is not the first one says."""
+    again = f"restart {start['attempt']}" if start["attempt"] else "continued by a new command"
+    return f"{again}, on {plural(start['world_size'], 'process', 'processes')}"
+
+
 def _kind_of(event: str, text: str) -> str:
-    if event == "notice" and _STRAGGLER.match(text):
+    if event == "notice" and STRAGGLER.search(text):
         return "straggler"
     return {"start": "restart", "end": "failure"}.get(event, event)

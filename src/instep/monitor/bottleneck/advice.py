@@ -13,11 +13,14 @@ from typing import Any
 from instep.core.durations import Cadence
 from instep.core.errors import SpecError
 from instep.core.options import OptionScope, options_of
+from instep.core.plural import plural
 from instep.core.spec import TrainSpec
+from instep.events.schema import BETWEEN_STEPS
 from instep.monitor.bottleneck.causes import LARGER_BATCH, Cause
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
 from instep.monitor.bottleneck.windows import COMPUTING
+from instep.monitor.bottleneck.words import per_step, time_text
 
 _SAVE_SHARE = 0.02
 """What checkpoints may cost with the interval that is advised."""
@@ -74,17 +77,17 @@ def _input(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
     asked = facts.option("data_workers")
     if gain < cause.seconds / frontier.wall_s / 4:
         yield _hint(
-            f"one reader needs {_ms(reading.read_s)} for a batch, {_ms(reading.cpu_s)} of it computing in the dataset, "
-            "so more readers would need more cores. Compute once what is the same in every epoch (decoding, resizing, "
-            "tokenizing) and store it, or transform whole batches in `collate`.",
+            f"one reader needs {time_text(reading.read_s)} for a batch, {time_text(reading.cpu_s)} of it computing in "
+            "the dataset, so more readers would need more cores. Compute once what is the same in every epoch "
+            "(decoding, resizing, tokenizing) and store it, or transform whole batches in `collate`.",
             cause.seconds / frontier.wall_s,
         )
     else:
         tells = "without the option, instep measures how many readers help" if asked is not None else ""
         yield _change(
-            f"{more} reader{'s' * (more > 1)} per rank. So far {_readers(reading.readers)} "
-            f"read{'s' * (reading.readers < 2)}, one batch in {_ms(reading.read_s)} ({_ms(reading.cpu_s)} of them "
-            f"computing), and a step takes {_ms(reading.rest_s)} without it{f'; {tells}' if tells else ''}.",
+            f"{plural(more, 'reader')} per rank. So far {_readers(reading.readers)} read{'s' * (reading.readers < 2)}, "
+            f"one batch in {time_text(reading.read_s)} ({time_text(reading.cpu_s)} of them computing), and a step "
+            f"takes {time_text(reading.rest_s)} without it{f'; {tells}' if tells else ''}.",
             gain,
             data_workers=more,
         )
@@ -131,7 +134,7 @@ def _reading_of(cause: Cause, frontier: Frontier, facts: Facts) -> _Reading:
 
 
 def _readers(count: int) -> str:
-    return "the training process itself" if not count else f"{count} reader{'s' * (count > 1)}"
+    return "the training process itself" if not count else plural(count, "reader")
 
 
 def _hooks(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
@@ -172,8 +175,8 @@ def _small_batch(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Adv
     larger = facts.batch_size * LARGER_BATCH
     yield _change(
         f"a batch of {larger:,} instead of {facts.batch_size:,}: the update and the rest of a step take "
-        f"{_ms(cause.seconds / max(1, frontier.num_steps))} however many samples it has. The learning rate may have to "
-        "be adapted.",
+        f"{per_step(cause.seconds, frontier)} however many samples it has. The learning rate may have to be "
+        "adapted.",
         cause.avoidable_s / frontier.wall_s,
         batch_size=larger,
     )
@@ -256,7 +259,7 @@ def _checkpoint(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advi
     left_s = stall_s * (1 + frontier.wall_s // _INTERVALS[interval])  # the last one is always written
     yield _change(
         f"{num_saves} checkpoints were written, one every {frontier.wall_s / num_saves:.3g} s, and training waited "
-        f"{_ms(stall_s)} for each.",
+        f"{time_text(stall_s)} for each.",
         (cause.seconds - left_s) / frontier.wall_s,
         save_every=interval,
     )
@@ -332,11 +335,7 @@ def _recompute(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advi
 
 def _training_s(frontier: Frontier) -> float:
     """Return the time between the first and the last step, without what is done only now and then."""
-    return frontier.wall_s - frontier.seconds("startup", "compile", "checkpoint", "evaluation")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return frontier.wall_s - frontier.seconds(*BETWEEN_STEPS)
 
 
 _ADVISERS: Mapping[str, Callable[[Cause, Frontier, Facts], Iterator[Advice]]] = {

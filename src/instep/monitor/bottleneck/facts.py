@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from instep.events.schema import SCRIPT_LAUNCHER
+
 KINDS = ("start", "node", "plan", "phases", "save", "eval", "input", "flops")
 """The kinds of events that a verdict is derived from."""
 
@@ -19,6 +21,8 @@ class Facts:
 
     options: Mapping[str, Any]
     """The TrainSpec's fields, from spec.json; empty where there is none."""
+    is_script: bool = False
+    """Whether `instep run` launched it: a program without Task, TrainSpec and options of `instep train`."""
     world_size: int = 1
     device: str = "cpu"
     backend: str = "none"
@@ -82,6 +86,7 @@ def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping
                 inputs[rank] = event
     return Facts(
         options=options,
+        is_script=start.get("launcher") == SCRIPT_LAUNCHER,
         world_size=start.get("world_size", len(events) or 1),
         device=str(start.get("device", "cpu")).split(":")[0],
         backend=start.get("backend", "none"),

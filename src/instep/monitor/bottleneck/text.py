@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from instep.core.plural import plural
 from instep.monitor.bottleneck.advice import Advice
 from instep.monitor.bottleneck.causes import Cause
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
+from instep.monitor.bottleneck.script import script_cause
+from instep.monitor.bottleneck.words import per_step
 from instep.monitor.progress import duration
 from instep.monitor.reading import size_text
 
@@ -24,15 +27,20 @@ def paragraph(causes: Sequence[tuple[Cause, Sequence[Advice]]], frontier: Fronti
     parts = [sentence(first, frontier, facts), _by_rank(first)]
     parts += [_advice_text(item, "Try" if number == 0 else "Or try") for number, item in enumerate(advice)]
     for other, advice in others[:_NAMED_OTHERS]:
-        parts.append(f"Beside it, {_WHAT[other.kind](other, frontier, facts)} ({_share(other.seconds, frontier)}).")
+        parts.append(f"Beside it, {_cause_text(other, frontier, facts)} ({_share(other.seconds, frontier)}).")
         parts += [_advice_text(item, "Against that, try") for item in advice[:1]]
     return " ".join(part for part in parts if part)
 
 
 def sentence(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     """Return the cause and what it cost, in one sentence."""
-    what = _WHAT[cause.kind](cause, frontier, facts)
+    what = _cause_text(cause, frontier, facts)
     return f"{_SUBJECT[cause.name]} bounded the speed: {what} ({_share(cause.seconds, frontier)})."
+
+
+def _cause_text(cause: Cause, frontier: Frontier, facts: Facts) -> str:
+    of_script = script_cause(cause, frontier) if facts.is_script else None
+    return of_script or _WHAT[cause.kind](cause, frontier, facts)
 
 
 def _nothing(frontier: Frontier) -> str:
@@ -67,23 +75,18 @@ def _advice_text(advice: Advice, begin: str) -> str:
     return f"{begin} {advice.options}{gain}: {advice.text}" if advice.options else f"{begin} this{gain}: {advice.text}"
 
 
-def _step_ms(seconds: float, frontier: Frontier) -> str:
-    value = 1000 * seconds / max(1, frontier.num_steps)
-    return f"{value:.3g} ms"
-
-
 def _input(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     who = "the training" if len(frontier.ranks) == 1 else "the ranks"
     who = who if cause.rank is None else f"rank {cause.rank}"
     choice = facts.inputs.get(cause.rank if cause.rank is not None else min(frontier.ranks))
     reading = f", read {choice['reading']}" if choice else f" (read {facts.reading})" if facts.reading else ""
     others = ", and the others waited for that rank" if cause.rank is not None and len(frontier.ranks) > 1 else ""
-    return f"{who} waited {_step_ms(cause.seconds, frontier)} per step for data{reading}{others}"
+    return f"{who} waited {per_step(cause.seconds, frontier)} per step for data{reading}{others}"
 
 
 def _hooks(cause: Cause, frontier: Frontier, _facts: Facts) -> str:
     where = f" on rank {cause.rank}" if cause.rank is not None else ""
-    return f"what the Task does between the steps{where} took {_step_ms(cause.seconds, frontier)} per step"
+    return f"what the Task does between the steps{where} took {per_step(cause.seconds, frontier)} per step"
 
 
 def _delayed(_cause: Cause, _frontier: Frontier, _facts: Facts) -> str:
@@ -92,13 +95,13 @@ def _delayed(_cause: Cause, _frontier: Frontier, _facts: Facts) -> str:
 
 def _idle(cause: Cause, frontier: Frontier, _facts: Facts) -> str:
     where = f"rank {cause.rank}" if cause.rank is not None else "forward, backward and optimizer"
-    return f"{where} did not compute for {_step_ms(cause.seconds, frontier)} of each step, although no core was missing"
+    return f"{where} did not compute for {per_step(cause.seconds, frontier)} of each step, although no core was missing"
 
 
 def _batch(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     return (
-        f"batches of {facts.batch_size:,} samples are too small: {_step_ms(cause.seconds, frontier)} of each step of "
-        f"{_step_ms(frontier.wall_s - frontier.seconds('startup'), frontier)} went into the update and into what comes "
+        f"batches of {facts.batch_size:,} samples are too small: {per_step(cause.seconds, frontier)} of each step of "
+        f"{per_step(frontier.wall_s - frontier.seconds('startup'), frontier)} went into the update and into what comes "
         "between steps, which cost the same for larger batches"
     )
 
@@ -107,7 +110,7 @@ def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     ideal_s = facts.ideal_s(frontier.ranks[min(frontier.ranks)].num_samples) or 0.0
     share = ideal_s / max(1e-9, cause.seconds)
     return (
-        f"forward and backward take {_step_ms(cause.seconds, frontier)} per step for what matrix products would do in "
+        f"forward and backward take {per_step(cause.seconds, frontier)} per step for what matrix products would do in "
         f"{share:.1%} of that: Python and small operations, not the device, set the pace"
     )
 
@@ -116,7 +119,7 @@ def _transfer(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     num_bytes = max(time.comm_bytes for time in frontier.ranks.values()) / max(1, frontier.num_steps)
     sent = f" for {size_text(round(num_bytes))} per step" if num_bytes >= 1 else ""
     return (
-        f"even the rank that waited least waited {_step_ms(cause.seconds, frontier)} per step{sent} "
+        f"even the rank that waited least waited {per_step(cause.seconds, frontier)} per step{sent} "
         f"({facts.backend}, {facts.strategy})"
     )
 
@@ -127,14 +130,14 @@ def _rank(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     phases = sorted(frontier.slow_phases.items(), key=lambda item: -item[1])
     most = " and ".join(_PHASE_WORDS.get(name, name) for name, s in phases[:2] if s > 0.25 * cause.seconds)
     where = f", in {most}" if most else ""
-    return f"rank {cause.rank}{on} needed {_step_ms(cause.seconds, frontier)} per step longer than the others{where}"
+    return f"rank {cause.rank}{on} needed {per_step(cause.seconds, frontier)} per step longer than the others{where}"
 
 
 def _saving(cause: Cause, _frontier: Frontier, facts: Facts) -> str:
     count = len(facts.saves)
     where = f" on rank {cause.rank}" if cause.rank is not None else ""
     size = f" of {size_text(facts.saves[-1]['num_bytes'])}" if facts.saves else ""
-    return f"training waited{where} for {count} checkpoint{'s' * (count != 1)}{size}"
+    return f"training waited{where} for {plural(count, 'checkpoint')}{size}"
 
 
 def _evaluating(_cause: Cause, _frontier: Frontier, facts: Facts) -> str:

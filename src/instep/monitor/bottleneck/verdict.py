@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,8 +13,10 @@ from instep.monitor.bottleneck.advice import Advice, advice_for
 from instep.monitor.bottleneck.causes import Cause, causes_of
 from instep.monitor.bottleneck.facts import KINDS, Facts, facts_of
 from instep.monitor.bottleneck.frontier import Frontier, frontier_of
+from instep.monitor.bottleneck.script import script_advice
 from instep.monitor.bottleneck.text import paragraph, sentence
 from instep.monitor.bottleneck.windows import windows_of
+from instep.monitor.run_files import read_options
 from instep.monitor.run_log import RunLog
 
 _LEAST_S = 20.0
@@ -73,7 +74,8 @@ def find_bottleneck(
 
 
 def _bottleneck(frontier: Frontier, facts: Facts, causes: Sequence[Cause]) -> Bottleneck:
-    advised = [(cause, advice_for(cause, frontier, facts)) for cause in causes]
+    advise = script_advice if facts.is_script else advice_for
+    advised = [(cause, advise(cause, frontier, facts)) for cause in causes]
     first = causes[0] if causes else None
     costs = {**frontier.phases, "slow rank": frontier.slow_s, "uneven": frontier.uneven_s}
     return Bottleneck(
@@ -97,16 +99,6 @@ def _as_json(cause: Cause, frontier: Frontier) -> dict[str, Any]:
         "rank": cause.rank,
         "share": round(cause.seconds / frontier.wall_s, 4),
     }
-
-
-def read_options(run_dir: Path) -> dict[str, Any]:
-    """Return the options of a run, from its spec.json; none where it cannot be read."""
-    try:
-        spec = json.loads((run_dir / "spec.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    options = spec.get("spec") if isinstance(spec, dict) else None
-    return options if isinstance(options, dict) else {}
 
 
 def open_log(run_dir: Path) -> RunLog:

@@ -93,14 +93,33 @@ def windows_of(events: Mapping[int, Sequence[Mapping[str, Any]]], on_cpu: bool =
     """Return the windows of a run, from all ranks' events; attempts are kept apart."""
     if not events:
         return []
-    begun = [event["time"] for event in events[min(events)] if event["event"] == "start"]
+    starts = [event for event in events[min(events)] if event["event"] == "start"]
     attempts: dict[int, dict[int, list[Mapping[str, Any]]]] = {}
     for rank, own in events.items():
+        number = None
         for event in own:
-            if event["event"] == "phases":
-                # All ranks of an attempt have ended before the next one begins.
-                attempts.setdefault(bisect_right(begun, event["time"]), {}).setdefault(rank, []).append(event)
+            if event["event"] == "start":
+                number = _attempt_of(event, starts)
+            elif event["event"] == "phases":
+                of_event = _begun_before(event, starts) if number is None else number
+                attempts.setdefault(of_event, {}).setdefault(rank, []).append(event)
     return [window for _, records in sorted(attempts.items()) for window in _aligned(records, on_cpu)]
+
+
+def _attempt_of(start: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> int:
+    """Return which of rank 0's starts is of the same attempt: of those that are alike, the nearest; clocks differ."""
+    alike = [
+        number
+        for number, other in enumerate(starts, 1)
+        if (other["attempt"], other["world_size"]) == (start["attempt"], start["world_size"])
+    ]
+    if not alike:
+        return _begun_before(start, starts)
+    return min(alike, key=lambda number: abs(float(starts[number - 1]["time"]) - start["time"]))
+
+
+def _begun_before(event: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> int:
+    return bisect_right([other["time"] for other in starts], event["time"])
 
 
 def _aligned(records: Mapping[int, Sequence[Mapping[str, Any]]], on_cpu: bool) -> list[Window]:

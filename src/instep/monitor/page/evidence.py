@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.monitor.bottleneck.facts import KINDS
-from instep.monitor.bottleneck.verdict import find_bottleneck, read_options
+from instep.monitor.bottleneck.verdict import find_bottleneck
+from instep.monitor.run_files import read_options
 
 MAX_PHASES = 2**15
 """The newest `phases` events of all ranks together: of a long run, the verdict is about its last part."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instep.core.plural import plural
+from instep.monitor.incidents import STRAGGLER, restart_text
 from instep.monitor.progress import duration
 from instep.monitor.reading import size_text
 
@@ -15,7 +15,7 @@ KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("hang", re.compile(r"\bhung\b")),
     ("nan", re.compile(r"^(NumericsError: )?the (loss of step \d+ is (nan|-?inf)|gradient of step \d+ is not finite)")),
     ("divergence", re.compile(r"no longer hold the same|ended with other weights")),
-    ("straggler", re.compile(r"^rank \d+ takes .* a step for ")),
+    ("straggler", STRAGGLER),
     ("stop", re.compile(r"^(asked to stop|stopped early)")),
 )
 """Which mark a sentence of a run becomes, by its words; the first that fits."""
@@ -84,8 +84,7 @@ class MarkFold:
         if not self._has_ended:
             self._add(*self._newest, *self._lost())
         self._has_ended = False
-        again = f"restart {event['attempt']}" if event["attempt"] else "continued by a new command"
-        self._add(event["time"], step, "restart", f"{again}, on {plural(count, 'process', 'processes')}")
+        self._add(event["time"], step, "restart", restart_text(event))
         if count != before:
             change = ("join", f"{count - before} joined") if count > before else ("leave", f"{before - count} left")
             self._add(event["time"], step, change[0], f"world size {before} → {count}: {change[1]}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from instep.core.errors import SpecError
 from instep.events.read import path_of
-from instep.monitor.run_log import check_run
+from instep.monitor.run_log import check_run, fault_of
 
 MAX_DEPTH = 4
 _HEAD_BYTES, _TAIL_BYTES = 2**14, 2**16
@@ -79,7 +79,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
         if event["event"] == "start":
             line.setdefault("begun_s", event.get("time"))
         elif event["event"] == "plan":
-            line |= {name: event.get(name) for name in ("task", "num_steps", "strategy")}
+            line |= _of_plan(event)
             break
     kinds: set[str] = set()
     for event in _events(tail[: -_NUM_NEWEST - 1 : -1]):
@@ -88,7 +88,13 @@ def summary(run_dir: Path) -> dict[str, Any]:
         if kind not in kinds:
             line |= _of_newest(kind, event, kinds)
             kinds.add(kind)
+    if (line.get("num_steps") or 0) < line.get("step", 0):  # of an earlier command, which asked for fewer steps
+        line.pop("num_steps", None)
     return line
+
+
+def _of_plan(event: dict[str, Any]) -> dict[str, Any]:
+    return {name: event.get(name) for name in ("task", "num_steps", "strategy")}
 
 
 def _of_newest(kind: str, event: dict[str, Any], later: set[str]) -> dict[str, Any]:
@@ -99,6 +105,8 @@ def _of_newest(kind: str, event: dict[str, Any], later: set[str]) -> dict[str, A
         return {"metrics": event.get("metrics")}
     if kind == "start":
         return {"world_size": event.get("world_size")}
+    if kind == "plan":
+        return _of_plan(event)
     if kind == "end" and "start" not in later:
         return {"status": event.get("status"), "error": event.get("error") or ""}
     return {}
@@ -110,7 +118,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             event = json.loads(line)
         except (ValueError, RecursionError):  # cut off, damaged, or still being written
             continue
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
+        if isinstance(event, dict) and fault_of(event) is None:
             yield event
 
 

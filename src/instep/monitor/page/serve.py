@@ -1,4 +1,4 @@
-"""Serve the page until Ctrl-C. Needs starlette and uvicorn: the extra `watch`."""
+"""Serve the page until Ctrl-C. Needs starlette and uvicorn: the extra `page`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from instep.monitor.page.gate import Gate
 from instep.monitor.page.runs import RunIndex
 from instep.monitor.page.server import PageServer
 
-LOOPBACK = "127.0.0.1"
 _ALL_INTERFACES = ("0.0.0.0", "::")  # noqa: S104 - recognised, not listened on
 
 

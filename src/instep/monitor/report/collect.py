@@ -11,14 +11,15 @@ from typing import Any
 from instep.core.plural import plural
 from instep.events.read import path_of
 from instep.monitor.bottleneck.facts import KINDS
-from instep.monitor.bottleneck.verdict import find_bottleneck, read_options
+from instep.monitor.bottleneck.verdict import find_bottleneck
 from instep.monitor.charts.axis import is_drawn
 from instep.monitor.charts.curve import MAX_POINTS
 from instep.monitor.incidents import Incident, IncidentFold
 from instep.monitor.report.facts import RankPhases, Recipe, ReportIncident, RunFacts, Surroundings
-from instep.monitor.report.recipe import read_object, read_recipe
+from instep.monitor.report.recipe import read_recipe
 from instep.monitor.report.step_columns import StepColumns, read_steps
 from instep.monitor.report.step_table import StepTable
+from instep.monitor.run_files import read_object, read_options
 from instep.monitor.run_log import RunLog
 
 MAX_INCIDENTS = 200

@@ -9,9 +9,6 @@ from typing import Any
 from instep.events.schema import PHASES
 from instep.monitor.charts.curve import Curve
 
-BETWEEN_STEPS = ("startup", "compile", "checkpoint", "evaluation")
-"""Phases that are not part of a usual step."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportIncident:

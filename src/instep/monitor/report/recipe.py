@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,23 +11,9 @@ from instep.core.errors import InstepError
 from instep.core.options import OptionScope, options_of
 from instep.core.spec import TrainSpec
 from instep.monitor.report.facts import Recipe
+from instep.monitor.run_files import read_object
 
 _NOT_REPEATED = (OptionScope.NODE, OptionScope.OUTPUT)
-
-
-def read_object(path: Path, complaints: list[str]) -> dict[str, Any]:
-    """Return the JSON object in a file, or nothing, with a complaint unless there is no such file."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        complaints.append(f"{path} cannot be read ({getattr(error, 'strerror', None) or 'it is no JSON'})")
-        return {}
-    if not isinstance(content, dict):
-        complaints.append(f"{path} holds no JSON object")
-        return {}
-    return content
 
 
 def read_recipe(run_dir: Path, complaints: list[str]) -> Recipe:

@@ -9,13 +9,25 @@ from pathlib import Path
 from instep.core.errors import SpecError
 
 
+def check_writable(path: Path) -> None:
+    """Raise SpecError if a file could not be written; to be asked before the work that it is to hold."""
+    reason = None
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not path.parent.is_dir():
+        reason = f"there is no directory {path.parent}"
+    elif not os.access(path.parent, os.W_OK):
+        reason = f"no permission to write to {path.parent}"
+    if reason is not None:
+        raise SpecError(f"{path} cannot be written: {reason}. Give another file with -o.")
+
+
 def write_text(path: Path, text: str) -> int:
     """Write a file in place of what has its name, at once; return its size. Raise SpecError if it cannot be written."""
     data = text.encode("utf-8", errors="replace")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    check_writable(path)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a directory")
         scratch.write_bytes(data)
         os.replace(scratch, path)
     except OSError as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.core.errors import EnvironmentFailed
+from instep.events.schema import BETWEEN_STEPS
 from instep.monitor.run_log import RunLog
 
 COMMUNICATION, WAITING, INPUT, COMPUTATION, CORES, OPTIMIZER, OTHER = (
@@ -46,7 +47,6 @@ _OF_PHASE = {
     "backward": COMPUTATION,
     "optimizer": OPTIMIZER,
 }
-_NOT_OF_STEPS = ("startup", "compile", "evaluation", "checkpoint")
 WARM_UP_STEPS = 5
 """Steps at the beginning that do not count."""
 
@@ -123,7 +123,7 @@ def _of_window(window: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             elif cause == COMPUTATION:
                 seconds[CORES] += delayed * value
                 seconds[COMPUTATION] += (1 - delayed) * value
-            elif name not in _NOT_OF_STEPS:
+            elif name not in BETWEEN_STEPS:
                 seconds[cause] += value
     return {cause: value / len(others) for cause, value in seconds.items()}
 
