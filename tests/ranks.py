@@ -30,12 +30,12 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 50,
     device: str = "cpu",
-    comm: str = "auto",
+    comm: str | None = None,
     apart: bool = False,
 ) -> list[Any]:
     """Call fn(world, *args) on each rank of a new world; give the results by rank, raise the first error.
 
-    `apart`: each rank believes that it is alone on its node, and reaches the others over gloo.
+    `apart`: each rank believes that it is alone on its node, and reaches the others over gloo, or as `comm` says.
     """
     port = free_port()
     pipes, processes = [], []
@@ -43,7 +43,9 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
             place = place_of(rank, world_size, port, device, apart)
-            process = _context.Process(target=_rank_main, args=(theirs, fn, place, "gloo" if apart else comm, args))
+            process = _context.Process(
+                target=_rank_main, args=(theirs, fn, place, comm or ("gloo" if apart else "auto"), args)
+            )
             process.start()
             theirs.close()
             pipes.append(ours)

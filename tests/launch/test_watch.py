@@ -58,7 +58,7 @@ def test_the_longest_silence_since_the_first_step(watch, monkeypatch):
     assert watch._made_a_step
     assert watch._longest_s == 0  # what came before the first step says nothing of those that follow
     time.sleep(0.05)
-    pulse.here().beat(Phase.COMPUTE)
+    pulse.here().beat(Phase.FORWARD)
     watch._follow()
     assert 0.05 <= watch._longest_s < 1
     assert time.monotonic() - watch._moved_s < 1

@@ -64,3 +64,15 @@ def test_the_same_answer(case: recipes.Case, world_size: int) -> None:
 def test_the_same_bits(case: exact_recipes.Case, world_size: int) -> None:
     alone, together = exact_apart(world_size)
     assert together[case] == alone[case]
+
+
+def test_nodes_that_are_one_machine() -> None:
+    """Two launchers of one machine, each with a rank: shared memory, in which gradients are added up in place."""
+    case = recipes.CASES[0]
+    both = run_ranks(recipes.train_cases, 2, [case], apart=True, comm="auto")
+    for actual in both:
+        assert actual[case]["losses"] == pytest.approx(reference_of(case)["losses"], rel=TOLERANCE[case.dtype], abs=0)
+
+
+def reference_of(case: recipes.Case) -> dict[str, Any]:
+    return recipes.train_cases(World.join(Place()), [case])[case]

@@ -135,7 +135,7 @@ def test_all_of_a_process_is_counted_and_nothing_twice(tmp_path: Path) -> None:
         assert sum(record["phases"].values()) == pytest.approx(record["seconds"], rel=0.02, abs=1e-5)
     took_s = steps[-1]["time"] - steps[0]["time"]  # by another clock, at another moment of the step
     later = [record for record in records if record["step"] > 1 and record["num_steps"]]
-    assert sum(record["seconds"] for record in later) == pytest.approx(took_s, rel=0.02, abs=0.02)
+    assert sum(record["seconds"] for record in later) == pytest.approx(took_s, rel=0.02, abs=0.1)
     assert all(DELAY_S <= record["longest_s"] <= record["seconds"] for record in later)
     assert [record["num_steps"] for record in records if record["step"] == STEPS] == [later[-1]["num_steps"], 0]
     assert events[-1]["event"] == "end"

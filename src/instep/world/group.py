@@ -62,6 +62,11 @@ class SharedGroup(dist.ProcessGroup):
         self._begins = self.lane is not None and self._hierarchical is None and not spare
         self._background = Background()
 
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all ranks share one machine's memory."""
+        return not self.refusal and len(self.plan.nodes) == 1
+
     def describe(self) -> str:
         """Return in a few words what this group communicates over."""
         if self.refusal:

@@ -102,7 +102,9 @@ class World(contextlib.AbstractContextManager["World"]):
         self.comm_bytes = 0
         """Passed to collectives by this rank, those of gradients and large tensors."""
         self._spare = torch.empty(0)
-        spans = is_whole and group is not None and place.spans_nodes and self.device.type == "cpu"
+        # Launched as several nodes, ranks may still share a machine, and its memory.
+        shares_memory = self._lane is not None and self._lane.is_one_node
+        spans = is_whole and group is not None and place.spans_nodes and self.device.type == "cpu" and not shares_memory
         self._exchange = Exchange(group) if group is not None and spans and self._lane is None else None
         self.overlaps = spans or (is_whole and backend in device_backends())
         """Whether reductions can go on while this rank computes: those of all ranks over a network."""
