@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from instep.events.read import EventTail, path_of
-from instep.events.schema import RECORDS
+from instep.events.repeats import Repeats
 from instep.monitor.reader import EventReader
 from instep.monitor.rows import RowsDisplay
 from instep.monitor.terminal import TerminalDisplay
@@ -32,9 +32,9 @@ class Follower:
             with self._dropping(name):
                 self._readers[name] = READERS[name](run_dir)
         self._tail = EventTail(path_of(run_dir))
-        self._newest_step: dict[str, int] = {}
+        self._repeats = Repeats()
         for event in self._tail.poll() if self._readers else ():  # the readers of an earlier command received these
-            self._is_repeated(event)
+            self._repeats.is_repeated(event)
         self._done = threading.Event()
         self._is_quiet = False
         self._thread = threading.Thread(target=self._follow, name="instep-follow", daemon=True)
@@ -84,7 +84,7 @@ class Follower:
     def _pass_on(self) -> None:
         for event in self._tail.poll():
             self._is_quiet = False
-            repeated = self._is_repeated(event)
+            repeated = self._repeats.is_repeated(event)
             for name, reader in list(self._readers.items()):
                 if reader.repeats or not repeated:
                     with self._dropping(name):
@@ -92,16 +92,6 @@ class Follower:
         for name, reader in list(self._readers.items()) if not self._is_quiet else ():
             with self._dropping(name):
                 reader.refresh()
-
-    def _is_repeated(self, event: dict[str, Any]) -> bool:
-        """Return whether an event of this kind and step was written before, by an attempt that failed later."""
-        kind = event["event"]
-        record = RECORDS.get(kind)
-        if record is None or not record.once_per_step:
-            return False
-        newest = self._newest_step.get(kind, -1)
-        self._newest_step[kind] = max(newest, event["step"])
-        return bool(event["step"] <= newest)
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:

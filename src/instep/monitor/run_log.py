@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from instep.core.errors import SpecError
 from instep.core.plural import plural
 from instep.events.read import EventTail, path_of
+from instep.events.repeats import Repeats
 from instep.events.schema import RECORDS
 
 _RANK_FILE = re.compile(r"rank-(\d+)\.jsonl")
@@ -83,7 +84,7 @@ class RunLog:
         for rank, log in sorted(self._ranks.items()):
             num_damaged = len(log.damaged)
             for event in log.poll():
-                if self._repeats or not log.is_repeated(event):
+                if self._repeats or not log.repeats.is_repeated(event):
                     yield RankEvent(rank, event)
             self.damaged += log.damaged[num_damaged:]
 
@@ -110,7 +111,7 @@ class _RankLog:
         self._tail = EventTail(path, without)
         self._num_damaged = 0
         self._inode, self._num_bytes = _identity(path)
-        self._newest_step: dict[str, int] = {}
+        self.repeats = Repeats()
 
     def poll(self) -> Iterator[dict[str, Any]]:
         """Yield the new events that are what the schema says, and note the lines that are not."""
@@ -127,16 +128,6 @@ class _RankLog:
             self._note(line, "is no JSON object")
         self._num_damaged = len(self._tail.damaged)
         self._inode, self._num_bytes = _identity(self.path)
-
-    def is_repeated(self, event: Mapping[str, Any]) -> bool:
-        """Return whether an event of this kind and step was there before, of an attempt that failed later."""
-        kind = event["event"]
-        record = RECORDS.get(kind)
-        if record is None or not record.once_per_step:
-            return False
-        newest = self._newest_step.get(kind, -1)
-        self._newest_step[kind] = max(newest, event["step"])
-        return bool(event["step"] <= newest)
 
     def was_replaced(self) -> bool:
         """Return whether the file is another one than at the last poll, or lost its end; logs only grow."""

@@ -39,7 +39,7 @@ def forget_flame(folder: Path, rank: int) -> None:
 
 
 def collect_flame(folder: Path, rank: int) -> str:
-    """Give the graph that py-spy has written its name; return why there is none, or nothing.
+    """Rename the graph that py-spy has written; return why there is none, or nothing.
 
     After a rank was killed this is done for it: py-spy writes its graph when the process that it samples is gone.
     """
@@ -98,6 +98,6 @@ def describe_failure(log: str) -> str:
 
 
 def _allow_tracing(pid: int) -> None:
-    """Let a child read this process, where the kernel lets only parents read their children (Yama)."""
+    """Allow a child to read this process, where the kernel lets only parents read their children (Yama)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
