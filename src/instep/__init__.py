@@ -6,10 +6,11 @@ import importlib
 import random
 from typing import TYPE_CHECKING, Any
 
-# The package `instep.train` and the function `instep.train` share a name. The package is imported first, which
-# binds it here once and for all; the function below then takes the name over. `from instep.train.x import y`
-# goes through sys.modules and still finds the package.
-import instep.train  # noqa: F401
+# The package `instep.train` and the function `instep.train` share a name, and so do those of `tune`. The packages are
+# imported first, which binds them here once and for all; the functions below then take the names over.
+# `from instep.train.x import y` goes through sys.modules and still finds the package.
+import instep.train
+import instep.tune  # noqa: F401
 from instep.core.errors import (
     CheckpointError,
     DataError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from instep.train.result import Result, load_model
     from instep.train.task import Task
     from instep.train.worker import start
+    from instep.tune.result import TuneResult
 
 __all__ = [
     "CheckpointError",
@@ -47,6 +49,7 @@ __all__ = [
     "Task",
     "TaskError",
     "TrainSpec",
+    "TuneResult",
     "__version__",
     "bernoulli",
     "data",
@@ -63,6 +66,7 @@ __all__ = [
     "randn_like",
     "start",
     "train",
+    "tune",
 ]
 
 # What needs torch is imported when it is asked for: the command starts its workers before it imports torch.
@@ -71,6 +75,7 @@ _LAZY = {
     **dict.fromkeys(_NOISE, "instep.parallel.row_noise"),
     "Result": "instep.train.result",
     "Task": "instep.train.task",
+    "TuneResult": "instep.tune.result",
     "evaluate": "instep.cli.evaluate",
     "load_model": "instep.train.result",
     "main": "instep.cli.train",
@@ -90,6 +95,19 @@ def train(task: Any, **options: Any) -> Result:
 
     random.setstate(state)  # some of what is imported draws a number
     return train_here(task, **options)
+
+
+def tune(task: Any, space: Any = None, **options: Any) -> TuneResult:
+    """Search hyper-parameters of a Task, and return all trials and the best.
+
+    `space` gives a range or a list of choices by the name of a field or option: {"lr": "1e-5..1e-1:log", "hidden": [64,
+    128]}. The options are those of `instep tune` (trials, metric, sampler, pruner, parallel, …) and of `instep.train`.
+    """
+    state = random.getstate()
+    from instep.cli.tune import tune_here
+
+    random.setstate(state)  # some of what is imported draws a number
+    return tune_here(task, space or {}, **options)
 
 
 def __dir__() -> list[str]:

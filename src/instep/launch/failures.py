@@ -67,6 +67,7 @@ def failure_of_exception(error: BaseException, rank: int, time_ns: int, log: str
         final=exit_code == EXIT_SPEC or (isinstance(error, InstepError) and exit_code == EXIT_USER),
         log=log,
         collective=_called(error) if isinstance(error, CollectiveMismatch) else "",
+        out_of_memory=is_out_of_memory(error),
     )
 
 
