@@ -24,6 +24,7 @@ _OF_ONE = ("optimization_history", "intermediate_values", *_COMMON)
 
 def write_report(path: Path, result: TuneResult, study: optuna.Study) -> None:
     """Write the page of a search."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a plot that cannot be drawn says so on the page
     names = [goal.name for goal in result.goals]
     parts = [_figure(kind, study, names[0], None) for kind in _OF_ONE] if len(names) == 1 else _of_several(study, names)
     title = html.escape(f"{study.study_name}: {', '.join(names)}")
