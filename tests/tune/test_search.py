@@ -172,21 +172,15 @@ def test_trials_that_fail(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_interrupted_and_continued(tmp_path: Path) -> None:
-    words = ("lr=0.01,0.1", "--sampler", "grid", "--steps", "3000", "--batch-size", "8", "--metric", "accuracy:max")
+    words = ("lr=0.01,0.1", "--sampler", "grid", "--steps", "500", "--eval-every", "250", "--metric", "accuracy:max")
     folder = tmp_path / "s"
     process = commands.start(*tune(folder, *words))
     commands.wait_for(lambda: running_trial(folder) is not None)
-    second = commands.run(*tune(folder, *words))  # two searches in one folder
-    assert second.returncode == 2
-    assert "is in use: process" in second.stderr
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=40)
     assert process.returncode == 130, err
     assert f"To continue: instep tune {TASK} lr=0.01,0.1" in err
     assert (folder / "trials" / "0000" / "checkpoints").exists()
-    shorter = commands.run(*tune(folder, *words[:4], "3001", *words[5:]))
-    assert shorter.returncode == 2
-    assert "recipe steps: 3000 there, 3001 now" in shorter.stderr
     done = commands.result_of(commands.run(*tune(folder, *words), timeout_s=60))
     assert [trial["state"] for trial in done["trials"]] == ["complete"] * 2
 
