@@ -26,7 +26,7 @@ from instep.train.source import TaskSource
 from instep.train.task import Task, field_names
 from instep.tune.named import make_pruner, make_sampler
 from instep.tune.objective import Constraint, read_goals
-from instep.tune.space import Dimension, Range, field_value, is_searchable
+from instep.tune.space import Dimension, Range, field_value
 from instep.tune.trial_run import TrialPlan
 from instep.world.device import device_count
 
@@ -149,7 +149,7 @@ class SearchPlan:
         """Return what a trial with these parameters trains; raise SpecError for parameters that cannot be set."""
         hints = typing.get_type_hints(type(self.task))
         names = field_names(type(self.task))
-        options = {option.name: option for option in options_of(TrainSpec) if is_searchable(option)}
+        options = {option.name: option for option in options_of(TrainSpec) if option.is_searchable}
         fields, changes = {name: getattr(self.task, name) for name in names}, dict[str, Any]()
         for name, value in params.items():
             if name in names:
