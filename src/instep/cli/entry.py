@@ -21,9 +21,9 @@ def main() -> None:
 
 def _run() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in ("train", "tune"):
+        keep_early_stops()
     if command in ("train", "evaluate", "predict"):
-        if command == "train":
-            keep_early_stops()
         is_local = launcher_here() == "none" and not any(word.startswith("--hosts") for word in sys.argv)
         if len(sys.argv) > 2 and not {"--quiet", "-q", "--help"} & {*sys.argv} and is_local:
             print("starting: loading PyTorch and the Task", file=sys.stderr, flush=True)  # it takes seconds

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from instep.cli.command import TASK, argument, command, make_spec, option, print_json, say
 from instep.core.errors import EXIT_DONE, EXIT_USER, Interrupted, SpecError
 from instep.core.options import NODES, Option, options_of
+from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.launch.preload import fork_forkserver
 
@@ -145,7 +146,10 @@ def _search(plan: SearchPlan, words: Sequence[str]) -> TuneResult:
     run_dir = Path(plan.spec.run_dir) if plan.spec.run_dir else None
     with TuneDisplay(plan.tune.trials, plan.tune.parallel, plan.spec.quiet) as display:
         result, interrupted = search(plan, run_dir, plan.spec.fresh, display.show)
-    if result.status != "complete":
+    if result.status == "running":
+        num_left = sum(trial.state == "running" for trial in result.trials)
+        say(f"nothing is left to start here. Still running in other processes: {plural(num_left, 'trial')}.")
+    elif result.status != "complete":
         again = [word for word in words if word != "--fresh"] + ([] if run_dir else ["--run-dir", result.run_dir])
         how = f"To continue: {shlex.join(again)}" if words else f"To continue: run_dir={result.run_dir!r}"
         if interrupted:

@@ -1,7 +1,8 @@
 """The folder of a search: what is searched there, whether that may be continued, and where its trials are.
 
 search.json          what is searched, and how
-study.db             Optuna's study, for optuna-dashboard
+study.db             Optuna's study, for optuna-dashboard; study.journal, if several processes share the search
+.claims/             which of them runs which trial
 trials/0007/         the run directory of trial 7
 report.html          plots of the study
 """
@@ -19,29 +20,37 @@ from typing import Any
 from instep.checkpoint.files import replace_synced
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import CheckpointError
+from instep.tune.claims import FOLDER, Claims, SharedClaims, SoleClaims
 
 SEARCH = "search.json"
+_BEFORE = {".lock", FOLDER, "submit.sh", "logs"}
+"""What may be in the folder before the search is described: locks, and what was submitted to a scheduler."""
+_SHARERS = "another search"
 _VERSION = 1
 
 
 class SearchFolder:
     """The folder of one search."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_shared: bool = False) -> None:
         self.path = path
+        self._is_shared = is_shared
         self._directory = RunDirectory(path)
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, path: Path | None, name: str, fresh: bool) -> Iterator[SearchFolder]:
-        """Yield the folder that the user named, or a new one, locked against other searches."""
+    def opened(cls, path: Path | None, name: str, fresh: bool, is_shared: bool = False) -> Iterator[SearchFolder]:
+        """Yield the folder that the user named, or a new one, locked against other searches.
+
+        `is_shared`: processes that share the search are let in ([Note: A shared search]).
+        """
         if path is None:
             path = RunDirectory.create(f"{name}-tune").path
         elif fresh and (path / SEARCH).exists():
             _move_aside(path)
-        folder = cls(path)
+        folder = cls(path, is_shared)
         folder._make()
-        folder._directory.lock()
+        folder._directory.lock(_SHARERS if is_shared else "")
         try:
             yield folder
         finally:
@@ -52,7 +61,7 @@ class SearchFolder:
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file, and a search needs a folder. Give another --run-dir.")
         names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set[str]()
-        if names - {".lock"} and SEARCH not in names and not _half_written(names):
+        if SEARCH not in names and not _half_written(names):
             raise CheckpointError(
                 f"{self.path} is not empty and holds no {SEARCH}, so it is not a search's. Give another --run-dir."
             )
@@ -63,12 +72,22 @@ class SearchFolder:
                 f"{self.path} cannot be created: {error.strerror}. Give another --run-dir."
             ) from error
 
+    def claims(self) -> Claims:
+        """Return what says which trials are this process's."""
+        return SharedClaims(self.path) if self._is_shared else SoleClaims()
+
     def describe(self, description: Mapping[str, Any]) -> str:
         """Write what is searched, or check that it is what this folder holds; return the id of the search."""
         path = self.path / SEARCH
-        now = json.loads(json.dumps({"version": _VERSION, "id": uuid.uuid4().hex, **description}))
+        now = {"version": _VERSION, "id": uuid.uuid4().hex, **description}
         if not path.exists():
             replace_synced(path, json.dumps(now, indent=1).encode())
+        return self.check(description)
+
+    def check(self, description: Mapping[str, Any]) -> str:
+        """Raise CheckpointError if this folder, which has a search, holds another one; return the search's id."""
+        path = self.path / SEARCH
+        now = json.loads(json.dumps({"version": _VERSION, **description}))
         try:
             earlier = json.loads(path.read_bytes())
             now["id"] = search_id = str(earlier["id"])
@@ -93,7 +112,7 @@ class SearchFolder:
 
 
 def _half_written(names: set[str]) -> bool:
-    return all(name.startswith(f".{SEARCH}.") or name == ".lock" for name in names)
+    return all(name.startswith(f".{SEARCH}.") or name in _BEFORE for name in names)
 
 
 def _move_aside(path: Path) -> None:

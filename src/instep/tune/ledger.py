@@ -14,7 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
-from instep.core.errors import SpecError
+from instep.core.errors import EnvironmentFailed, SpecError
 
 JOURNAL = "journal"
 _OWNER = "instep:search"
@@ -54,7 +54,11 @@ class Ledger:
     def begin(self, trial: FrozenTrial) -> None:
         """Record a trial that is about to run, with its parameters, in one transaction: whole, or not at all."""
         trial_id = self.storage.create_new_trial(self._study_id, template_trial=trial)
-        assert self.storage.get_trial(trial_id).number == trial.number, "another search writes to this study"
+        if (number := self.storage.get_trial(trial_id).number) != trial.number:
+            raise EnvironmentFailed(
+                f"trial {trial.number} was recorded as trial {number}: another process has added a trial at the same "
+                "moment. A study belongs to one folder; do file locks in that folder hold between nodes?"
+            )
 
     def report(self, number: int, evaluation: int, value: float) -> None:
         """Record the value of an evaluation; a second time it changes nothing."""
@@ -62,14 +66,7 @@ class Ledger:
 
     def end(self, trial: FrozenTrial) -> None:
         """Record how a trial ended: its state last, so that a kill before that leaves it running."""
-        trial_id = self._id(trial.number)
-        for evaluation, value in trial.intermediate_values.items():
-            self.storage.set_trial_intermediate_value(trial_id, evaluation, value)
-        for key, value in trial.system_attrs.items():
-            self.storage.set_trial_system_attr(trial_id, key, value)
-        for key, value in trial.user_attrs.items():
-            self.storage.set_trial_user_attr(trial_id, key, value)
-        self.storage.set_trial_state_values(trial_id, trial.state, trial.values)
+        write_end(self.storage, self._id(trial.number), trial)
 
     def close(self) -> None:
         """Close the connections to the storage."""
@@ -78,6 +75,17 @@ class Ledger:
 
     def _id(self, number: int) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+
+
+def write_end(storage: BaseStorage, trial_id: int, trial: FrozenTrial) -> None:
+    """Write all that is known of a trial that has ended into a storage that has it as running, its state last."""
+    for evaluation, value in trial.intermediate_values.items():
+        storage.set_trial_intermediate_value(trial_id, evaluation, value)
+    for key, value in trial.system_attrs.items():
+        storage.set_trial_system_attr(trial_id, key, value)
+    for key, value in trial.user_attrs.items():
+        storage.set_trial_user_attr(trial_id, key, value)
+    storage.set_trial_state_values(trial_id, trial.state, trial.values)
 
 
 def storage_url(folder: Path, storage: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from instep.train.directory import describe_task
 from instep.train.source import TaskSource
 from instep.train.task import Task, field_names
 from instep.tune.named import make_pruner, make_sampler
+from instep.tune.ledger import JOURNAL
 from instep.tune.objective import Constraint, read_goals
 from instep.tune.space import Dimension, Range, field_value
 from instep.tune.trial_run import TrialPlan
@@ -71,6 +73,11 @@ class TuneSpec:
     def limits(self) -> tuple[Constraint, ...]:
         """The constraints."""
         return tuple(map(Constraint.parse, self.constraints))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes may search together."""
+        return self.storage == JOURNAL
 
     @property
     def time_s(self) -> float | None:
@@ -186,6 +193,14 @@ class SearchPlan:
             "study": self.study_name,
             "recipe": {name: value for name, value in recipe.items() if name not in self.space},
         }
+
+    @property
+    def num_trials(self) -> int:
+        """The trials of the whole search; a grid has no more than its points, also with several trials at once."""
+        if self.tune.sampler.partition(":")[0].lower() != "grid":
+            return self.tune.trials
+        num_points = math.prod(int(dimension.num_values) for dimension in self.space.values())
+        return min(self.tune.trials, num_points + len(self.tune.points))
 
     @property
     def study_name(self) -> str:

@@ -18,7 +18,8 @@ from instep.train.task import Task, fields_of
 from instep.tune.space import text_of
 
 State = Literal["running", "complete", "infeasible", "pruned", "failed"]
-Status = Literal["complete", "preempted", "out-of-time"]
+Status = Literal["complete", "preempted", "out-of-time", "running"]
+"""running: other processes that share the search still train trials, and nothing is left for this one."""
 _STATES: dict[TrialState, State] = {
     TrialState.RUNNING: "running",
     TrialState.WAITING: "running",

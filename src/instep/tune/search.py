@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import threading
@@ -41,6 +42,8 @@ from instep.tune.study import SearchStudy
 from instep.tune.trial_run import Evaluation, LocalTrial, RunningTrial, TrialPlan, measures
 
 _POLL_S = 0.1
+_CLAIM_EVERY_S = 1.0
+"""How often to look for a trial while there is none to start; others may leave one."""
 Show = Callable[[TuneResult], object]
 """Shows how far a search is; called after each change."""
 
@@ -59,25 +62,34 @@ class Search:
 
     def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show) -> None:
         self._plan, self._folder, self._show = plan, folder, show
+        self._claims = folder.claims()
+        with self._claims.deciding():
+            self._open()
+        self._slots: dict[int, _Slot] = {}
+        self._waiting: list[FrozenTrial] = []
+        self._woken = threading.Event()
+        self._stop = StopRequest()
+        self._claim_at = 0.0
+        self._status: Status = "complete"
+
+    def _open(self) -> None:
+        """Open the study, or make it."""
+        plan, folder = self._plan, self._folder
         search_id = folder.describe(plan.describe())
         maximized = [StudyDirection.MINIMIZE if g.is_lowest_best else StudyDirection.MAXIMIZE for g in plan.tune.goals]
         url = storage_url(folder.path, plan.tune.storage)
         self._ledger = Ledger.open(url, plan.study_name, maximized, search_id)
         self._study = SearchStudy(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner)
-        self._slots: dict[int, _Slot] = {}
-        self._waiting: list[FrozenTrial] = []
-        self._woken = threading.Event()
-        self._stop = StopRequest()
-        self._status: Status = "complete"
 
     def run(self) -> TuneResult:
         """Run all trials that are left, and return the outcome."""
         begun = time.monotonic()
         with self._signals_handled(), self._left_in_order():
-            self._waiting = self._study.unfinished()
+            if not self._claims.is_shared:
+                self._waiting = self._study.unfinished()
             while True:
                 self._end_in_time(begun)
-                while len(self._slots) < self._plan.tune.parallel and (trial := self._next()) is not None:
+                while len(self._slots) < self._plan.tune.parallel and (trial := self._claim()) is not None:
                     self._begin(trial)
                 if not self._slots:
                     break
@@ -85,7 +97,30 @@ class Search:
                 self._woken.clear()
                 for slot in list(self._slots.values()):
                     self._follow(slot)
+            self._leave()
         return self.result()
+
+    def _claim(self) -> FrozenTrial | None:
+        """Return the next trial, claimed for this process; None: there is none to start."""
+        if self._status != "complete" or time.monotonic() < self._claim_at:
+            return None
+        with self._claims.deciding():
+            if self._claims.is_shared and not self._waiting:
+                self._study.sync()
+                left = (trial for trial in self._study.unfinished() if trial.number not in self._slots)
+                self._waiting = list(itertools.islice((t for t in left if self._claims.take(t.number)), 1))
+            trial = self._next()
+            if trial is not None:
+                self._claims.take(trial.number)
+        self._claim_at = 0.0 if trial is not None else time.monotonic() + _CLAIM_EVERY_S
+        return trial
+
+    def _leave(self) -> None:
+        """Take in how far the processes are that share the search."""
+        if self._claims.is_shared:
+            self._study.sync()
+            if self._status == "complete" and self._study.unfinished():
+                self._status = "running"
 
     def result(self) -> TuneResult:
         """Return what is known now."""
@@ -113,7 +148,7 @@ class Search:
         if self._waiting:
             return self._waiting.pop(0)
         number, points = len(self._study.trials), self._plan.tune.points
-        if number >= self._plan.tune.trials or self._study.is_exhausted:
+        if number >= self._plan.num_trials or self._study.is_exhausted:
             return None
         return self._study.next(self._plan.suggest, points[number] if number < len(points) else None)
 
@@ -127,6 +162,7 @@ class Search:
                 plan.spec.check_world(plan.spec.processes)
         except Exception as error:  # noqa: BLE001 - the Task's own checks may raise anything
             self._fail(number, str(error) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}")
+            self._claims.release(number)
             return
         self._slots[number] = slot = _Slot(LocalTrial(plan, self._woken.set), time.monotonic())
         self._read(slot)
@@ -138,6 +174,9 @@ class Search:
         changed = self._read(slot)
         if is_done:
             self._end(slot)
+            if all(trial.number != slot.trial.plan.number for trial in self._waiting):
+                self._claims.release(slot.trial.plan.number)
+            self._claim_at = 0.0
         if changed or is_done:
             self._show(self.result())
 
@@ -150,6 +189,8 @@ class Search:
             if slot.pruned_at is not None or len(goals) > 1 or goals[0].name not in evaluation.metrics:
                 continue
             changed = True
+            if self._claims.is_shared:
+                self._study.sync()  # a pruner compares with the trials of all processes
             if self._study.evaluate(number, evaluation.number, evaluation.metrics[goals[0].name]):
                 slot.pruned_at = evaluation
                 slot.trial.stop()
@@ -263,6 +304,6 @@ def _as_begun(plan: TrialPlan) -> TrialPlan:
 def search(plan: SearchPlan, path: Path | None, fresh: bool, show: Show) -> tuple[TuneResult, bool]:
     """Search, or continue a search, in a folder; return the outcome, and whether Ctrl-C has ended it."""
     plan.check()
-    with SearchFolder.opened(path, type(plan.task).__name__.lower(), fresh) as folder:
+    with SearchFolder.opened(path, type(plan.task).__name__.lower(), fresh, plan.tune.is_shared) as folder:
         running = Search(plan, folder, show)
         return running.conclude(running.run()), running.interrupted

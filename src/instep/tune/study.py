@@ -33,7 +33,7 @@ from optuna.storages import InMemoryStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from instep.tune.ledger import Ledger
+from instep.tune.ledger import Ledger, write_end
 
 _STUDY_STATE, _LAST = "instep:study", "instep:last"
 
@@ -70,6 +70,16 @@ class SearchStudy:
         for key, value in trial.system_attrs.get(_STUDY_STATE, {}).items():
             self._storage.set_study_system_attr(self._study_id, key, value)
         self.is_exhausted |= _LAST in trial.user_attrs
+
+    def sync(self) -> None:
+        """Take in what other processes have recorded meanwhile: trials that they began, and how theirs ended."""
+        known = self.trials
+        for stored in self._ledger.trials():
+            if stored.number >= len(known):
+                self._take(stored)
+            elif stored.state.is_finished() and not known[stored.number].state.is_finished():
+                write_end(self._storage, known[stored.number]._trial_id, stored)
+                self.is_exhausted |= _LAST in stored.user_attrs
 
     @property
     def trials(self) -> list[FrozenTrial]:
