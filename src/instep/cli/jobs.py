@@ -8,6 +8,7 @@ from rich.table import Table
 
 from instep.cli.command import argument, command, option, print_json, say
 from instep.core.errors import EXIT_DONE
+from instep.core.plural import plural
 from instep.events.read import last_step
 from instep.launch.slurm import client
 from instep.launch.slurm.client import JobRecord
@@ -34,6 +35,8 @@ def jobs(all: bool, json: bool) -> int:
     for row in rows:
         state = row["state"] + (f" ({row['reason']})" if row["reason"] else "")
         step = "" if row["step"] is None else str(row["step"])
+        if row["trials"] is not None:
+            step = plural(row["trials"], "trial")
         table.add_row(row["job_id"], state, step, row["elapsed"], row["run_dir"], style=None)
     console = Console(highlight=False, markup=False)
     # In a file or a pipe, a complete path matters more than the width of a line.
@@ -48,7 +51,8 @@ def _row(job: JobRecord) -> dict[str, Any]:
         "state": job.state.lower(),
         "reason": job.reason if job.state == "PENDING" else "",
         "run_dir": str(job.run_dir),
-        "step": last_step(job.run_dir),
+        "step": None if job.is_search else last_step(job.run_dir),
+        "trials": sum(1 for _ in job.run_dir.glob("trials/*")) if job.is_search else None,
         "elapsed": job.elapsed,
     }
 

@@ -10,6 +10,7 @@ import sys
 import time
 import typing
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import typer
@@ -27,6 +28,7 @@ if typing.TYPE_CHECKING:
     from instep.train.task import Task
 
 _AFTER = "instep.after_dashes"
+_SEARCH = "instep.cli.submit_tune:slurm_tune"
 _POLL_S = 1.0
 _TAIL_LINES = 20
 _INSTEAD: dict[str, dict[str, Any]] = {
@@ -40,7 +42,7 @@ _INSTEAD: dict[str, dict[str, Any]] = {
 """Help texts and defaults of options of `train` that mean something else here."""
 
 
-class _WithSbatchOptions(Grouped):
+class WithSbatchOptions(Grouped):
     """A command that keeps the words after `--` for sbatch."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -48,6 +50,18 @@ class _WithSbatchOptions(Grouped):
         place = args.index("--") if "--" in args else len(args)
         ctx.meta[_AFTER] = tuple(args[place + 1 :])
         return list(super().parse_args(ctx, args[:place]))
+
+
+class _TrainingOrSearch(WithSbatchOptions):
+    """The command, which is another one with --tune: most options of a search have types of their own."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **more: Any) -> Any:
+        """Parse the command line of the command that is meant."""
+        own = args[: args.index("--")] if "--" in args else args
+        if "--tune" not in own:
+            return super().make_context(info_name, args, parent, **more)
+        rest = [word for word in own if word != "--tune"] + args[len(own) :]
+        return resolve_name(_SEARCH).make_context(f"{info_name} --tune", rest, parent, **more)
 
 
 OPTIONS = (
@@ -62,6 +76,7 @@ OPTIONS = (
     option("signal_before", int, 120, "seconds before the time limit at which to save and be requeued"),
     option("requeue", bool, True, "continue in another job until the training is complete", "--requeue/--no-requeue"),
     option("on_node_failure", str, "requeue", "requeue: restart the whole job; continue: use the nodes that are left"),
+    option("tune", bool, False, "submit a search, as an array of jobs that share it: --tune --help has its options"),
     option("dry_run", bool, False, "print the script and submit nothing"),
     option("follow", bool, False, "show the progress until the job ends; Ctrl-C ends only the display"),
 )
@@ -79,31 +94,39 @@ def _takes(declared: Option) -> bool:
     spec=TrainSpec,
     takes=_takes,
     instead=_INSTEAD,
-    cls=_WithSbatchOptions,
+    cls=_TrainingOrSearch,
 )
 def slurm(context: typer.Context, task: str, values: list[str] | None, **options: Any) -> int:
     """Write the job's script and submit it; return the exit code."""
     asked = {parameter.name: options.pop(parameter.name) for parameter in OPTIONS}
     spec = make_spec(TrainSpec, with_processes(options, asked["gpus_per_node"]))
     made, _ = find_task(task, values)
-    job = plan_job(made, task, values or [], spec, asked, tuple(context.meta[_AFTER]))
-    script = job.run_dir / SCRIPT
-    outcome = {"job_id": None, "run_dir": str(job.run_dir), "script": str(script)}
+    job = plan_job(made, task, values or [], spec, asked, words_after_dashes(context))
     if asked["follow"] and job.is_array:
         raise SpecError("--follow shows one run, and an array has several. Leave it out, and use instep jobs.")
-    if asked["dry_run"]:
+    return send(job, spec, asked["dry_run"], asked["follow"])
+
+
+def words_after_dashes(context: typer.Context) -> tuple[str, ...]:
+    """Return the words for sbatch."""
+    return tuple(context.meta[_AFTER])
+
+
+def send(job: SubmitSpec, spec: TrainSpec, is_dry: bool, follows: bool) -> int:
+    """Submit a job, or print its script; return the exit code."""
+    script, number, code = job.run_dir / SCRIPT, None, EXIT_DONE
+    if is_dry:
         print(batch_script(job), end="", file=sys.stderr if spec.json else sys.stdout)
-        if spec.json:
-            print_json(outcome)
-        return EXIT_DONE
-    before = result_stamp(job.run_dir)
-    number = _submit(job, spec.fresh)
-    say(f"job {number} is submitted: {script}")
-    code = follow(number, job.run_dir, before) if asked["follow"] else EXIT_DONE
-    if not asked["follow"] and not spec.quiet:
-        say(f"instep jobs shows its progress; instep cancel {number} ends it.")
+    else:
+        before = result_stamp(job.run_dir)
+        number = _submit(job, spec.fresh)
+        say(f"job {number} is submitted: {script}")
+        if follows:
+            code = follow(number, job.run_dir, before)
+        elif not spec.quiet:
+            say(f"instep jobs shows its progress; instep cancel {number} ends it.")
     if spec.json:
-        print_json({**outcome, "job_id": number})
+        print_json({"job_id": number, "run_dir": str(job.run_dir), "script": str(script)})
     return code
 
 
@@ -133,7 +156,7 @@ def plan_job(
         values=tuple(values),
         options=tuple(operational.words()),
         processes=spec.processes,
-        cpus_per_node=asked["cpus_per_node"] or _cores([variant for _, variant in variants]),
+        cpus_per_node=asked["cpus_per_node"] or cores_of([variant for _, variant in variants]),
         env=tuple(asked["set_env"]),
         prelude=tuple(asked["prelude"]),
         sweep=sweep,
@@ -144,7 +167,7 @@ def plan_job(
     return job
 
 
-def _cores(variants: list[TrainSpec]) -> int | None:
+def cores_of(variants: list[TrainSpec]) -> int | None:
     """Return the number of cores that a node's processes need; None: it is not known here."""
     if not isinstance(variants[0].processes, int):
         return None

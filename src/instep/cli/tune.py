@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import shlex
 import sys
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from instep.tune.plan import SearchPlan
     from instep.tune.result import TuneResult
 
-_WORDS = argument(
+WORDS = argument(
     "values",
     list[str] | None,
     "NAME=VALUES",
     "what to search: lr=1e-5..1e-1:log (a range), layers=2..8, act=relu,gelu (choices); one value sets a field",
     default=None,
 )
-_OWN = (
+OWN = (
     option("trials", int, 30, "trials of the whole search; more continue a search that is complete"),
     option("metric", str, "eval_loss:min", "what to search for: accuracy:max; several, separated by commas"),
     option("sampler", str, "tpe", "a sampler of Optuna by name, with options: tpe:multivariate=true (docs/tune.md)"),
@@ -43,21 +44,27 @@ _OWN = (
 )  # fmt: skip
 
 
-_SEARCHABLE = [o for o in options_of(TrainSpec) if o.is_searchable]
+SEARCHABLE = [o for o in options_of(TrainSpec) if o.is_searchable]
 
 
-def _text_option(o: Option) -> Any:
+def text_option(o: Option) -> Any:
+    """Return the option of this command for one of `train` that may be searched."""
     return option(o.name, str | None, None, f"{o.help} (may be searched)", *o.flags, rich_help_panel=o.group)
+
+
+def takes(o: Option) -> bool:
+    """Return whether an option of `train` is one of this command as it is."""
+    return o.group != NODES and o not in SEARCHABLE and o.name not in ("profile", "profile_ranks")
 
 
 @command(
     "Search for the hyper-parameters of a Task. The same command with the same --run-dir continues a search.",
     TASK,
-    _WORDS,
-    *_OWN,
-    *map(_text_option, _SEARCHABLE),
+    WORDS,
+    *OWN,
+    *map(text_option, SEARCHABLE),
     spec=TrainSpec,
-    takes=lambda o: o.group != NODES and o not in _SEARCHABLE and o.name not in ("profile", "profile_ranks"),
+    takes=takes,
     instead={
         "run_dir": {"help": "the search's folder; an unfinished search in it is continued"},
         "fresh": {"help": "start over: an earlier search in --run-dir is moved aside"},
@@ -67,27 +74,34 @@ def _text_option(o: Option) -> Any:
 )
 def tune(task: str, values: list[str] | None, **options: Any) -> int:
     """Search the space of a file's Task."""
-    _require_packages()
+    require_packages()
     fork_forkserver()
-    from instep.tune.plan import read_points
-    from instep.tune.space import read_options
-
-    own = {o.name: options.pop(o.name) for o in _OWN}
-    fixed, searched = read_options({o.name: options.pop(o.name) for o in _SEARCHABLE})
-    made, path, space = _find_task(task, values or [])
-    if clash := set(space) & set(searched):
-        raise SpecError(f"{min(clash)} is searched as a field of the Task and as an option. Rename the field.")
-    space |= searched
-    hints = {o.name: o.type for o in _SEARCHABLE} | typing.get_type_hints(type(made))
-    own["points"] = tuple(read_points(own.pop("enqueue"), space, hints))
-    own["constraints"] = tuple(own.pop("constraint"))
-    plan = _plan(made, path, make_spec(TrainSpec, options | fixed), own, space)
+    plan = _divided(plan_search(task, values or [], options))
     result = _search(plan, ["instep", *sys.argv[1:]])
     if not plan.spec.quiet:
         _show_best(result)
     if plan.spec.json:
         print_json(result.to_json())
     return _exit_code(result)
+
+
+def plan_search(task: str, words: Sequence[str], given: Mapping[str, Any]) -> SearchPlan:
+    """Return the search that a command line asks for."""
+    from instep.tune.plan import SearchPlan, TuneSpec, read_points
+    from instep.tune.space import read_options
+
+    options = dict(given)
+    own = {o.name: options.pop(o.name) for o in OWN}
+    fixed, searched = read_options({o.name: options.pop(o.name) for o in SEARCHABLE})
+    made, path, space = _find_task(task, words)
+    if clash := set(space) & set(searched):
+        raise SpecError(f"{min(clash)} is searched as a field of the Task and as an option. Rename the field.")
+    space |= searched
+    hints = {o.name: o.type for o in SEARCHABLE} | typing.get_type_hints(type(made))
+    own["points"] = tuple(read_points(own.pop("enqueue"), space, hints))
+    own["constraints"] = tuple(own.pop("constraint"))
+    spec = make_spec(TrainSpec, options | fixed)
+    return SearchPlan(made, path, spec, TuneSpec(**own), space, seed=spec.seed)
 
 
 def _find_task(task: str, words: Sequence[str]) -> tuple[Task, Path, dict[str, Any]]:
@@ -105,9 +119,10 @@ def _find_task(task: str, words: Sequence[str]) -> tuple[Task, Path, dict[str, A
 
 def tune_here(task: Task, space: Mapping[str, Any], **options: Any) -> TuneResult:
     """Search from a program or a notebook: `instep.tune`."""
-    _require_packages()
+    require_packages()
     from instep.train.source import file_of, refuse_while_loading
     from instep.train.task import Task
+    from instep.tune.plan import SearchPlan, TuneSpec
     from instep.tune.space import dimension_of
 
     refuse_while_loading("instep.tune()")
@@ -115,27 +130,26 @@ def tune_here(task: Task, space: Mapping[str, Any], **options: Any) -> TuneResul
         raise SpecError(
             f"instep.tune got a {type(task).__name__}, and needs an instance of a Task: Digits(), for instance."
         )
-    own = {o.name: options.pop(o.name) for o in _OWN if o.name in options}
+    own = {o.name: options.pop(o.name) for o in OWN if o.name in options}
     own["points"] = tuple(own.pop("enqueue", ()))
     own["constraints"] = tuple(own.pop("constraint", ()))
-    hints = {o.name: o.type for o in _SEARCHABLE} | typing.get_type_hints(type(task))
+    hints = {o.name: o.type for o in SEARCHABLE} | typing.get_type_hints(type(task))
     if unknown := [name for name in space if name not in hints]:
         raise SpecError(f"{type(task).__name__} has no field {unknown[0]!r}, nor is it an option to search.")
     dimensions = {name: dimension_of(name, value, hints[name]) for name, value in space.items()}
     spec = make_spec(TrainSpec, {"keep": 1, "quiet": True, **options})
-    return _search(_plan(task, file_of(type(task)), spec, own, dimensions), ())
+    plan = SearchPlan(task, file_of(type(task)), spec, TuneSpec(**own), dimensions, seed=spec.seed)
+    return _search(_divided(plan), ())
 
 
-def _plan(
-    task: Task, file: Path | None, spec: TrainSpec, own: Mapping[str, Any], space: Mapping[str, Any]
-) -> SearchPlan:
-    from instep.tune.plan import SearchPlan, TuneSpec, divide_cores
+def _divided(plan: SearchPlan) -> SearchPlan:
+    """Return the plan with this machine's threads divided between the trials, and say how."""
+    from instep.tune.plan import divide_cores
 
-    asked = TuneSpec(**own)
-    spec, sentence = divide_cores(spec, asked.parallel)
+    spec, sentence = divide_cores(plan.spec, plan.tune.parallel)
     if sentence and not spec.quiet:
         say(sentence)
-    return SearchPlan(task, file, spec, asked, space, seed=spec.seed)
+    return dataclasses.replace(plan, spec=spec)
 
 
 def _search(plan: SearchPlan, words: Sequence[str]) -> TuneResult:
@@ -176,7 +190,7 @@ def _exit_code(result: TuneResult) -> int:
     return EXIT_USER
 
 
-def _require_packages() -> None:
+def require_packages() -> None:
     missing = [name for name in ("optuna", "plotly") if importlib.util.find_spec(name) is None]
     if missing:
         raise SpecError(f"instep tune needs {missing[0]}, which is not installed: pip install 'instep[tune]'")

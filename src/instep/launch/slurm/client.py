@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from instep.core.errors import EnvironmentFailed, InstepError, SpecError
-from instep.launch.slurm.script import COMMENT, SCRIPT
+from instep.launch.slurm.script import COMMENT, SCRIPT, SEARCH_COMMENT
 
 T = TypeVar("T")
 _ANSWER_S = 90.0
@@ -41,7 +41,8 @@ class JobRecord:
     elapsed: str
     reason: str
     run_dir: Path | None
-    """None if `instep submit` did not make the job."""
+    """None if `instep submit` did not make the job. The jobs of an array that search together have one folder."""
+    is_search: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -111,11 +112,11 @@ def parse_queue(text: str) -> list[JobRecord]:
     jobs = []
     for line in filter(None, text.splitlines()):
         number, state, elapsed, reason, comment, command = line.split("|", 5)
-        is_ours = comment == COMMENT and Path(command).name == SCRIPT and Path(command).is_absolute()
+        is_ours = comment in (COMMENT, SEARCH_COMMENT) and Path(command).name == SCRIPT and Path(command).is_absolute()
         run_dir = Path(command).parent if is_ours else None
-        if run_dir is not None and "_" in number and number.partition("_")[2].isdigit():
+        if run_dir is not None and comment == COMMENT and "_" in number and number.partition("_")[2].isdigit():
             run_dir /= number.partition("_")[2]
-        jobs.append(JobRecord(id=number, state=state, elapsed=elapsed, reason=reason, run_dir=run_dir))
+        jobs.append(JobRecord(id=number, state=state, elapsed=elapsed, reason=reason, run_dir=run_dir, is_search=comment == SEARCH_COMMENT))
     return jobs
 
 

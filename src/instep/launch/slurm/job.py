@@ -1,4 +1,4 @@
-"""The options of a training as a SLURM job, checked. Pure."""
+"""The options of a training, or of a search, as a SLURM job, checked. Pure."""
 
 from __future__ import annotations
 
@@ -82,13 +82,15 @@ class SubmitSpec:
     prelude: tuple[str, ...] = ()
     """Lines of bash before the training."""
     sweep: Sweep | None = None
+    searchers: int | None = None
+    """Jobs of an array that share one search of `instep tune` in `run_dir`; None: this is a training."""
     signal_before_s: int = 120
     requeue: bool = True
     on_node_failure: NodeFailure = "requeue"
     sbatch_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "cpus_per_node", "signal_before_s"):
+        for name in ("nodes", "gpus_per_node", "cpus_per_node", "signal_before_s", "searchers"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise SpecError(f"{name}={value} is too small. Use at least 1.")
         if self.on_node_failure not in ("requeue", "continue"):
@@ -106,7 +108,8 @@ class SubmitSpec:
             name = option_name(option)
             if name in _INSTEAD:
                 raise SpecError(f"{option} is not allowed after --: {_INSTEAD[name]}. Leave it out there.")
-            if name in _EITHER and getattr(self, _EITHER[name]) is not None:
+            is_searching = self.searchers is not None and _EITHER.get(name) == "sweep"
+            if is_searching or (name in _EITHER and getattr(self, _EITHER[name]) is not None):
                 ours = "--array" if _EITHER[name] == "sweep" else f"--{_EITHER[name]}"
                 raise SpecError(f"{option} after -- and instep's {ours} set the same. Give one of them.")
 
@@ -136,7 +139,12 @@ class SubmitSpec:
     @property
     def is_array(self) -> bool:
         """Whether this is a job array, by instep's --array or by sbatch's."""
-        return self.sweep is not None or any(option_name(option) in ("--array", "-a") for option in self.sbatch_options)
+        return self.array is not None or any(option_name(option) in ("--array", "-a") for option in self.sbatch_options)
+
+    @property
+    def array(self) -> int | None:
+        """The number of jobs in instep's own array; None: it makes none."""
+        return len(self.sweep.values) if self.sweep else self.searchers
 
     @property
     def nnodes(self) -> str:

@@ -7,6 +7,8 @@ and the script requeues the job. SIGTERM (preemption, scancel) goes from SLURM t
 stay, because its end would end the step. Where a partition gives a grace time before it preempts, SLURM leaves the job
 running until then, and signals the ranks but not always the script. So ranks that exit with 0 and without a result
 were asked to. The queue distinguishes such a job, which is requeued, from a cancelled one, which is not.
+
+A job of a search is alike. It has no result of its own: it is done when what its command printed says so.
 """
 
 import shlex
@@ -16,7 +18,8 @@ from instep.launch.slurm.job import SubmitSpec
 
 SCRIPT = "submit.sh"
 COMMENT = "instep"
-"""The comment by which `instep jobs` recognizes its jobs in the queue."""
+SEARCH_COMMENT = "instep-tune"
+"""The comments by which `instep jobs` recognizes its jobs in the queue."""
 _TRAPS = """\
 # The ranks save before they stop. USR1 is passed on to them; SLURM itself sends them SIGTERM.
 step='' stop=''
@@ -47,7 +50,7 @@ def _header(spec: SubmitSpec) -> str:
         f"#   sbatch {shlex.quote(str(spec.run_dir / SCRIPT))}",
         *_directives(
             ("job-name", spec.name),
-            ("comment", COMMENT),
+            ("comment", COMMENT if spec.searchers is None else SEARCH_COMMENT),
             ("chdir", spec.cwd),
             ("output", log),
             ("open-mode", "append"),
@@ -57,7 +60,7 @@ def _header(spec: SubmitSpec) -> str:
             ("gpus-per-node", spec.gpus_per_node),
             ("time", spec.time),
             ("partition", spec.partition),
-            ("array", f"0-{len(spec.sweep.values) - 1}" if spec.sweep else None),
+            ("array", None if spec.array is None else f"0-{spec.array - 1}"),
         ),
         f"# SLURM signals this script, and no other process, {spec.signal_before_s} s before the time is up.",
         *_directives(("signal", f"B:USR1@{spec.signal_before_s}")),
@@ -78,6 +81,10 @@ def _prepare(spec: SubmitSpec) -> list[str]:
 
 
 def _variables(spec: SubmitSpec) -> str:
+    if spec.searchers is not None:
+        return f"""\
+run_dir={shlex.quote(str(spec.run_dir))} # of the search: all jobs of the array share it
+outcome="$run_dir/logs/outcome-$SLURM_ARRAY_TASK_ID.json" # what --json prints in the end"""
     port = "port=$((15000 + SLURM_JOB_ID % 15000)) # differs between jobs that share a node"
     lines = [
         f"run_dir={shlex.quote(str(spec.run_dir))}",
@@ -92,12 +99,15 @@ def _variables(spec: SubmitSpec) -> str:
 
 
 def _command(spec: SubmitSpec) -> str:
-    task = " ".join(map(shlex.quote, (spec.python, "-m", "instep.cli.entry", "train", spec.task, *spec.values)))
+    name = "train" if spec.searchers is None else "tune"
+    task = " ".join(map(shlex.quote, (spec.python, "-m", "instep.cli.entry", name, spec.task, *spec.values)))
     # Inside a scheduler's task, instep launches ranks only if it is given a rendezvous.
     endpoint = '"$SLURMD_NODENAME:$port"' if spec.nodes > 1 else "127.0.0.1:0"
     lines = ["command=(", f"    {task}"]
     if spec.options:
         lines.append(f"    {' '.join(map(shlex.quote, spec.options))}")
+    if spec.searchers is not None:
+        return "\n".join([*lines, f'    -n {spec.processes} --run-dir "$run_dir" --storage journal --json', ")"])
     if spec.sweep:  # after the options and values: the last one counts
         lines.append('    "${words[$SLURM_ARRAY_TASK_ID]}"')
     lines += [
@@ -114,18 +124,30 @@ def _step(spec: SubmitSpec) -> str:
     if spec.cpus_per_node is not None:
         flags += f" --cpus-per-task={spec.cpus_per_node}"  # srun does not inherit it from sbatch
     return f"""\
-newest() {{ find "$run_dir/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1; }}
-result() {{ stat --format=%i/%y "$run_dir/result.json" 2>/dev/null; }}
+{_LOOK_AT_RUN if spec.searchers is None else _LOOK_AT_SEARCH}
 newest_before=$(newest) result_before=$(result)
 
 # One launcher per node; it starts the ranks there.
-srun --ntasks-per-node=1 {flags} "${{command[@]}}" &
+srun --ntasks-per-node=1 {flags} "${{command[@]}}"{"" if spec.searchers is None else ' > "$outcome"'} &
 step=$!
 wait "$step"; status=$?
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a signal ended the wait, not the step
 [[ $status -le 128 ]] || {{ wait "$step"; status=$?; }}
 # If a signal and the end of the step coincide, bash loses the exit code; then the files below decide.
 [[ $status -ge 0 ]] || status=0"""
+
+
+_LOOK_AT_RUN = """\
+newest() { find "$run_dir/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1; }
+result() { stat --format=%i/%y "$run_dir/result.json" 2>/dev/null; }"""
+_LOOK_AT_SEARCH = """\
+# The newest checkpoint of any trial. This job is done if nothing is left to start, though others may still run trials.
+newest() {
+    find "$run_dir"/trials/*/checkpoints -maxdepth 1 -name 'step-*' -printf '%T@ %p\\n' 2>/dev/null |
+        sort -n | tail -n 1 | cut -d ' ' -f 2-
+}
+result() { [[ ${status:-0} -eq 0 ]] && grep -oE '"status": "(complete|running)"' "$outcome" 2>/dev/null; }
+rm -f "$outcome" # of this job before it was requeued"""
 
 
 _CHECK_COMPLETE = """\
