@@ -177,11 +177,12 @@ def test_the_queue_is_read() -> None:
         "13_4|PENDING|0:00|Priority|instep|/r/submit.sh",
         "14|RUNNING|0:01|None|instep|bash",
         "15|RUNNING|0:01|None|(null)|/theirs/submit.sh",
+        "16_2|RUNNING|0:01|None|instep-tune|/s/submit.sh",
     ]
     jobs = parse_queue("\n".join(lines) + "\n")
-    assert [job.id for job in jobs] == ["12", "13_4", "14", "15"]
-    assert [job.run_dir for job in jobs] == [Path("/home/me/a|b"), Path("/r/4"), None, None]
-    assert [job.state for job in jobs] == ["RUNNING", "PENDING", "RUNNING", "RUNNING"]
+    assert [job.id for job in jobs] == ["12", "13_4", "14", "15", "16_2"]
+    assert [job.run_dir for job in jobs] == [Path("/home/me/a|b"), Path("/r/4"), None, None, Path("/s")]
+    assert [job.state for job in jobs] == ["RUNNING", "PENDING", "RUNNING", "RUNNING", "RUNNING"]
 
 
 def test_a_signal_does_not_end_the_wait(tmp_path: Path) -> None:
@@ -243,6 +244,34 @@ def test_a_result_old_and_new(tmp_path: Path) -> None:
     stub(tmp_path, "srun", "echo {} > new; mv new result.json; exit 1")
     assert run_script(spec, tmp_path, "RUNNING/None").returncode == 0
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exit_code", "code", "requeued"),
+    [
+        ("complete", 0, 0, False),
+        ("running", 0, 0, False),  # nothing is left for this job
+        ("complete", 1, 1, False),  # no trial is complete
+        ("preempted", 0, 0, True),  # SLURM asked the step, and not this script
+        ("", 9, 9, False),
+    ],
+)
+def test_a_job_of_a_search(tmp_path: Path, outcome: str, exit_code: int, code: int, requeued: bool) -> None:
+    """What the command printed decides; what it printed before it was requeued does not count."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "outcome-2.json").write_text('{"status": "complete"}')
+    printed = f"""echo '{{"trials": [], "status": "{outcome}"}}'""" if outcome else ""
+    stub(tmp_path, "srun", 'printf "%s\\0" "$@" > words', printed, f"exit {exit_code}")
+    spec = replace(PLAIN, nodes=1, searchers=3, values=("lr=1..2:log",), run_dir=tmp_path, options=("--trials", "9"))
+    done = run_script(spec, tmp_path, "RUNNING/None", SLURM_ARRAY_JOB_ID="40005", SLURM_ARRAY_TASK_ID="2")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (tmp_path / "requeued").exists() == requeued
+    words = (tmp_path / "words").read_text().split("\0")
+    assert words[words.index("tune") : -1] == [
+        *("tune", "digits.py:Digits", "lr=1..2:log", "--trials", "9", "-n", "4"),
+        *("--run-dir", str(tmp_path), "--storage", "journal", "--json"),
+    ]
+    assert {"--array=0-2", "--comment=instep-tune"} <= set(directives(spec))
 
 
 def test_a_prelude_that_fails(tmp_path: Path) -> None:

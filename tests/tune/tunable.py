@@ -81,3 +81,15 @@ class Conditional(Plain):
         trial.suggest_float("lr", 1e-3, 1e-1, log=True)
         if trial.suggest_categorical("kind", ["sgd", "adam"]) == "sgd":
             trial.suggest_float("momentum", 0.0, 0.9)
+
+
+@dataclass(kw_only=True)
+class Paced(Plain):
+    """A small classifier that takes its time, so that its search can be killed in the middle."""
+
+    pause_s: float = 0.1
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            time.sleep(self.pause_s)
+        return super().loss(model, batch)
