@@ -97,5 +97,5 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     for o in SEARCHABLE:
         if options[o.name] is not None:
             words += [o.flag, options[o.name]]
-    own = {o.name for o in (*_SEARCH, *SEARCHABLE)} | {*_ELSEWHERE}
+    own = {*_ELSEWHERE, *(o.name for o in _SEARCH), *(o.name for o in SEARCHABLE)}
     return words + make_spec(TrainSpec, {n: v for n, v in options.items() if n not in own}).words()

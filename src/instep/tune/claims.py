@@ -53,8 +53,8 @@ class SoleClaims(Claims):
         """Return a block that does nothing."""
         return contextlib.nullcontext()
 
-    def take(self, number: int) -> bool:
-        """Return True: nobody else is here."""
+    def take(self, number: int) -> bool:  # noqa: ARG002 - nobody else is here
+        """Return True."""
         return True
 
     def release(self, number: int) -> None:

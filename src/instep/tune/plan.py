@@ -25,8 +25,8 @@ from instep.launch.processes import check_process_count
 from instep.train.directory import describe_task
 from instep.train.source import TaskSource
 from instep.train.task import Task, field_names
-from instep.tune.named import make_pruner, make_sampler
 from instep.tune.ledger import JOURNAL
+from instep.tune.named import make_pruner, make_sampler
 from instep.tune.objective import Constraint, read_goals
 from instep.tune.space import Dimension, Range, field_value
 from instep.tune.trial_run import TrialPlan

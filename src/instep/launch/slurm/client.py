@@ -116,7 +116,16 @@ def parse_queue(text: str) -> list[JobRecord]:
         run_dir = Path(command).parent if is_ours else None
         if run_dir is not None and comment == COMMENT and "_" in number and number.partition("_")[2].isdigit():
             run_dir /= number.partition("_")[2]
-        jobs.append(JobRecord(id=number, state=state, elapsed=elapsed, reason=reason, run_dir=run_dir, is_search=comment == SEARCH_COMMENT))
+        jobs.append(
+            JobRecord(
+                id=number,
+                state=state,
+                elapsed=elapsed,
+                reason=reason,
+                run_dir=run_dir,
+                is_search=comment == SEARCH_COMMENT,
+            )
+        )
     return jobs
 
 
