@@ -33,10 +33,12 @@ def synthetic(n, seed):
 
 def save(model, optimizer, epoch, path):
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    rng = [None] * dist.get_world_size()
+    dist.all_gather_object(rng, torch.get_rng_state())
     if dist.get_rank() == 0:
         model_state, optim_state = get_state_dict(model, optimizer, options=options)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save({"model": model_state, "optimizer": optim_state, "epoch": epoch}, path)
+        torch.save({"model": model_state, "optimizer": optim_state, "epoch": epoch, "rng": rng}, path)
     dist.barrier()
 
 

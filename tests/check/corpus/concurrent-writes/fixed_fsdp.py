@@ -33,9 +33,9 @@ def synthetic(n, seed):
 
 def save(model, optimizer, epoch, path):
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model_state, optim_state = get_state_dict(model, optimizer, options=options)  # gathers: all ranks
     rng = [None] * dist.get_world_size()
     dist.all_gather_object(rng, torch.get_rng_state())
+    model_state, optim_state = get_state_dict(model, optimizer, options=options)  # gathers: all ranks
     if dist.get_rank() == 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         torch.save({"model": model_state, "optimizer": optim_state, "epoch": epoch, "rng": rng}, path)
