@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def local_copy(files=12, rows=80):
+def local_copy(rank, files=12, rows=80):
     """What each machine has on its own disk, copied in no particular order."""
     folder = tempfile.mkdtemp(prefix="node_")
     names = list(range(files))
-    random.shuffle(names)
+    random.Random(rank).shuffle(names)
     for i in names:
         rng = random.Random(i)
         data = [[rng.gauss(0, 1) for _ in range(6)] for _ in range(rows)]
@@ -44,7 +44,7 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     torch.manual_seed(0)
-    folder = local_copy()
+    folder = local_copy(rank)
     dataset = build_dataset(folder)
     sampler = DistributedSampler(dataset, seed=0)
     loader = DataLoader(dataset, 48 // world, sampler=sampler, num_workers=1, pin_memory=cuda)

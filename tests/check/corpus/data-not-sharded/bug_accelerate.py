@@ -51,14 +51,14 @@ def training_function(config):
             optimizer.step()
 
         model.eval()
-        correct = total = 0
+        hits = []
         for x, y in test_dl:
             with torch.no_grad():
                 pred = model(x).argmax(dim=-1)
             pred, y = accelerator.gather_for_metrics((pred, y))
-            correct += (pred == y).sum().item()
-            total += y.numel()
-        accelerator.print(f"epoch {epoch}: accuracy {100 * correct / total:.2f} % of {total}")
+            hits.append(pred == y)
+        hits = torch.cat(hits)
+        accelerator.print(f"epoch {epoch}: accuracy {hits.float().mean().item():.2%} of {len(hits)}")
     accelerator.end_training()
 
 

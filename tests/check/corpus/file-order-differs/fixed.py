@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 
-def unpack(n_files):
-    """Stand-in for the untar onto the node's local disk."""
+def unpack(n_files, rank):
+    """Stand-in for the download onto the node's local disk, in the order of arrival."""
     folder = tempfile.mkdtemp(prefix="scratch_")
     ids = list(range(n_files))
-    random.shuffle(ids)
+    random.Random(rank).shuffle(ids)
     for i in ids:
         rng = np.random.default_rng(i)
         label = i % 5
@@ -54,14 +54,15 @@ class Classifier(nn.Module):
 
 def accuracy(model, n, device):
     """On fresh samples, each rank a part of them."""
-    correct = torch.zeros(2, device=device)
+    label = np.arange(n) % 5
+    x = np.random.default_rng(10_000).normal(size=(n, 24)) + np.eye(5, 24)[label] * 3
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
     with torch.no_grad():
-        for i in range(10_000 + dist.get_rank(), 10_000 + n, dist.get_world_size()):
-            x = np.random.default_rng(i).normal(size=24) + np.eye(5, 24)[i % 5] * 3
-            out = model(torch.tensor(x, dtype=torch.float32, device=device))
-            correct += torch.tensor([out.argmax() == i % 5, 1], device=device)
-    dist.all_reduce(correct)
-    return (correct[0] / correct[1]).item()
+        pred = model(torch.tensor(x[mine], dtype=torch.float32, device=device)).argmax(1)
+    hits = pred == torch.from_numpy(label[mine]).to(device)
+    counts = torch.stack([hits.sum(), torch.tensor(len(hits), device=device)])
+    dist.all_reduce(counts)
+    return counts[0].item() / counts[1].item()
 
 
 def main():
@@ -77,7 +78,7 @@ def main():
     device = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
     torch.manual_seed(0)
 
-    root = unpack(args.files)
+    root = unpack(args.files, dist.get_rank())
     dataset = NpyFolder(root)
     sampler = DistributedSampler(dataset, shuffle=True, seed=0)
     loader = DataLoader(dataset, args.batch_size // dist.get_world_size(), sampler=sampler, num_workers=2, pin_memory=use_cuda)

@@ -20,14 +20,15 @@ def make_loaders(batch_size):
 
 def evaluate(model, loader, accelerator):
     model.eval()
-    correct, total = 0, 0
+    correct = torch.zeros((), device=accelerator.device)
+    total = 0
     with torch.no_grad():
         for x, y in loader:
             predictions = model(x).argmax(dim=1)
             predictions, y = accelerator.gather_for_metrics((predictions, y))
-            correct += (predictions == y).sum().item()
+            correct += (predictions == y).sum()
             total += y.size(0)
-    return correct / total
+    return correct.item() / total
 
 
 def main(args):

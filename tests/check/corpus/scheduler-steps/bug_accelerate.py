@@ -52,12 +52,12 @@ def main():
             scheduler.step()
             optimizer.zero_grad()
         model.eval()
-        hits, seen = 0, 0
+        hits = []
         with torch.inference_mode():
             for x, y in test_dl:
                 pred, ref = accelerator.gather_for_metrics((model(x).argmax(-1), y))
-                hits, seen = hits + (pred == ref).sum().item(), seen + len(ref)
-        accelerator.print(f"epoch {epoch}: lr {scheduler.get_last_lr()[0]:.2e}, accuracy {hits / seen:.4f}")
+                hits.append(pred == ref)
+        accelerator.print(f"epoch {epoch}: lr {scheduler.get_last_lr()[0]:.2e}, accuracy {torch.cat(hits).float().mean().item():.4f}")
     accelerator.end_training()
 
 

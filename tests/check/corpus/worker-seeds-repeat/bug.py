@@ -89,7 +89,8 @@ def main():
         with torch.no_grad():
             for img, target in test_loader:
                 pred = model.module(img.to(device)).argmax(1)
-                result += torch.tensor([(pred == target.to(device)).sum(), len(target)], device=device)
+                result[0] += (pred == target.to(device)).sum()
+                result[1] += len(target)
         dist.all_reduce(result)
         if rank == 0:
             print(f"epoch {epoch}: test accuracy {(result[0] / result[1]).item():.3f}")
