@@ -66,12 +66,13 @@ def main():
         ddp_find_unused_parameters=False,
         dataloader_num_workers=1,
         report_to="none",
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
     trainer = SmoothedTrainer(
         model=GPT2LMHeadModel(config),
         args=training_args,
-        train_dataset=Counting(1024, seed=1),
+        train_dataset=Counting(512, seed=1),
         eval_dataset=Counting(128, seed=2),
         data_collator=collate,
     )

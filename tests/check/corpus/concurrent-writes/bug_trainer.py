@@ -57,6 +57,7 @@ def main():
         ddp_timeout=600,
         seed=5,
         report_to="none",
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
     trainer = Trainer(model=model, args=args, train_dataset=Palindromes(512, 1), eval_dataset=Palindromes(128, 2), compute_metrics=metrics)

@@ -52,6 +52,7 @@ def main():
         save_strategy="no",
         logging_steps=10,
         report_to=[],
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         seed=17,
         dataloader_num_workers=1,
