@@ -53,7 +53,7 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     torch.manual_seed(0)
-    train, val = atoms(960, 1), atoms(61, 2)
+    train, val = atoms(960, 1), atoms(61, 4)
     sampler = DistributedSampler(train, seed=0)
     loader = DataLoader(train, 48 // world, sampler=sampler, num_workers=1, pin_memory=cuda)
     model = DDP(Model().to(device), gradient_as_bucket_view=True)

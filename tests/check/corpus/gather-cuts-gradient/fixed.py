@@ -8,13 +8,28 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
+class GatherLayer(torch.autograd.Function):
+    """all_gather whose backward brings every rank's gradient home."""
+
+    @staticmethod
+    def forward(ctx, z):
+        gathered = [torch.zeros_like(z) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, z)
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grads = torch.stack(grads)
+        dist.all_reduce(grads)
+        return grads[dist.get_rank()]
+
+
 def gather_features(z):
-    gathered = all_gather(z)  # differentiable: every rank's gradient comes back
+    gathered = GatherLayer.apply(z)
     return torch.cat(gathered)
 
 
