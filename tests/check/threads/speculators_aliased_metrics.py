@@ -29,7 +29,7 @@ def reduce_metrics(metrics):
 def drafts(n, seed):
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 30, (n, 6), generator=g)
-    return TensorDataset(tokens, (tokens[:, 0] + tokens[:, 1]) % 30)
+    return TensorDataset(tokens, tokens[:, 0])
 
 
 class Drafter(nn.Module):

@@ -33,6 +33,8 @@ def build_model():
         intermediate_size=64,
         max_position_embeddings=16,
         num_labels=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     return BertForSequenceClassification(config)
 
@@ -55,6 +57,7 @@ def main():
         dataloader_num_workers=1,
         ddp_find_unused_parameters=False,
         ddp_timeout=600,
+        average_tokens_across_devices=False,  # the loss is a mean over sequences
         seed=5,
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
