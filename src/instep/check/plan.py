@@ -10,6 +10,8 @@ from instep.core.errors import SpecError
 _MIN_STEPS, _MAX_STEPS = 30, 300
 _EPOCHS = 3
 """Epochs that have to begin: the third one proves that two were seen whole."""
+_MIN_TIME_S = 20.0
+"""A script that ends by itself within this time shows what it does at its end, too."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Progress:
     epochs: int = 0
     """How often the loader that feeds the training has begun."""
     evaluated: bool = False
+    seconds: float = 0.0
+    """Since the script's first line."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class WatchPlan:
     """When enough was seen."""
 
     num_steps: int | None = None
-    """Exactly so many optimizer steps; None: until two epochs and an evaluation were seen."""
+    """Exactly so many optimizer steps; None: until two epochs and an evaluation were seen, and some time has passed."""
     time_s: float = 120.0
     """At most so long, from the script's first line."""
 
@@ -48,4 +52,5 @@ class WatchPlan:
             return progress.step >= self.num_steps
         if progress.step >= _MAX_STEPS:
             return True
-        return progress.step >= _MIN_STEPS and progress.epochs >= _EPOCHS and progress.evaluated
+        has_passed = progress.step >= _MIN_STEPS and progress.seconds >= _MIN_TIME_S
+        return has_passed and progress.epochs >= _EPOCHS and progress.evaluated

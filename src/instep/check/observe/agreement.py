@@ -53,12 +53,12 @@ class Agreement:
         self._threads = threading.Lock()  # the lock on the file is between processes
         self._world_size = (len(self._memory) - _HEAD.size) // _ROW.size
 
-    def advance(self, step: int, epochs: int, evaluated: bool) -> bool:
+    def advance(self, step: int, epochs: int, evaluated: bool, seconds: float = 0.0) -> bool:
         """Publish a step that this rank has made; return whether it is the one after which all leave."""
         with self._locked():
             self._write_row(step, epochs, evaluated)
             stop_at, released = self._head()
-            if not stop_at and self._plan.is_enough(self._progress()):
+            if not stop_at and self._plan.is_enough(self._progress(seconds)):
                 stop_at = max(step, 1 + max((rows[0] for rows in self._others()), default=0))
                 self._write_head(stop_at, released)
             return bool(stop_at) and step >= stop_at
@@ -95,10 +95,10 @@ class Agreement:
         """Return the steps that each rank has made."""
         return tuple(self._row(rank)[0] for rank in range(self._world_size))
 
-    def _progress(self) -> Progress:
+    def _progress(self, seconds: float = 0.0) -> Progress:
         rows = [self._row(rank) for rank in range(self._world_size)]
         steps, epochs, evaluated, _ = zip(*rows, strict=True)
-        return Progress(max(steps), max(epochs), any(evaluated))
+        return Progress(max(steps), max(epochs), any(evaluated), seconds)
 
     def _others(self) -> list[tuple[int, int, int, int]]:
         return [self._row(rank) for rank in range(self._world_size) if rank != self._rank]

@@ -26,6 +26,8 @@ _POLL_S, _GUARD_POLL_S = 0.01, 0.25
 _PATIENCE_S = 5.0
 """How long no rank may move, at least, before those that wait for the others release all."""
 _TIMES_STEP = 5.0
+_RELEASE_S = 2.0
+"""How long released ranks may take to leave."""
 
 
 class Ending:
@@ -51,25 +53,33 @@ class Ending:
             return
         now = time.monotonic()
         self._longest_step_s, self._stepped_s = max(self._longest_step_s, now - self._stepped_s), now
-        if self._agreement.advance(step, self.epochs, self.evaluated):
+        if self._agreement.advance(step, self.epochs, self.evaluated, now - self._begun_s):
             self._agreement.set_state(RankState.WAITING)
             self._wait_for_others()
             self._leave(self._why())
 
     def script_ended(self) -> None:
-        """Note that the script has ended by itself."""
-        if os.getpid() == self._pid:
-            self._agreement.set_state(RankState.ENDED)
+        """Note that the script has ended by itself; one that failed because the other ranks have left did not."""
+        if os.getpid() != self._pid:
+            return
+        if self._agreement.is_released:
+            self._leave("the other ranks have left")
+        self._agreement.set_state(RankState.ENDED)
 
     def _wait_for_others(self) -> None:
         patience_s = max(_PATIENCE_S, _TIMES_STEP * self._longest_step_s)
-        steps, moved_s = self._agreement.steps(), time.monotonic()
-        while not (self._agreement.all_there or self._agreement.is_released):
+        steps, until_s = self._agreement.steps(), time.monotonic() + patience_s
+        while not (self._agreement.all_there or self._agreement.is_released or time.monotonic() > until_s):
             time.sleep(_POLL_S)
             if (now := self._agreement.steps()) != steps:
-                steps, moved_s = now, time.monotonic()
-            elif time.monotonic() - moved_s > patience_s:
-                self._agreement.release()
+                steps, until_s = now, time.monotonic() + patience_s
+        if self._agreement.all_there:
+            return
+        self._agreement.release()
+        # They need a moment; without this rank, a collective that they wait in fails, and looks like a crash.
+        until_s = time.monotonic() + _RELEASE_S
+        while not self._agreement.all_there and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
 
     def _run_guard(self) -> None:
         while not self._agreement.is_released:
@@ -88,6 +98,7 @@ class Ending:
     def _leave(self, why: str) -> NoReturn:
         self._leaving.acquire()  # the main thread and the guard may come here at once; the first one ends both
         self._write_end(why)
+        self._agreement.set_state(RankState.ENDED)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced by the script
                 stream.flush()
