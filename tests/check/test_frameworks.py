@@ -23,7 +23,7 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 def check(script: Script, folder: Path, monkeypatch: pytest.MonkeyPatch, source: Path | None = None) -> CheckResult:
     monkeypatch.chdir(folder)
     err = io.StringIO()
-    result = check_script(script, LaunchSpec(processes=2), WatchPlan(), io.StringIO(), err, source=source)
+    result = check_script(script, LaunchSpec(processes=2), WatchPlan(10**6), io.StringIO(), err, source=source)
     assert result.status == Status.COMPLETE, result.failure + err.getvalue()
     assert [finding for finding in result.findings if finding.severity == Severity.ERROR] == []
     return result

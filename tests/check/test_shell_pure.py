@@ -21,6 +21,8 @@ from instep.check.source.module import SourceModule
 from instep.check.source.project import find_module, read_folder, read_project
 from instep.check.suppression import suppress
 from instep.check.task_file import defines_task
+from instep.check.worlds import compare_worlds, merge_results
+from instep.cli.check import read_worlds
 from instep.cli.check_report import show
 from instep.core.errors import SpecError
 from planted_rules import PrintRule, StepRule, finding, steps
@@ -183,6 +185,37 @@ class TestSeen:
         watched, not_seen = describe_seen(with_evaluation, [StepRule()])
         assert "an evaluation" in watched
         assert not_seen == ["an optimizer step", "an epoch of a DataLoader", "a GPU"]
+
+
+class TestWorlds:
+    def run(self, ranks: int, epoch_steps: int, lr: float) -> Observed:
+        epochs: list[Observation] = [TrainingEpochBegan(epoch=epoch, step=epoch * epoch_steps) for epoch in (0, 1)]
+        made: list[Observation] = [OptimizerStepped(optimizer=0, lr=lr, step=step) for step in range(4)]
+        return Observed([[*epochs, *made] for _ in range(ranks)])
+
+    def test_a_batch_per_rank_is_another_recipe(self) -> None:
+        (epochs, rates) = compare_worlds([self.run(1, 64, 0.1), self.run(2, 32, 0.1)])
+        assert epochs.startswith("an epoch has 64 steps with 1 rank, 32 steps with 2 ranks: the global batch grows")
+        assert rates == "the learning rate of the first 4 steps is the same"
+
+    def test_a_rate_that_follows_the_number_of_processes(self) -> None:
+        (epochs, rates) = compare_worlds([self.run(1, 64, 0.1), self.run(2, 64, 0.2)])
+        assert epochs == "an epoch has 64 steps at any number of processes"
+        assert rates == "the learning rate differs from step 1 on: 0.1 with 1 rank, 0.2 with 2 ranks"
+
+    def test_findings_of_all_worlds_are_told_once(self) -> None:
+        one = CheckResult(findings=[finding(), finding(line=2, severity=Severity.NOTE)], status=Status.COMPLETE)
+        two = CheckResult(findings=[finding(line=3), finding()], status=Status.WATCHED, watched=["2 ranks"])
+        merged = merge_results([one, two])
+        assert [item.line for item in merged.findings] == [1, 3, 2]
+        assert merged.status == Status.WATCHED
+
+    def test_what_is_no_list_of_worlds(self) -> None:
+        assert read_worlds("2,1") == [1, 2]
+        assert read_worlds("") == []
+        for text in ("2", "1,two", "0,1", ","):
+            with pytest.raises(SpecError):
+                read_worlds(text)
 
 
 class TestResult:

@@ -12,6 +12,7 @@ _EPOCHS = 3
 """Epochs that have to begin: the third one proves that two were seen whole."""
 _MIN_TIME_S = 20.0
 """A script that ends by itself within this time shows what it does at its end, too."""
+_TIMES_START = 5.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Progress:
     """How often the loader that feeds the training has begun."""
     evaluated: bool = False
     seconds: float = 0.0
-    """Since the script's first line."""
+    """Since the first optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class WatchPlan:
     num_steps: int | None = None
     """Exactly so many optimizer steps; None: until two epochs and an evaluation were seen, and some time has passed."""
     time_s: float = 120.0
-    """At most so long, from the script's first line."""
+    """At most so long, from the first optimizer step; a script may take some times as long to get there."""
 
     @classmethod
     def parse(cls, steps: int | None, time: str) -> WatchPlan:
@@ -45,6 +46,10 @@ class WatchPlan:
         if not time_s:
             raise SpecError(f"time={time!r} is not a time. Write for instance 30s, 2m or 1h.")
         return cls(steps, time_s)
+
+    def time_limit_s(self, has_stepped: bool) -> float:
+        """Return how long to watch: since the first step, or since the script's first line if it has made none."""
+        return self.time_s if has_stepped else _TIMES_START * self.time_s
 
     def is_enough(self, progress: Progress) -> bool:
         """Return whether the script may be ended after the step that has just been made."""

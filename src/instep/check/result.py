@@ -38,6 +38,8 @@ class CheckResult:
     suppressed: Sequence[Suppressed] = ()
     notices: Sequence[str] = ()
     """What is wrong with the comments that suppress findings, and files that could not be read."""
+    compared: Sequence[str] = ()
+    """What changes with the number of processes, if there were several."""
     watched: Sequence[str] = ()
     not_seen: Sequence[str] = ()
     files: Sequence[str] = ()
@@ -81,6 +83,7 @@ class CheckResult:
             "status": self.status.value,
             "suppressed": [{**item.finding.to_json(), "reason": item.reason} for item in self.suppressed],
             "notices": list(self.notices),
+            "compared": list(self.compared),
             "failure": self.failure,
             "exit_code": self.exit_code(fail_on),
         }

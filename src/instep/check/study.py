@@ -22,6 +22,7 @@ from instep.check.source.module import SourceModule
 from instep.check.source.project import find_module, read_folder, read_project
 from instep.check.suppression import suppress
 from instep.check.watched import Script, WatchedRun, watch_script
+from instep.check.worlds import compare_worlds, merge_results
 from instep.core.errors import EXIT_USER, RanksFailed, SpecError
 from instep.core.launch_spec import LaunchSpec
 from instep.core.nearest import nearest
@@ -66,8 +67,36 @@ def check_script(
     source: Path | None = None,
 ) -> CheckResult:
     """Run a script and return what is wrong with it; `source`: the file to read, if the script is not the user's."""
+    return judge_end(script, watch_script_once(script, spec, plan, stdout, stderr), rules, source)
+
+
+def check_worlds(
+    script: Script,
+    specs: Sequence[LaunchSpec],
+    plan: WatchPlan,
+    stdout: TextIO,
+    stderr: TextIO,
+    rules: Sequence[Rule] = RULES,
+    source: Path | None = None,
+) -> CheckResult:
+    """Run a script at several world sizes; return what is wrong with it at any of them, and what changes with it."""
+    ends = []
+    for spec in specs:
+        ends.append(watch_script_once(script, spec, plan, stdout, stderr))
+        if ends[-1].status not in (Status.COMPLETE, Status.WATCHED):
+            break  # the others would end in the same way, and there is nothing to compare
+    results = [judge_end(script, end, rules, source) for end in ends]
+    return replace(merge_results(results), compared=compare_worlds([end.observed for end in ends]))
+
+
+def watch_script_once(script: Script, spec: LaunchSpec, plan: WatchPlan, stdout: TextIO, stderr: TextIO) -> WatchedEnd:
+    """Run a script on new processes, in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="instep-check-") as folder:
-        end = watch_ranks(script, spec, plan, Path(folder), stdout, stderr)
+        return watch_ranks(script, spec, plan, Path(folder), stdout, stderr)
+
+
+def judge_end(script: Script, end: WatchedEnd, rules: Sequence[Rule], source: Path | None) -> CheckResult:
+    """Return what is wrong with a script that was watched."""
     modules = _read(script, source, end.observed)
     watched, not_seen = describe_seen(end.observed, rules)
     result = _judge(modules, rules, end.observed, end.status)

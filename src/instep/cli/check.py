@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,7 +31,8 @@ _FAIL_ON = ("error", "warning", "note", "never")
     option(
         "steps", int | None, None, "watch so many optimizer steps; else two epochs and an evaluation, 30 to 300 steps"
     ),
-    option("time", str, "2m", "watch for at most this long"),
+    option("time", str, "2m", "watch for at most this long after the first optimizer step"),
+    option("worlds", str, "", "run it with each of these numbers of processes, and compare", metavar="1,2"),
     option("static", bool, False, "read files or folders, and run nothing", "--static"),
     option(
         "fail_on", str, "error", "exit with 1 if a finding is as bad: error, warning, note, never", metavar="SEVERITY"
@@ -43,7 +45,7 @@ _FAIL_ON = ("error", "warning", "note", "never")
     ),
     spec=LaunchSpec,
     takes=lambda declared: declared.name in ("processes", "hang_after"),
-    instead={"hang_after": {"default": "1m"}},
+    instead={"hang_after": {"default": "1m"}, "processes": {"default": 2}},
     allow_interspersed_args=False,
 )
 def check(
@@ -73,6 +75,7 @@ def _run(words: list[str], json: bool, options: dict[str, Any]) -> tuple[CheckRe
     from instep.check.plan import WatchPlan
 
     select, ignore, static = options.pop("select"), options.pop("ignore"), options.pop("static")
+    worlds = read_worlds(options.pop("worlds"))
     module, plan = options.pop("module"), WatchPlan.parse(options.pop("steps"), options.pop("time"))
     spec = make_spec(LaunchSpec, options)
     if not static:
@@ -84,14 +87,15 @@ def _run(words: list[str], json: bool, options: dict[str, Any]) -> tuple[CheckRe
     rules = choose_rules(select, ignore)
     if static:
         return check_source([Path(word) for word in words], rules), rules
-    return _watch(words, module, spec, plan, rules, sys.stderr if json else sys.stdout), rules
+    specs = [replace(spec, processes=size) for size in worlds] or [spec]
+    return _watch(words, module, specs, plan, rules, sys.stderr if json else sys.stdout), rules
 
 
 def _watch(
-    words: list[str], module: bool, spec: LaunchSpec, plan: WatchPlan, rules: list[Rule], stdout: TextIO
+    words: list[str], module: bool, specs: list[LaunchSpec], plan: WatchPlan, rules: list[Rule], stdout: TextIO
 ) -> CheckResult:
     """Watch a script, or the training of a Task."""
-    from instep.check.study import check_script
+    from instep.check.study import check_worlds
     from instep.check.task_file import REMARK, defines_task, script_of_task
     from instep.check.watched import Script
 
@@ -101,7 +105,15 @@ def _watch(
         if not module and defines_task(path):
             script, source = script_of_task(words[0], tuple(words[1:]), f"{folder}/run"), path
             say(REMARK.format(name=words[0]))
-        return check_script(script, spec, plan, stdout, sys.stderr, rules, source)
+        return check_worlds(script, specs, plan, stdout, sys.stderr, rules, source)
+
+
+def read_worlds(text: str) -> list[int]:
+    """Return the numbers of processes that `--worlds` names, the smallest first; none: it is not given."""
+    sizes = [word.strip() for word in text.split(",") if text]
+    if not all(size.isdigit() and int(size) for size in sizes) or len(sizes) == 1:
+        raise SpecError(f"worlds={text!r} is no list of numbers of processes. Use for instance --worlds 1,2.")
+    return sorted({int(size) for size in sizes})
 
 
 def _severity(fail_on: str) -> Severity | None:

@@ -33,6 +33,8 @@ def show(result: CheckResult, console: Console) -> None:
         _print(console, f"suppressed by comments: {len(result.suppressed)}")
     worst = result.findings[0].severity if result.findings else None
     console.print(Text(f"{_ENDS[result.status]} {result.summary()}.", _STYLES[worst] if worst else "green"))
+    for sentence in result.compared:
+        _print(console, f"compared: {sentence}")
     if result.watched:
         _print(console, f"watched: {', '.join(result.watched)}")
     if result.not_seen:

@@ -40,6 +40,8 @@ class Ending:
         self.evaluated = False
         self._pid = os.getpid()
         self._begun_s = self._stepped_s = time.monotonic()
+        """When the script began or, once it has made one, its first step was made; and when its last one was."""
+        self._has_stepped = False
         self._longest_step_s = 0.0
         self._leaving = threading.Lock()
 
@@ -52,7 +54,11 @@ class Ending:
         if os.getpid() != self._pid:  # a process that the script has forked is no rank
             return
         now = time.monotonic()
-        self._longest_step_s, self._stepped_s = max(self._longest_step_s, now - self._stepped_s), now
+        if self._has_stepped:
+            self._longest_step_s = max(self._longest_step_s, now - self._stepped_s)
+        else:
+            self._has_stepped, self._begun_s = True, now
+        self._stepped_s = now
         if self._agreement.advance(step, self.epochs, self.evaluated, now - self._begun_s):
             self._agreement.set_state(RankState.WAITING)
             self._wait_for_others()
@@ -84,7 +90,7 @@ class Ending:
     def _run_guard(self) -> None:
         while not self._agreement.is_released:
             time.sleep(_GUARD_POLL_S)
-            over_s = time.monotonic() - self._begun_s - self._plan.time_s
+            over_s = self._over_s()
             if over_s > 0:
                 self._agreement.ask()
             if over_s > max(_PATIENCE_S, 2 * self._longest_step_s):
@@ -93,7 +99,10 @@ class Ending:
 
     def _why(self) -> str:
         """Return why a rank leaves before enough was seen; empty: enough was seen."""
-        return "time was up" if time.monotonic() - self._begun_s > self._plan.time_s else ""
+        return "time was up" if self._over_s() > 0 else ""
+
+    def _over_s(self) -> float:
+        return time.monotonic() - self._begun_s - self._plan.time_limit_s(self._has_stepped)
 
     def _leave(self, why: str) -> NoReturn:
         self._leaving.acquire()  # the main thread and the guard may come here at once; the first one ends both

@@ -36,7 +36,13 @@ class StepObserver(Observer):
         if number == len(self._steps):
             self._steps.append(0)
         self._steps[number] += 1
-        self.log.write(OptimizerStepped, frame_depth=2, optimizer=number)
+        lr = optimizer.param_groups[0].get("lr")
+        self.log.write(
+            OptimizerStepped,
+            frame_depth=2,
+            optimizer=number,
+            lr=float(lr) if isinstance(lr, float | int) else None,  # a tensor on a device would have to be waited for
+        )
         if self._steps[number] > self.log.step:
             self.log.step = self._steps[number]
             self._ending.step_made(self.log.step)

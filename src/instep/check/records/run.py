@@ -21,6 +21,8 @@ class OptimizerStepped(Observation):
 
     optimizer: int
     """Which optimizer: 0 for the first that was seen."""
+    lr: float | None = None
+    """The learning rate of its first group of parameters; None: it is kept in a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
