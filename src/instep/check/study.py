@@ -122,7 +122,8 @@ def check_source(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> CheckR
         elif path.is_file():
             modules.append(SourceModule.read(path))
         else:
-            raise SpecError(f"{path} is neither a file nor a folder. Give Python files, or folders with some.")
+            hint = "Options come before the first file." if str(path).startswith("-") else "Give files or folders."
+            raise SpecError(f"{path} is neither a file nor a folder. {hint}")
     if not modules:
         raise SpecError(f"There is no Python file in {', '.join(map(str, paths))}. Give files, or folders with some.")
     result = _judge(modules, rules, None, Status.STATIC)

@@ -20,7 +20,7 @@ def merge_results(results: Sequence[CheckResult]) -> CheckResult:
     last = results[-1]
     findings = {(f.rule, f.file, f.line): f for result in results for f in result.findings}
     suppressed = {(s.finding.rule, s.finding.file, s.finding.line): s for result in results for s in result.suppressed}
-    watched = [", ".join(result.watched) for result in results[:-1]]
+    watched = [f"{result.watched[0]} ({', '.join(result.watched[1:])})" for result in results[:-1] if result.watched]
     order = list(Severity)
     return replace(
         last,
