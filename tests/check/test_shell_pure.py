@@ -153,6 +153,17 @@ class TestFiles:
         assert "unused.py" in names
         assert "io.py" not in names
 
+    def test_names_are_those_of_the_observations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A traceback has absolute names, through symbolic links as they were given."""
+        (tmp_path / "real").mkdir()
+        self.project(tmp_path / "real")
+        (tmp_path / "link").symlink_to("real")
+        monkeypatch.chdir(tmp_path / "link")
+        imported = [str(tmp_path / "link" / "helper.py"), str(tmp_path / "real" / "helper.py")]
+        names = [module.path for module in read_project(Path("train.py"), imported)]
+        assert names[:2] == [f"{Path.cwd()}/train.py", str(tmp_path / "link" / "helper.py")]
+        assert sum(name.endswith("helper.py") for name in names) == 1
+
     def test_folders(self, tmp_path: Path) -> None:
         self.project(tmp_path)
         (tmp_path / ".venv").mkdir()

@@ -116,11 +116,11 @@ def check_source(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> CheckR
     notices: list[str] = []
     for path in paths:
         if path.is_dir():
-            found, unread = read_folder(path)
+            found, unread = read_folder(Path(os.path.abspath(path)))
             modules += found
             notices += unread
         elif path.is_file():
-            modules.append(SourceModule.read(path))
+            modules.append(SourceModule.read(Path(os.path.abspath(path))))
         else:
             hint = "Options come before the first file." if str(path).startswith("-") else "Give files or folders."
             raise SpecError(f"{path} is neither a file nor a folder. {hint}")

@@ -6,6 +6,7 @@ The project of a script is the nearest folder above it that says so (pyproject.t
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -30,21 +31,23 @@ def project_of(script: Path) -> Path:
 def read_project(script: Path, imported: Iterable[str] = ()) -> list[SourceModule]:
     """Read a script and what it imports from its project, the script first; `imported`: files that a run has imported.
 
-    A file other than the script that cannot be parsed is left out: it was not imported, or failed by itself.
+    A file other than the script that cannot be parsed is left out: it was not imported, or failed by itself. Names are
+    absolute, as a traceback has them, and symbolic links are kept: so they are those of the observations.
     """
-    root = project_of(script)
+    script, root = Path(os.path.abspath(script)), project_of(script)
     modules = {script.resolve(): SourceModule.read(script)}
-    waiting = [Path(file).resolve() for file in imported]
+    waiting = [Path(os.path.abspath(file)) for file in imported]
     waiting += _imports(modules[script.resolve()], script, root)
     while waiting and len(modules) < _MAX_FILES:
         path = waiting.pop(0)
-        if path in modules or not path.is_relative_to(root) or not _is_own(path):
+        key = path.resolve()
+        if key in modules or not key.is_relative_to(root) or not _is_own(path):
             continue
         try:
-            modules[path] = SourceModule.read(path)
+            modules[key] = SourceModule.read(path)
         except SpecError:
             continue
-        waiting += _imports(modules[path], path, root)
+        waiting += _imports(modules[key], path, root)
     return list(modules.values())
 
 
@@ -92,4 +95,4 @@ def _files(name: str, folders: Iterable[Path]) -> Iterator[Path]:
         path = folder.joinpath(*name.split("."))
         for candidate in (path.with_name(path.name + ".py"), path / "__init__.py"):
             if candidate.is_file():
-                yield candidate.resolve()
+                yield candidate
