@@ -34,10 +34,18 @@ def main():
         ways = {"run": [], "run, again": [], "check": []}
         for _ in range(args.rounds):
             for way, turns in ways.items():
-                turns.append(median_ms(way.partition(",")[0], kind, args.steps))
+                turns.append(medians_ms(way.partition(",")[0], kind, args.steps))
         rows.append(row(kind, ways))
         print(*rows[-1], flush=True)
-    header = ["script", "batch per rank", "ms a step without", "watched / without", "without / without", "goal"]
+    header = [
+        "script",
+        "batch per rank",
+        "ms a step without",
+        "watched / without",
+        "without / without",
+        "CPU time watched / without",
+        "goal",
+    ]
     title = f"Being watched by instep check: the cost of a step, -n 2, {args.rounds} turns of {args.steps} steps each"
     lines = [
         *table(header, rows),
@@ -47,8 +55,8 @@ def main():
     write_result("check_cost", title, lines, sys.argv[1:])
 
 
-def median_ms(command, kind, steps):
-    """Run the script once, and return the median time of its steps after the first few."""
+def medians_ms(command, kind, steps):
+    """Run the script once; return the median time and CPU time of its steps after the first few."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "steps.json"
         options = ["--steps", str(steps), "--time", "10m"] if command == "check" else []
@@ -66,15 +74,21 @@ def median_ms(command, kind, steps):
             file,
         ]
         subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
-        return 1000 * statistics.median(json.loads(file.read_text())[WARM_UP:])
+        times = zip(*json.loads(file.read_text())[WARM_UP:], strict=True)
+        return [1000 * statistics.median(column) for column in times]
 
 
 def row(kind, ways):
     plain, again, watched = ways.values()
-    cost = statistics.median(w / p for w, p in zip(watched, plain, strict=True))
-    noise = statistics.median(a / p for a, p in zip(again, plain, strict=True))
+    (cost, cpu), (noise, _) = ratios(watched, plain), ratios(again, plain)
     verdict = f"<= {GOAL}: {'reached' if cost <= GOAL else 'missed'}"
-    return [kind, BATCH[kind], f"{statistics.median(plain):.2f}", f"{cost:.3f}", f"{noise:.3f}", verdict]
+    ms = statistics.median(turn[0] for turn in plain)
+    return [kind, BATCH[kind], f"{ms:.2f}", f"{cost:.3f}", f"{noise:.3f}", f"{cpu:.3f}", verdict]
+
+
+def ratios(above, below):
+    """Compare two ways turn by turn: the median ratio of their times, and of their CPU times."""
+    return [statistics.median(a[i] / b[i] for a, b in zip(above, below, strict=True)) for i in (0, 1)]
 
 
 if __name__ == "__main__":
