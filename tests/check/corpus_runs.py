@@ -21,21 +21,32 @@ from instep.check.study import check_script
 from instep.check.watched import Script
 from instep.core.launch_spec import LaunchSpec
 
-CORPUS = Path(__file__).parent / "corpus"
+HERE = Path(__file__).parent
 CHEAP = ("no-set-epoch", "forward-bypasses-ddp", "checkpoint-incomplete")
 """A rule of each group: what make test runs."""
 
 
 def expected() -> dict[str, dict[str, Any]]:
-    """What a person would say of each script with a bug."""
-    file = CORPUS / "expected.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    """What a person would say of each script with a bug; `also`: what else may be said of it."""
+    files = [HERE / folder / "expected.json" for folder in ("corpus", "threads")]
+    return {
+        f"{file.parent.name}/{name}": wanted
+        for file in files
+        if file.is_file()
+        for name, wanted in json.loads(file.read_text()).items()
+        if wanted["rule"]  # a bug of a thread that no rule is about
+    }
 
 
 def scripts(*rules: str) -> list[str]:
-    """The scripts of the corpus, or of some rules, with a bug and without."""
-    paths = sorted(path for name in ("bug*.py", "fixed*.py") for path in CORPUS.glob(f"*/{name}"))
-    return [path.relative_to(CORPUS).as_posix() for path in paths if not rules or path.parent.name in rules]
+    """The scripts of the corpus and of real threads, or those of some rules, with a bug and without."""
+    twins = [path.relative_to(HERE).as_posix() for path in HERE.glob("corpus/*/fixed*.py")]
+    return [name for name in sorted([*expected(), *twins]) if not rules or rule_of(name) in rules]
+
+
+def rule_of(script: str) -> str:
+    """The rule that a script was written for."""
+    return expected()[script]["rule"] if script in expected() else script.split("/")[1]
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,9 @@ class Verdict:
     @property
     def alarms(self) -> list[Finding]:
         """Findings of another rule than the script was written for: in vain, or a bug that it has besides."""
-        wanted = expected().get(self.script, {}).get("rule")
-        return [f for f in self.findings if f.rule != wanted and f.severity.is_at_least(Severity.WARNING)]
+        wanted = expected().get(self.script, {})
+        allowed = {wanted.get("rule"), *wanted.get("also", ())}
+        return [f for f in self.findings if f.rule not in allowed and f.severity.is_at_least(Severity.WARNING)]
 
     @property
     def false_errors(self) -> list[Finding]:
@@ -77,7 +89,7 @@ def check(script: str) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:  # it may write files
         os.chdir(folder)
         try:
-            result = check_script(Script(str(CORPUS / script)), spec, WatchPlan(), io.StringIO(), io.StringIO())
+            result = check_script(Script(str(HERE / script)), spec, WatchPlan(), io.StringIO(), io.StringIO())
         finally:
             os.chdir(before)
     return Verdict(script, tuple(result.findings))
