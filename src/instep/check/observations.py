@@ -27,6 +27,7 @@ class Observation:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        assert cls.__name__ not in Observation.kinds, f"two kinds of observations are called {cls.__name__}"
         Observation.kinds[cls.__name__] = cls
 
     def to_line(self) -> str:
@@ -71,7 +72,12 @@ class Observed:
 
 
 def read_observations(folder: Path, world_size: int) -> Observed:
-    """Return what the ranks wrote to a folder; a rank that never began has written nothing."""
+    """Return what the ranks wrote to a folder; a rank that never began has written nothing.
+
+    There are more of them than `world_size` if the script has started ranks of its own.
+    """
+    written = [int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.jsonl")]
+    world_size = max([world_size, *(rank + 1 for rank in written)])
     return Observed([list(_read(folder / f"rank-{rank}.jsonl")) for rank in range(world_size)])
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from instep.check.observations import Observation
 
 _LIBRARIES = tuple(
@@ -27,19 +29,20 @@ _LIBRARIES = tuple(
 class ObservationLog:
     """Takes a rank's observations while it is watched."""
 
-    def __init__(self, folder: Path, rank: int, script: str, num_steps: int) -> None:
+    def __init__(self, folder: Path, rank: int, script: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.rank = rank
         self.step = 0
         """Optimizer steps that the rank has finished."""
-        self.num_steps = num_steps
-        """How many are watched."""
         self.is_open = True
         """Whether hooks still have to look; afterwards they cost one comparison."""
+        self._is_ending = False
         self._script = os.path.realpath(script)
         # One write a line: what a killed rank has seen stays.
         self._file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
         self._quiet = threading.local()
+        self._is_fork = False
+        os.register_at_fork(after_in_child=self._note_fork)
 
     def write(self, kind: type[Observation], frame_depth: int = 1, **fields: Any) -> None:
         """Write an observation that belongs to the user's line which is being executed."""
@@ -67,8 +70,20 @@ class ObservationLog:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether this thread executes an observer's own code, or nothing is observed any more."""
-        return not self.is_open or getattr(self._quiet, "on", False)
+        """Whether this thread executes an observer's own code, or nothing is observed any more.
+
+        Nor is a process that the script forks: its doings are not the rank's. Only data workers are.
+        """
+        if self._is_fork and get_worker_info() is None:
+            return True
+        return not self.is_open or self._is_ending or getattr(self._quiet, "on", False)
+
+    def _note_fork(self) -> None:
+        self._is_fork = True
+
+    def stop_observing(self) -> None:
+        """Make hooks look no more; what is known may still be written."""
+        self._is_ending = True
 
     def close(self) -> None:
         """Write no more."""

@@ -10,28 +10,39 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from instep.check.observe.ending import Ending
+from instep.check.observe.log import ObservationLog
 from instep.check.observe.observer import Observer
 from instep.check.records.run import OptimizerStepped
 
 
-class EnoughSeen(SystemExit):
-    """The script was watched for long enough; it leaves as by `sys.exit(0)`."""
-
-
 class StepObserver(Observer):
-    """Counts the steps of the optimizer that was seen first, and writes down those of every optimizer."""
+    """Writes down the steps of every optimizer; the rank's step is that of the optimizer that has made most."""
+
+    def __init__(self, log: ObservationLog, ending: Ending) -> None:
+        super().__init__(log)
+        self._ending = ending
+        self._numbers: dict[int, int] = {}
+        self._steps: list[int] = []
 
     def install(self) -> None:
         """Put the hook in place."""
-        self._optimizers: dict[int, int] = {}
         register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:  # a compiled step cannot run it
             return
-        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
-        self.log.write(OptimizerStepped, frame_depth=2, optimizer=number)
-        if number == 0:
-            self.log.step += 1
-            if self.log.step >= self.log.num_steps:
-                raise EnoughSeen(0)
+        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        if number == len(self._steps):
+            self._steps.append(0)
+        self._steps[number] += 1
+        lr = optimizer.param_groups[0].get("lr")
+        self.log.write(
+            OptimizerStepped,
+            frame_depth=2,
+            optimizer=number,
+            lr=float(lr) if isinstance(lr, float | int) else None,  # a tensor on a device would have to be waited for
+        )
+        if self._steps[number] > self.log.step:
+            self.log.step = self._steps[number]
+            self._ending.step_made(self.log.step)
