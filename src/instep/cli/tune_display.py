@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from instep.monitor.progress import duration
-from instep.tune.result import TrialRecord, TuneResult
+from instep.tune.result import GOING_ON, TrialRecord, TuneResult
 
 _MOST_ROWS = 20
 
@@ -46,9 +46,9 @@ class TuneDisplay:
         if self._is_first:
             self._is_first = False
             print(f"searching in {result.run_dir}", file=sys.stderr, flush=True)
-            self._shown = {trial.number for trial in result.trials if trial.state != "running"}
+            self._shown = {trial.number for trial in result.trials if trial.state not in GOING_ON}
         for trial in result.trials:
-            if trial.state != "running" and trial.number not in self._shown:
+            if trial.state not in GOING_ON and trial.number not in self._shown:
                 self._shown.add(trial.number)
                 print(self._line(trial, result), file=sys.stderr, flush=True)
 
@@ -68,14 +68,14 @@ class TuneDisplay:
     def _left(self, result: TuneResult) -> str:
         """Return the estimated time that is left, in words."""
         times = [trial.wall_s for trial in result.trials if trial.wall_s is not None]
-        ended = sum(trial.state != "running" for trial in result.trials)
+        ended = sum(trial.state not in GOING_ON for trial in result.trials)
         left = self._num_trials - ended
         if not times or left <= 0:
             return ""
         return f"about {duration(sum(times) / len(times) * left / self._parallel)} left"
 
     def _table(self, result: TuneResult) -> Table:
-        ended = sum(trial.state != "running" for trial in result.trials)
+        ended = sum(trial.state not in GOING_ON for trial in result.trials)
         title = f"{result.run_dir}  {ended}/{self._num_trials} trials  {self._left(result)}"
         names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
         table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")

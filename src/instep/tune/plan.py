@@ -26,6 +26,7 @@ from instep.train.source import TaskSource
 from instep.train.task import Task, field_names
 from instep.tune.named import make_pruner, make_sampler, seed_of
 from instep.tune.objective import Constraint, read_goals
+from instep.tune.promotion import Promotion, PromotionSpec, read_rung_processes
 from instep.tune.space import Dimension, Range, field_value, is_searchable
 from instep.tune.trial_run import TrialPlan
 from instep.world.device import device_count
@@ -50,6 +51,8 @@ class TuneSpec:
     constraints: tuple[str, ...] = ()
     points: tuple[Mapping[str, Any], ...] = ()
     """Parameters of the first trials."""
+    rung_processes: str | None = None
+    """With promotion, the number of processes of the trials at each rung."""
 
     def __post_init__(self) -> None:
         check_at_least("trials", self.trials, 1)
@@ -61,6 +64,19 @@ class TuneSpec:
                 f"pruner={self.pruner} compares one metric, and metric={self.metric} names {len(self.goals)}. Leave "
                 "--pruner out, or all metrics but one."
             )
+
+        if self.by_rung and self.promotion is None:
+            raise SpecError(f"rung_processes={self.rung_processes} is for --pruner asha, which has rungs. Add it.")
+
+    @property
+    def promotion(self) -> PromotionSpec | None:
+        """How trials are promoted; None: they are not, but may be pruned."""
+        return PromotionSpec.parse(self.pruner)
+
+    @property
+    def by_rung(self) -> tuple[int, ...]:
+        """The number of processes at each rung, and at those that follow the last; empty: all have the same."""
+        return read_rung_processes(self.rung_processes)
 
     @property
     def goals(self) -> tuple[MetricGoal, ...]:
@@ -101,7 +117,7 @@ class SearchPlan:
             )
         _ = self.tune.limits
         make_sampler(self.tune.sampler, 0, self._fixed_space())
-        make_pruner(self.tune.pruner)
+        self.make_pruner()
         for point in self.tune.points:
             self._check_point(point)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -143,8 +159,21 @@ class SearchPlan:
         return make_sampler(self.tune.sampler, seed_of(self.seed, number), self._fixed_space())
 
     def make_pruner(self) -> optuna.pruners.BasePruner:
-        """Return a pruner."""
-        return make_pruner(self.tune.pruner)
+        """Return a pruner; with promotion it prunes nothing."""
+        return make_pruner("none" if self.tune.promotion is not None else self.tune.pruner)
+
+    def make_promotion(self) -> Promotion | None:
+        """Return what promotes trials; None: nothing does."""
+        spec = self.tune.promotion
+        return None if spec is None else Promotion(spec, self.tune.goals[0].is_lowest_best)
+
+    def at_rung(self, plan: TrialPlan, rung: int) -> TrialPlan:
+        """Return the plan of a trial on as many processes as trials of a rung have."""
+        if not (numbers := self.tune.by_rung):
+            return plan
+        return dataclasses.replace(
+            plan, spec=dataclasses.replace(plan.spec, processes=numbers[min(rung, len(numbers) - 1)])
+        )
 
     def trial(self, number: int, params: Mapping[str, Any], run_dir: Path) -> TrialPlan:
         """Return what a trial with these parameters trains; raise SpecError for parameters that cannot be set."""

@@ -17,7 +17,9 @@ from instep.core.spec import TrainSpec
 from instep.train.task import Task, fields_of
 from instep.tune.space import text_of
 
-State = Literal["running", "complete", "infeasible", "pruned", "failed"]
+State = Literal["running", "paused", "complete", "infeasible", "pruned", "failed"]
+GOING_ON = ("running", "paused")
+"""States of trials that have not ended."""
 Status = Literal["complete", "preempted", "out-of-time"]
 _STATES: dict[TrialState, State] = {
     TrialState.RUNNING: "running",
@@ -93,8 +95,8 @@ class TuneResult:
         return tuple(sorted(front, key=lambda trial: (-self._worth(trial)[0], trial.number)))
 
     def ranked(self) -> list[TrialRecord]:
-        """Return all trials: complete ones best first, then those that run, were pruned, are infeasible or failed."""
-        order = ("complete", "running", "pruned", "infeasible", "failed")
+        """Return all trials: complete ones best first, then by how they stand."""
+        order = ("complete", "running", "paused", "pruned", "infeasible", "failed")
         return sorted(
             self.trials,
             key=lambda t: (order.index(t.state), -self._worth(t)[0] if t.values else 0.0, t.number),

@@ -26,6 +26,7 @@ from instep.tune.folder import SearchFolder
 from instep.tune.ledger import Ledger, storage_url
 from instep.tune.objective import OUT_OF_MEMORY, check_names
 from instep.tune.plan import SearchPlan
+from instep.tune.promotion import Promotion
 from instep.tune.report import write_report
 from instep.tune.result import Status, TrialRecord, TuneResult, train_command
 from instep.tune.study import SearchStudy
@@ -43,6 +44,8 @@ class _Slot:
     trial: RunningTrial
     begun: float
     pruned_at: Evaluation | None = None
+    is_paused: bool = False
+    """Whether it has reached its rung, and was asked to stop there."""
 
 
 class Search:
@@ -54,7 +57,13 @@ class Search:
         maximized = [StudyDirection.MINIMIZE if g.is_lowest_best else StudyDirection.MAXIMIZE for g in plan.tune.goals]
         url = storage_url(folder.path, plan.tune.storage)
         self._ledger = Ledger.open(url, plan.study_name, maximized, search_id)
-        self._study = SearchStudy(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner)
+        self._promotion = plan.make_promotion()
+        self._study = SearchStudy(
+            *(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner),
+            judges_again=self._promotion is None,
+        )
+        self._paused: set[int] = set()
+        """Trials that wait at a rung ([Note: Promotion])."""
         self._slots: dict[int, _Slot] = {}
         self._waiting: list[FrozenTrial] = []
         self._woken = threading.Event()
@@ -65,7 +74,7 @@ class Search:
         """Run all trials that are left, and return the outcome."""
         begun = time.monotonic()
         with self._signals_handled(), self._left_in_order():
-            self._waiting = self._study.unfinished()
+            self._restore()
             while True:
                 self._end_in_time(begun)
                 while len(self._slots) < self._plan.tune.parallel and (trial := self._next()) is not None:
@@ -76,11 +85,34 @@ class Search:
                 self._woken.clear()
                 for slot in list(self._slots.values()):
                     self._follow(slot)
+            self._end_paused()
         return self.result()
+
+    def _restore(self) -> None:
+        """Take in what an earlier process has left: trials to continue, and trials that wait at a rung."""
+        for trial in self._study.trials:
+            is_paused = self._promotion is not None and self._promotion.begin(trial.number, trial.intermediate_values)
+            if trial.state.is_finished():
+                continue
+            if is_paused:
+                self._paused.add(trial.number)
+            else:
+                self._waiting.append(trial)
+
+    def _end_paused(self) -> None:
+        """Record the trials that nothing can promote any more as pruned, when the search is complete."""
+        if self._status != "complete" or self._promotion is None:
+            return
+        for number in sorted(self._paused):
+            at = self._promotion.allowed(number)
+            sentence = f"not promoted from rung {self._promotion.rung(number)}, after evaluation {at}"
+            self._study.end(number, TrialState.PRUNED, None, {"sentence": sentence}, {OUT_OF_MEMORY: 0.0})
+        self._paused.clear()
 
     def result(self) -> TuneResult:
         """Return what is known now."""
-        trials = [TrialRecord.of(trial, self._folder.trial(trial.number)) for trial in self._study.trials]
+        records = (TrialRecord.of(trial, self._folder.trial(trial.number)) for trial in self._study.trials)
+        trials = [r if r.number not in self._paused else dataclasses.replace(r, state="paused") for r in records]
         return TuneResult(self._plan.tune.goals, tuple(trials), self._status, str(self._folder.path))
 
     def conclude(self, result: TuneResult) -> TuneResult:
@@ -103,10 +135,29 @@ class Search:
             return None
         if self._waiting:
             return self._waiting.pop(0)
+        if self._promotion is not None and (promoted := self._promotion.promote(self._paused)) is not None:
+            return self._resume(promoted)
         number, points = len(self._study.trials), self._plan.tune.points
         if number >= self._plan.tune.trials or self._study.is_exhausted:
+            return self._last()
+        point = points[number] if number < len(points) else None
+        trial = self._study.next(self._plan.suggest, point, self._paused)
+        if self._promotion is not None:
+            self._promotion.begin(number, {})
+        return trial
+
+    def _resume(self, number: int) -> FrozenTrial:
+        """Return a trial that was promoted, to be continued."""
+        self._paused.discard(number)
+        return self._study.trials[number]
+
+    def _last(self) -> FrozenTrial | None:
+        """Return the trial that has to be trained to its end, if none is complete when all others are done."""
+        is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
+        if self._promotion is None or self._slots or is_won:
             return None
-        return self._study.next(self._plan.suggest, points[number] if number < len(points) else None)
+        best = self._promotion.promote_best(self._paused)
+        return None if best is None else self._resume(best)
 
     def _begin(self, trial: FrozenTrial) -> None:
         """Start a trial's training; parameters that cannot be trained are a failed trial."""
@@ -114,6 +165,8 @@ class Search:
         try:
             plan = self._plan.trial(number, trial.params, self._folder.trial(number))
             plan = _as_begun(plan)
+            if self._promotion is not None:
+                plan = self._plan.at_rung(plan, self._promotion.rung(number))
             if isinstance(plan.spec.processes, int):
                 plan.spec.check_world(plan.spec.processes)
         except Exception as error:  # noqa: BLE001 - the Task's own checks may raise anything
@@ -140,11 +193,26 @@ class Search:
             check_names(goals, self._plan.tune.limits, evaluation.metrics)
             if slot.pruned_at is not None or len(goals) > 1 or goals[0].name not in evaluation.metrics:
                 continue
+            if self._promotion is not None:
+                changed |= self._climb(slot, self._promotion, evaluation)
+                continue
             changed = True
             if self._study.evaluate(number, evaluation.number, evaluation.metrics[goals[0].name]):
                 slot.pruned_at = evaluation
                 slot.trial.stop()
         return changed
+
+    def _climb(self, slot: _Slot, promotion: Promotion, evaluation: Evaluation) -> bool:
+        """Count an evaluation of a trial that may be promoted, and pause the trial at its rung."""
+        number, at = slot.trial.plan.number, evaluation.number
+        if at > promotion.allowed(number) or at in self._study.trials[number].intermediate_values:
+            return False
+        value = evaluation.metrics[self._plan.tune.goals[0].name]
+        self._study.evaluate(number, at, value)
+        if promotion.reach(number, at, value):
+            slot.is_paused = True
+            slot.trial.stop()
+        return True
 
     def _end(self, slot: _Slot) -> None:
         """Record how a trial ended; one that only was asked to stop stays as it is, to be continued."""
@@ -159,6 +227,8 @@ class Search:
             if failed.first.out_of_memory:
                 facts["sentence"] = f"out of memory: {failed.first.line}"
                 self._study.end(number, TrialState.PRUNED, None, facts, {OUT_OF_MEMORY: 1.0})
+            elif slot.is_paused:
+                self._paused.add(number)
             elif slot.pruned_at is None:
                 self._fail(number, failed.first.line, facts)
             else:
@@ -167,7 +237,9 @@ class Search:
         except (CheckpointError, SpecError) as error:
             self._fail(number, str(error), facts)
             return
-        if slot.pruned_at is not None:
+        if slot.is_paused:
+            self._paused.add(number)
+        elif slot.pruned_at is not None:
             self._prune(slot, facts)
         elif result["status"] == "complete":
             self._complete(slot.trial.plan, result, facts)
