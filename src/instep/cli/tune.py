@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from instep.tune.plan import SearchPlan
     from instep.tune.result import TuneResult
 
-_LENGTH = ("epochs", "steps")
 _WORDS = argument(
     "values",
     list[str] | None,
@@ -44,14 +43,7 @@ _OWN = (
 )  # fmt: skip
 
 
-def _is_text(option: Option) -> bool:
-    """Return whether an option may be a range or choices; as `instep.tune.space.is_searchable`, without its imports."""
-    numbers = {int, float, type(None)}
-    kinds = set(typing.get_args(option.type)) or {option.type}
-    return (option.scope.value == "recipe" or option.name in _LENGTH) and bool(option.choices or kinds <= numbers)
-
-
-_SEARCHABLE = [o for o in options_of(TrainSpec) if _is_text(o)]
+_SEARCHABLE = [o for o in options_of(TrainSpec) if o.is_searchable]
 
 
 def _text_option(o: Option) -> Any:

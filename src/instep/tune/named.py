@@ -22,6 +22,8 @@ from instep.core.nearest import nearest
 from instep.tune.space import Dimension
 
 _ALIASES = {"none": "nop", "brute": "bruteforce", "cma": "cmaes"}
+_OF_ONE_SEQUENCE = ("GridSampler", "QMCSampler")
+"""Samplers that go through one sequence of points, which their seed decides."""
 _FROM_US = {"self", "seed", "search_space", "constraints_func"}
 """Parameters that a search sets itself."""
 
@@ -36,12 +38,14 @@ def pruner_names() -> list[str]:
     return sorted(_classes(optuna.pruners, optuna.pruners.BasePruner, "Pruner"))
 
 
-def make_sampler(text: str, seed: int, space: Mapping[str, Dimension] | None) -> optuna.samplers.BaseSampler:
-    """Return the sampler of this name and seed; `space`: the dimensions, unless the Task suggests them itself."""
+def make_sampler(
+    text: str, seed: int, number: int, space: Mapping[str, Dimension] | None
+) -> optuna.samplers.BaseSampler:
+    """Return the sampler of this name for a trial; `space`: the dimensions, unless the Task suggests them itself."""
     cls, options = _read("sampler", text, _classes(optuna.samplers, optuna.samplers.BaseSampler, "Sampler"))
     known = inspect.signature(cls).parameters
     if "seed" in known:
-        options["seed"] = seed
+        options["seed"] = seed if cls.__name__ in _OF_ONE_SEQUENCE else seed_of(seed, number)
     if "search_space" in known:
         options["search_space"] = _grid(space)
     sampler = _make("sampler", text, cls, options)

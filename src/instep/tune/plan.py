@@ -24,10 +24,10 @@ from instep.launch.processes import check_process_count
 from instep.train.directory import describe_task
 from instep.train.source import TaskSource
 from instep.train.task import Task, field_names
-from instep.tune.named import make_pruner, make_sampler, seed_of
+from instep.tune.named import make_pruner, make_sampler
 from instep.tune.objective import Constraint, read_goals
 from instep.tune.promotion import Promotion, PromotionSpec, read_rung_processes
-from instep.tune.space import Dimension, Range, field_value, is_searchable
+from instep.tune.space import Dimension, Range, field_value
 from instep.tune.trial_run import TrialPlan
 from instep.world.device import device_count
 
@@ -116,12 +116,11 @@ class SearchPlan:
                 f"in lr=1e-5..1e-1:log or hidden=64,128, or define its search_space(trial). Its fields: {known}."
             )
         _ = self.tune.limits
-        make_sampler(self.tune.sampler, 0, self._fixed_space())
         self.make_pruner()
         for point in self.tune.points:
             self._check_point(point)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
+        trial = optuna.create_study(sampler=self.make_sampler(0)).ask()
         self.suggest(trial)
         self.trial(0, trial.params, Path())
 
@@ -156,7 +155,7 @@ class SearchPlan:
 
     def make_sampler(self, number: int) -> optuna.samplers.BaseSampler:
         """Return the sampler of a trial."""
-        return make_sampler(self.tune.sampler, seed_of(self.seed, number), self._fixed_space())
+        return make_sampler(self.tune.sampler, self.seed, number, self._fixed_space())
 
     def make_pruner(self) -> optuna.pruners.BasePruner:
         """Return a pruner; with promotion it prunes nothing."""
@@ -179,7 +178,7 @@ class SearchPlan:
         """Return what a trial with these parameters trains; raise SpecError for parameters that cannot be set."""
         hints = typing.get_type_hints(type(self.task))
         names = field_names(type(self.task))
-        options = {option.name: option for option in options_of(TrainSpec) if is_searchable(option)}
+        options = {option.name: option for option in options_of(TrainSpec) if option.is_searchable}
         fields, changes = {name: getattr(self.task, name) for name in names}, dict[str, Any]()
         for name, value in params.items():
             if name in names:

@@ -24,6 +24,7 @@ _OF_ONE = ("optimization_history", "intermediate_values", *_COMMON)
 
 def write_report(path: Path, result: TuneResult, study: optuna.Study) -> None:
     """Write the page of a search."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a plot that cannot be drawn says so on the page
     names = [goal.name for goal in result.goals]
     parts = [_figure(kind, study, names[0], None) for kind in _OF_ONE] if len(names) == 1 else _of_several(study, names)
     title = html.escape(f"{study.study_name}: {', '.join(names)}")
@@ -40,8 +41,13 @@ def _of_several(study: optuna.Study, names: Sequence[str]) -> list[str]:
     """Return the figures of a search for several metrics."""
     parts = [_figure("pareto_front", study, names, None)] if len(names) <= 3 else []
     for number, name in enumerate(names):
-        parts += [_figure(kind, study, name, lambda trial, n=number: trial.values[n]) for kind in _COMMON]
+        parts += [_figure(kind, study, name, _value_of(number)) for kind in _COMMON]
     return parts
+
+
+def _value_of(number: int) -> Callable[[Any], float]:
+    """Return what gives the value of a trial for a metric."""
+    return lambda trial: float(trial.values[number])
 
 
 def _figure(kind: str, study: optuna.Study, name: Any, target: Callable[[Any], float] | None) -> str:

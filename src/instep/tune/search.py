@@ -19,7 +19,16 @@ from typing import Any
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from instep.core.errors import CheckpointError, EnvironmentFailed, InstepError, Interrupted, RanksFailed, SpecError
+from instep.core.errors import (
+    EXIT_SPEC,
+    CheckpointError,
+    EnvironmentFailed,
+    FailureRecord,
+    InstepError,
+    Interrupted,
+    RanksFailed,
+    SpecError,
+)
 from instep.core.stop import StopRequest
 from instep.launch.signals import handle_stops, signals_restored
 from instep.tune.folder import SearchFolder
@@ -225,12 +234,12 @@ class Search:
             if self._status != "complete" and slot.pruned_at is None:
                 return  # killed together with the search
             if failed.first.out_of_memory:
-                facts["sentence"] = f"out of memory: {failed.first.line}"
+                facts["sentence"] = f"out of memory: {sentence_of(failed.first)}"
                 self._study.end(number, TrialState.PRUNED, None, facts, {OUT_OF_MEMORY: 1.0})
             elif slot.is_paused:
                 self._paused.add(number)
             elif slot.pruned_at is None:
-                self._fail(number, failed.first.line, facts)
+                self._fail(number, sentence_of(failed.first), facts)
             else:
                 self._prune(slot, facts)
             return
@@ -304,6 +313,11 @@ class Search:
             for slot in self._slots.values():
                 slot.trial.kill()
             self._ledger.close()
+
+
+def sentence_of(failure: FailureRecord) -> str:
+    """Return a failure in one sentence; one of the recipe is no rank's own."""
+    return failure.summary if failure.exit_code == EXIT_SPEC and not failure.traceback else failure.line
 
 
 def _as_begun(plan: TrialPlan) -> TrialPlan:

@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.core.errors import SpecError
-from instep.core.options import Option, OptionScope, options_of
+from instep.core.options import options_of
 from instep.core.spec import TrainSpec
 from instep.train.source import parse_value
-
-_LENGTH = ("epochs", "steps")
-"""Options that are not a recipe's, and decide what comes out nevertheless."""
 
 
 @dataclass(frozen=True)
@@ -208,12 +205,6 @@ def _number_types(kind: Any) -> set[Any]:
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     kinds = {a for a in typing.get_args(kind) if a is not type(None)} if is_union else {kind}
     return kinds if kinds <= {int, float} else set()
-
-
-def is_searchable(option: Option) -> bool:
-    """Return whether an option of a training can be searched: a number or a word that decides what comes out."""
-    decides = option.scope is OptionScope.RECIPE or option.name in _LENGTH
-    return decides and bool(option.choices or _number_types(option.type))
 
 
 def read_fields(words: Sequence[str], hints: Mapping[str, Any]) -> tuple[list[str], dict[str, Dimension]]:
