@@ -1,0 +1,4 @@
+"""Search of hyper-parameters, finders.
+
+Launches short trainings in scratch directories; parses no command line and prints nothing.
+"""
