@@ -20,6 +20,7 @@ COMMANDS = {
     "run": ("instep.cli.run:run", "Launch any script as torchrun does, and explain failures."),
     "init": ("instep.cli.init:init", "Start the file of a Task, also from a script of yours."),
     "verify": ("instep.cli.verify:verify", "Check that the number of processes does not change a training's result."),
+    "check": ("instep.cli.check:check", "Run any script, and find silent distributed bugs in it."),
     "doctor": ("instep.cli.doctor:doctor", "Check this machine, or the network between several nodes."),
     "submit": ("instep.cli.app:submit", "Submit a training to SLURM or Kubernetes."),
     "jobs": ("instep.cli.jobs:jobs", "List the SLURM jobs that you submitted with instep, and their progress."),
