@@ -6,10 +6,11 @@ import importlib
 import random
 from typing import TYPE_CHECKING, Any
 
-# The package `instep.train` and the function `instep.train` share a name. The package is imported first, which
-# binds it here once and for all; the function below then takes the name over. `from instep.train.x import y`
-# goes through sys.modules and still finds the package.
-import instep.train  # noqa: F401
+# The package `instep.train` and the function `instep.train` share a name, and so do those of `tune`. The packages are
+# imported first, which binds them here once and for all; the functions below then take the names over.
+# `from instep.train.x import y` goes through sys.modules and still finds the package.
+import instep.train
+import instep.tune  # noqa: F401
 from instep.core.errors import (
     CheckpointError,
     DataError,
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
     from instep.train.result import Result, load_model
     from instep.train.task import Task
     from instep.train.worker import start
+    from instep.tune.finders.finder import Finding
 
 __all__ = [
     "CheckpointError",
     "DataError",
     "EnvironmentFailed",
+    "Finding",
     "InstepError",
     "NumericsError",
     "RanksFailed",
@@ -63,12 +66,14 @@ __all__ = [
     "randn_like",
     "start",
     "train",
+    "tune",
 ]
 
 # What needs torch is imported when it is asked for: the command starts its workers before it imports torch.
 _NOISE = ("bernoulli", "normal", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like")
 _LAZY = {
     **dict.fromkeys(_NOISE, "instep.parallel.row_noise"),
+    "Finding": "instep.tune.finders.finder",
     "Result": "instep.train.result",
     "Task": "instep.train.task",
     "evaluate": "instep.cli.evaluate",
@@ -90,6 +95,18 @@ def train(task: Any, **options: Any) -> Result:
 
     random.setstate(state)  # some of what is imported draws a number
     return train_here(task, **options)
+
+
+def tune(task: Any, *, find: str, **options: Any) -> Finding:
+    """Find a setting of a Task by measurement (lr, batch-size, workers, threads, processes), and return what was found.
+
+    The options are `over` and `rounds` of `instep tune`, and those of `instep.train`. The Task is not changed.
+    """
+    state = random.getstate()
+    from instep.cli.tune_find import find_here
+
+    random.setstate(state)  # some of what is imported draws a number
+    return find_here(task, find, **options)
 
 
 def __dir__() -> list[str]:

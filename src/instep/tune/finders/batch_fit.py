@@ -66,6 +66,8 @@ def _search(
                 raise
             probes += _read_notes(notes)
             request.say(f"{probes[-1].rows} rows on each process: memory ran out on rank {failed.first.rank}")
+            if next_rows(probes, where, None) is None:
+                return probes, None
         else:
             return [SizeProbe(**probe) for probe in outcome["probes"]], outcome["budget_bytes"]
 

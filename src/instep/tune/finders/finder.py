@@ -1,33 +1,23 @@
 """The seam for finders: one small class, one registry line for each.
 
 A finder launches short trainings of a Task in a scratch folder, and returns a `Finding`: what to use, why, and what was
-measured. To add one, write a subclass of `Finder` and add its line to `_FINDERS`; `--find NAME` then selects it.
+measured. To add one, write a subclass of `Finder` and add its line to `FINDERS` in core/finders.py; `--find NAME` then
+selects it.
 
 Ranks: none; this is the process that launches them.
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
-from instep.core.errors import SpecError
-from instep.core.nearest import nearest
+from instep.core.finders import FINDERS, check_finder
 from instep.core.spec import TrainSpec
 from instep.train.source import TaskSource
-
-_FINDERS = {
-    "lr": "instep.tune.finders.lr:LrFinder",
-    "batch-size": "instep.tune.finders.batch_size:BatchSizeFinder",
-    "workers": "instep.tune.finders.settings:WorkersFinder",
-    "threads": "instep.tune.finders.settings:ThreadsFinder",
-    "processes": "instep.tune.finders.settings:ProcessesFinder",
-}
-"""By name, as `module:class`."""
-NAMES = tuple(_FINDERS)
 
 
 @dataclass(frozen=True)
@@ -112,9 +102,7 @@ class Finder(ABC):
 
 def open_finder(name: str) -> Finder:
     """Return the finder of a name; raise SpecError, with the names, if there is none."""
-    if name not in _FINDERS:
-        raise SpecError(f"find={name!r} is unknown.{nearest(name, NAMES)} Choose one of {', '.join(NAMES)}.")
-    module, _, kind = _FINDERS[name].partition(":")
-    finder = getattr(importlib.import_module(module), kind)()
+    check_finder(name)
+    finder = resolve_name(FINDERS[name])()
     assert isinstance(finder, Finder)
     return finder

@@ -2,7 +2,7 @@
 
 [Note: Which learning rate]
 In a range test the learning rate grows by the same factor in every step. The loss first falls, then rises. Two rules
-in use: the rate at which the loss falls fastest (steepest descent), and a tenth of the one at which it is lowest.
+are in use: the rate at which the loss falls fastest (steepest descent), and a tenth of the one at which it is lowest.
 The second is only a rule of thumb, but it bounds the first where noise moves it. So both are computed, and the smaller
 one is suggested.
 
@@ -74,7 +74,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
     for loss in losses:
         average, weight = _MEMORY * average + (1 - _MEMORY) * loss, weight * _MEMORY
         best = min(best, average / (1 - weight))
-    return average / (1 - weight) > start + max(start - best, 6 * noise, 0.5 * abs(start))
+    return average / (1 - weight) > start + max(start - best, 6 * noise)
 
 
 def smooth(lrs: Sequence[float], losses: Sequence[float]) -> list[Smoothed]:
@@ -118,11 +118,11 @@ def choose(lrs: Sequence[float], losses: Sequence[float]) -> LrChoice:
 
 
 def _reason(lrs: Sequence[float], steepest: int, lowest: int) -> str:
-    fastest, tenth = f"falls fastest at {lrs[steepest]:.2g}", f"is lowest at {lrs[lowest]:.2g}"
+    fast, low = f"{lrs[steepest]:.2g}", f"{lrs[lowest]:.2g}"
     if lrs[steepest] <= lrs[lowest] / 10:
-        reason = f"the loss {fastest}, and {tenth}, more than ten times that"
+        reason = f"the loss falls fastest there, and is lowest at {low}, which is more than ten times that"
     else:
-        reason = f"the loss {tenth}, and a tenth of that is less than the rate at which it {fastest}"
+        reason = f"it is a tenth of {low}, where the loss is lowest, and less than {fast}, where it falls fastest"
     if lowest >= len(lrs) - 2:
         reason += ". It was still falling at the end of the range: try larger rates with --over"
     return reason

@@ -28,7 +28,7 @@ class MemoryGrowth:
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator, self._device = accelerator_of(device), device
-        self._begun_bytes = psutil.Process().memory_info().rss
+        self._begun_bytes = int(psutil.Process().memory_info().rss)
 
     def begin(self) -> None:
         """Release what the last probe has left, and begin to look for a new peak."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import abstractmethod
+from typing import Any
 
 from instep.core.errors import SpecError
+from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.launch.processes import check_process_count
 from instep.tune.finders.candidates import doublings, read_list
@@ -27,9 +29,14 @@ class SettingFinder(Finder):
     """As in `--find`."""
     option: str
     """The field of the spec."""
-    what: str
-    """What is counted, in words."""
+    nouns: tuple[str, str]
+    """What is counted, one and several."""
     least = 1
+
+    @property
+    def what(self) -> str:
+        """What is counted, in words."""
+        return self.nouns[1]
 
     @abstractmethod
     def most(self, request: FindRequest) -> int:
@@ -44,7 +51,7 @@ class SettingFinder(Finder):
 
     def specs(self, request: FindRequest) -> dict[int, TrainSpec]:
         """Return the spec of each candidate."""
-        return {n: dataclasses.replace(request.spec, **{self.option: n}) for n in self.candidates(request)}
+        return {number: self._spec(request, number) for number in self.candidates(request)}
 
     def check(self, request: FindRequest) -> None:
         """Raise SpecError for candidates that cannot run, or if there is only one."""
@@ -79,17 +86,22 @@ class SettingFinder(Finder):
         )
 
     def _sentence(self, choice: Choice, num_rounds: int) -> str:
+        use = f"Use {plural(choice.chosen, *self.nouns)}"
         if choice.is_clear:
-            return f"Use {choice.chosen} {self.what}: clearly the fastest in {num_rounds} rounds."
+            return f"{use}: clearly the fastest in {num_rounds} rounds."
         if choice.chosen == choice.fastest:
-            return f"Use {choice.chosen} {self.what}: the fastest in {num_rounds} rounds, though others may be as fast."
+            return f"{use}: the fastest in {num_rounds} rounds, though others may be as fast."
         return (
-            f"Use {choice.chosen} {self.what}: {choice.fastest} had the highest mean in {num_rounds} rounds, but "
+            f"{use}: {choice.fastest} had the highest mean in {num_rounds} rounds, but "
             f"cannot be told from {choice.chosen}, which takes less of the machine."
         )
 
+    def _spec(self, request: FindRequest, number: int) -> TrainSpec:
+        changes: dict[str, Any] = {self.option: number}
+        return dataclasses.replace(request.spec, **changes)
+
     def _is_possible(self, request: FindRequest, number: int) -> bool:
-        spec = dataclasses.replace(request.spec, **{self.option: number})
+        spec = self._spec(request, number)
         try:
             spec.check_world(int(spec.processes))
         except SpecError:
@@ -100,7 +112,7 @@ class SettingFinder(Finder):
 class WorkersFinder(SettingFinder):
     """Finds the number of data workers of each rank."""
 
-    name, option, what, least = "workers", "data_workers", "data workers", 0
+    name, option, nouns, least = "workers", "data_workers", ("data worker", "data workers"), 0
 
     def most(self, request: FindRequest) -> int:
         """Return as many as there are cores for each rank, and one more than none."""
@@ -110,7 +122,7 @@ class WorkersFinder(SettingFinder):
 class ThreadsFinder(SettingFinder):
     """Finds the number of threads of each rank."""
 
-    name, option, what = "threads", "threads", "threads"
+    name, option, nouns = "threads", "threads", ("thread", "threads")
 
     def most(self, request: FindRequest) -> int:
         """Return the cores of each rank."""
@@ -120,7 +132,7 @@ class ThreadsFinder(SettingFinder):
 class ProcessesFinder(SettingFinder):
     """Finds the number of processes on this node."""
 
-    name, option, what = "processes", "processes", "processes"
+    name, option, nouns = "processes", "processes", ("process", "processes")
 
     def most(self, request: FindRequest) -> int:
         """Return one for each accelerator, or for each core."""
