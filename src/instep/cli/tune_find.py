@@ -103,8 +103,14 @@ def _find(
     finder = open_finder(name)
     if spec.on != "here" or spec.max_nodes > 1 or spec.hosts:
         raise SpecError("--find measures on this node alone. Leave out the options of other nodes (--on, --nnodes).")
+    place = place_here()
+    if place.launched and place.world_size > 1:
+        raise SpecError(
+            f"--find launches processes of its own, and {place.launcher} has started {place.world_size} of this "
+            "command. Run it once, with -n."
+        )
     processes = check_process_count(spec.processes, len(os.sched_getaffinity(0)), device_count())
-    spec = resolve_precision(dataclasses.replace(spec, processes=processes), place_here().device)
+    spec = resolve_precision(dataclasses.replace(spec, processes=processes), place.device)
     request = FindRequest(source, spec, over or "", _ROUNDS if rounds is None else rounds, report or (lambda _: None))
     return finder.find(request)
 

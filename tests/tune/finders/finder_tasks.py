@@ -121,3 +121,19 @@ class Broken(Plain):
 
     def loss(self, model: Any, batch: Any) -> Any:
         raise ValueError("no rows today")
+
+
+@dataclass(kw_only=True)
+class HungryOnGpu(Plain):
+    """Each row takes 4 MiB of a GPU, of which the process may take so many."""
+
+    room_mib: int = 4000
+
+    def model(self) -> nn.Module:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((self.room_mib << 20) / whole)
+        return nn.Sequential(nn.Linear(6, 1 << 19), nn.Tanh(), nn.Linear(1 << 19, 3))
+
+    def train_data(self) -> Any:
+        x, y = super().train_data()
+        return x.float(), y

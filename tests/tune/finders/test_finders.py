@@ -102,7 +102,7 @@ def test_a_batch_whose_failure_is_not_memory_is_reported(tmp_path: Path) -> None
 @pytest.mark.slow  # the parts are in test_noise_scale.py, test_batch_search.py, test_choice.py and above
 @pytest.mark.timeout(400)
 def test_batch_sizes_of_one_and_two_processes() -> None:
-    words = ("--find", "batch-size", "--steps", "20", "--rounds", "2", "--exact", "--json")
+    words = ("--find", "batch-size", "--steps", "20", "--rounds", "2", "--json")
     task = f"{FILE}:Limited"
     one, two = (
         commands.result_of(commands.run("instep", "tune", task, "limit=40", *words, "-n", size, env=ENV, timeout_s=150))
@@ -110,8 +110,8 @@ def test_batch_sizes_of_one_and_two_processes() -> None:
     )
     assert one["fits"]["rows"] == two["fits"]["rows"] == 40
     assert (one["fits"]["batch_size"], two["fits"]["batch_size"]) == (40, 80)
-    assert one["noise_scale"] == two["noise_scale"]
-    noise = one["noise_scale"]
+    noise = one["noise_scale"]  # on one process, blocks of 128 samples come in micro-batches
+    assert two["noise_scale"] == pytest.approx(noise, rel=1e-6)
     assert noise["low"] <= noise["critical"] <= (noise["high"] or float("inf"))
     assert two["suggestion"] <= 80
     assert f"--batch-size {two['suggestion']}" in two["command"]

@@ -6,6 +6,7 @@ The loss of a step is the mean over its global batch, so the curve does not depe
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def make_finding(test: RangeTest, choice: LrChoice, source: TaskSource) -> Findi
         "field": test.field,
         "optimizer_lr": test.base_lr,
         "lrs": list(test.lrs),
-        "losses": list(test.losses),
+        "losses": [loss if math.isfinite(loss) else None for loss in test.losses],  # JSON has no NaN
         "smoothed": list(choice.smoothed),
     }
     plot = Plot("loss by learning rate", "learning rate", series, marks)

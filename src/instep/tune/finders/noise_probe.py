@@ -29,6 +29,8 @@ from instep.world.world import World
 TRAIN_STEPS = 100
 """Steps of the training before the measurement, unless the spec says how many."""
 _SMALL, _PER_BLOCK, _BLOCKS = 16, 8, 32
+_UNKNOWN = 1 << 40
+"""Taken for the number of samples of a stream that does not say it."""
 _PROGRESS_S = 2.0
 
 
@@ -97,7 +99,10 @@ class _Runs:
         self._progress = Progress(folder, world.is_main)
 
     def train(self, spec: TrainSpec) -> int:
-        """Train, keep the weights, and return the number of training samples. Called on all ranks."""
+        """Train, keep the weights, and return the number of training samples, as far as it is known.
+
+        Called on all ranks.
+        """
         train_probe(
             *(self._world, self._task, self._fitting(spec, spec.batch_size), self._trained),
             follow=self._reporter("training"),
@@ -105,7 +110,8 @@ class _Runs:
         )
         own = read_events(self._trained) if self._world.is_main else []
         counts = [event["num_samples"] for event in own if event["event"] == "plan"]
-        return int(self._world.broadcast_object(counts[0] or 0 if counts else None))
+        known = self._world.broadcast_object(counts[0] if counts else None)
+        return _UNKNOWN if known is None else int(known)
 
     def norms(self, spec: TrainSpec, batch_size: int, num_steps: int) -> list[tuple[int, float | None]]:
         """Return epoch and norm of gradients at the weights that were kept. Called on all ranks."""

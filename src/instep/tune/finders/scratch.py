@@ -65,6 +65,7 @@ def short_spec(spec: TrainSpec, **changes: Any) -> TrainSpec:
         "profile": None,
         "run_dir": None,
         "fresh": False,
+        "compile": spec.compile or False,  # unless it was asked for: it may take longer than what is measured
     }
     return dataclasses.replace(spec, **(plain | changes))
 
