@@ -1,4 +1,4 @@
-"""`instep tune`: search for the hyper-parameters of a Task."""
+"""`instep tune`: search for the hyper-parameters of a Task, or find one setting by measurement."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.cli.command import TASK, argument, command, make_spec, option, print_json, say
+from instep.cli.tune_find import FIND_OPTIONS, find, refuse_without_find
 from instep.core.errors import EXIT_DONE, EXIT_USER, Interrupted, SpecError
 from instep.core.options import NODES, Option, options_of
 from instep.core.spec import TrainSpec
@@ -54,6 +55,7 @@ def _text_option(o: Option) -> Any:
     "Search for the hyper-parameters of a Task. The same command with the same --run-dir continues a search.",
     TASK,
     _WORDS,
+    *FIND_OPTIONS,
     *_OWN,
     *map(_text_option, _SEARCHABLE),
     spec=TrainSpec,
@@ -66,14 +68,23 @@ def _text_option(o: Option) -> Any:
     },
 )
 def tune(task: str, values: list[str] | None, **options: Any) -> int:
-    """Search the space of a file's Task."""
-    _require_packages()
-    fork_forkserver()
-    from instep.tune.plan import read_points
+    """Search the space of a file's Task, or find a setting of it."""
     from instep.tune.space import read_options
 
     own = {o.name: options.pop(o.name) for o in _OWN}
+    found = {o.name: options.pop(o.name) for o in FIND_OPTIONS}
     fixed, searched = read_options({o.name: options.pop(o.name) for o in _SEARCHABLE})
+    if found["find"] is not None:
+        if searched:
+            raise SpecError(f"--find measures one setting, and {min(searched)} is to be searched. Give one value.")
+        if unused := [o.name for o in _OWN if own[o.name] != o.default and own[o.name] not in ([], ())]:
+            raise SpecError(f"{unused[0]}={own[unused[0]]} is for a search, which --find is not. Leave it out.")
+        return find(task, values or [], make_spec(TrainSpec, options | fixed), **found)
+    refuse_without_find(**found)
+    _require_packages()
+    fork_forkserver()
+    from instep.tune.plan import read_points
+
     made, path, space = _find_task(task, values or [])
     if clash := set(space) & set(searched):
         raise SpecError(f"{min(clash)} is searched as a field of the Task and as an option. Rename the field.")

@@ -1,0 +1,85 @@
+"""The file that a rank's observations go to, and the place in the user's code that an observation belongs to.
+
+Ranks: all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from instep.check.observations import Observation
+
+_LIBRARIES = tuple(
+    {str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "purelib", "platlib")}
+    | {str(Path(__file__).parents[2].resolve()) + os.sep}
+)
+
+
+class ObservationLog:
+    """Takes a rank's observations while it is watched."""
+
+    def __init__(self, folder: Path, rank: int, script: str, num_steps: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.rank = rank
+        self.step = 0
+        """Optimizer steps that the rank has finished."""
+        self.num_steps = num_steps
+        """How many are watched."""
+        self.is_open = True
+        """Whether hooks still have to look; afterwards they cost one comparison."""
+        self._script = os.path.realpath(script)
+        # One write a line: what a killed rank has seen stays.
+        self._file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._quiet = threading.local()
+
+    def write(self, kind: type[Observation], frame_depth: int = 1, **fields: Any) -> None:
+        """Write an observation that belongs to the user's line which is being executed."""
+        if self.is_open:
+            file, line = self.place(sys._getframe(frame_depth))
+            self._file.write(kind(step=self.step, file=file, line=line, **fields).to_line() + "\n")
+
+    def place(self, frame: FrameType | None) -> tuple[str, int]:
+        """Return the innermost (file, line) of the user's own code; ("", 0): no such code is being executed."""
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if _is_users(name, self._script):
+                return name, frame.f_lineno
+            frame = frame.f_back
+        return "", 0
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Let hooks of this thread ignore what an observer does itself while the block runs."""
+        before, self._quiet.on = self.is_quiet, True
+        try:
+            yield
+        finally:
+            self._quiet.on = before
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether this thread executes an observer's own code, or nothing is observed any more."""
+        return not self.is_open or getattr(self._quiet, "on", False)
+
+    def close(self) -> None:
+        """Write no more."""
+        self.is_open = False
+        self._file.close()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(name: str, script: str) -> bool:
+    """Return whether a file is the user's: the script itself, or anything that is not installed."""
+    if name.startswith("<"):
+        return False
+    path = os.path.realpath(name)
+    return path == script or not path.startswith(_LIBRARIES)

@@ -1,0 +1,5 @@
+"""The rules, one line for each."""
+
+from instep.check.rule import Rule
+
+RULES: tuple[Rule, ...] = ()
