@@ -88,8 +88,8 @@ def test_memory_that_runs_out_on_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_real_limit_is_found_within_five_percent(tmp_path: Path) -> None:
     """The kernel refuses memory beyond a limit that the finder does not know."""
-    rows, _ = fits(Hungry(), 1, tmp_path / "a", SizeRange(1, None, 4, 1))
-    assert rows > 20
+    rows, _ = fits(Hungry(), 1, tmp_path / "a", SizeRange(1, None, 64, 1))
+    assert rows > 64
     more = int(rows * 1.05) + 1
     assert fits(Hungry(), 1, tmp_path / "b", SizeRange(more, more, more, 1)) == (0, more)
 

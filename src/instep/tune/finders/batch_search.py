@@ -8,6 +8,7 @@ and continued in a straight line up to what is available; only a limit that is m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,12 @@ TOLERANCE = 0.02
 """How far below the limit the answer may be."""
 _MEASURABLE_BYTES = 64 << 20
 """By so much a process must grow between two sizes before a line through them means anything."""
-_SLOW_S, _LEAST_BYTES = 5.0, 8 << 20
-"""Where a probe takes so long, less growth must do."""
+_STEADY = 0.1
+"""By how much its growth with a row may change from one size to the next."""
+_MOST_OF_BUDGET = 0.25
+"""Of what is available; more is not taken to measure."""
+_SLOW_S = 60.0
+"""A size that takes so long to try is the last that is tried, unless memory ran out before."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class LargestSize:
     rows: int
     """The most rows on each rank; 0: not even the least number fits."""
     bound: str
-    """What bounds it: memory, data, range."""
+    """What bounds it: memory, data, range, time."""
     tried_rows: int
     """The largest number that was tried and fits; fewer than `rows`: the rest is a straight line."""
     failed_rows: int | None
@@ -74,14 +79,16 @@ def next_rows(probes: Sequence[SizeProbe], where: SizeRange, budget_bytes: int |
         return max(where.least, (good + bad) // 2)
     if _is_all_data(probes, where) or (where.most is not None and good >= where.most):
         return None
-    if budget_bytes is not None and line(probes) is not None:
+    if budget_bytes is not None and line(probes, budget_bytes) is not None:
+        return None
+    if _is_slow(probes):
         return None
     return min(2 * good, where.most or 2 * good)
 
 
 def largest(probes: Sequence[SizeProbe], where: SizeRange, budget_bytes: int | None) -> LargestSize:
     """Return the answer, once `next_rows` has nothing more to try."""
-    good, bad, slope = _good(probes), _bad(probes), line(probes)
+    good, bad, slope = _good(probes), _bad(probes), line(probes, budget_bytes)
     if bad is not None:
         return LargestSize(good, "memory", good, bad, slope)
     if _is_all_data(probes, where):
@@ -89,8 +96,8 @@ def largest(probes: Sequence[SizeProbe], where: SizeRange, budget_bytes: int | N
         return LargestSize(rows, "data", rows, None, slope)
     if where.most is not None and good >= where.most:
         return LargestSize(good, "range", good, None, slope)
-    assert budget_bytes is not None
-    assert slope is not None
+    if budget_bytes is None or slope is None:
+        return LargestSize(good, "time", good, None, slope)
     top = max(probes, key=lambda probe: probe.rows)
     rows = max(good, top.rows + int((budget_bytes - top.grown_bytes) / slope))
     if where.most is not None and rows >= where.most:
@@ -98,15 +105,23 @@ def largest(probes: Sequence[SizeProbe], where: SizeRange, budget_bytes: int | N
     return LargestSize(rows, "memory", good, None, slope)
 
 
-def line(probes: Sequence[SizeProbe]) -> float | None:
-    """Return by how many bytes a process grows with each row; None: not enough has been measured."""
+def line(probes: Sequence[SizeProbe], budget_bytes: int | None) -> float | None:
+    """Return by how many bytes a process grows with each row; None: not enough has been measured.
+
+    Small tensors are kept when they are freed, so that the growth of small batches is too large. It is believed when it
+    stays the same from one doubling to the next, or when the next batch would take a large part of the budget, or long.
+    """
     fitting = sorted((probe for probe in probes if probe.fits), key=lambda probe: probe.rows)
-    if len(fitting) < 2:
+    slopes = [
+        (b.grown_bytes - a.grown_bytes) / (b.rows - a.rows) for a, b in itertools.pairwise(fitting) if b.rows > a.rows
+    ]
+    if not slopes or slopes[-1] * (fitting[-1].rows - fitting[-2].rows) < _MEASURABLE_BYTES:
         return None
-    below, top = fitting[-2:]
-    grown = top.grown_bytes - below.grown_bytes
-    needed = _LEAST_BYTES if top.seconds > _SLOW_S else _MEASURABLE_BYTES
-    return grown / (top.rows - below.rows) if grown >= needed else None
+    top, slope = fitting[-1], slopes[-1]
+    is_steady = len(slopes) > 1 and abs(slope - slopes[-2]) <= _STEADY * slope
+    following = top.grown_bytes + slope * top.rows
+    is_much = budget_bytes is not None and following > _MOST_OF_BUDGET * budget_bytes
+    return slope if is_steady or is_much or _is_slow(probes) else None
 
 
 def _good(probes: Sequence[SizeProbe]) -> int:
@@ -119,3 +134,7 @@ def _bad(probes: Sequence[SizeProbe]) -> int | None:
 
 def _is_all_data(probes: Sequence[SizeProbe], where: SizeRange) -> bool:
     return any(probe.fits and probe.num_samples < probe.rows * where.data_size for probe in probes)
+
+
+def _is_slow(probes: Sequence[SizeProbe]) -> bool:
+    return any(probe.fits and probe.seconds > _SLOW_S for probe in probes)

@@ -26,6 +26,12 @@ FIRST_ROWS = 8
 LOSS_ALLOWED = 0.05
 """The share of the highest speed that a smaller batch may lose."""
 _MOST_SIZES = 6
+_LARGEST = {
+    "memory": "it is the largest that fits into memory",
+    "data": "it is the whole training set",
+    "range": "it is the largest of the range",
+    "time": "it is the largest that was tried",
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def make_finding(limits: Limits, size: LargestSize, rates: Mapping[int, Sequence
     chosen, bound = limits.choose(data_size)
     found = speeds(rates)
     reasons = {
-        "fits": "it is the largest that fits into memory",
+        "fits": _LARGEST[size.bound],
         "fast": f"it is the smallest batch within {LOSS_ALLOWED:.0%} of the highest speed",
         "critical": "beyond that, more samples in a batch make a step better by less than they cost",
     }
@@ -140,6 +146,7 @@ def _sentences(limits: Limits, size: LargestSize, data_size: int) -> list[str]:
         "memory": f"Largest batch that fits: {whole}.",
         "data": f"Largest batch: {whole}, all of the training set, and it fits.",
         "range": f"Largest batch of the range: {whole}, and it fits.",
+        "time": f"Largest batch that was tried: {whole}, and it fits. It takes too long to try larger ones.",
     }
     sentences = [ends[size.bound]]
     if size.tried_rows < size.rows and size.bytes_per_row is not None:
