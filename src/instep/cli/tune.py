@@ -35,7 +35,7 @@ _OWN = (
     option("sampler", str, "tpe", "a sampler of Optuna by name, with options: tpe:multivariate=true (docs/tune.md)"),
     option("pruner", str, "none", "ends bad trials early: asha, which continues the best; a pruner of Optuna: median"),
     option("rung_processes", str | None, None, "with --pruner asha: processes of trials at each rung, such as 1,2,4"),
-    option("parallel", int, 1, "trials at the same time, on this machine"),
+    option("parallel", str, "1", "trials at the same time, on this machine; auto: as many as fit its cores and memory"),
     option("time", str | None, None, "end the search after this time (90s, 30m, 2h); the same command continues it"),
     option("constraint", list[str], (), "a limit to keep: memory_bytes<=2e9, wall_s<=60; may be repeated"),
     option("enqueue", list[str], (), "try these values first: 'lr=1e-3 hidden=64'; may be repeated"),
@@ -140,10 +140,11 @@ def tune_here(task: Task, space: Mapping[str, Any], **options: Any) -> TuneResul
 def _plan(
     task: Task, file: Path | None, spec: TrainSpec, own: Mapping[str, Any], space: Mapping[str, Any]
 ) -> SearchPlan:
+    from instep.tune.packing import read_parallel
     from instep.tune.plan import SearchPlan, TuneSpec, divide_cores
 
     asked = TuneSpec(**own)
-    spec, sentence = divide_cores(spec, asked.parallel)
+    spec, sentence = divide_cores(spec, read_parallel(asked.parallel))
     if sentence and not spec.quiet:
         say(sentence)
     return SearchPlan(task, file, spec, asked, space, seed=spec.seed)
@@ -155,7 +156,7 @@ def _search(plan: SearchPlan, words: Sequence[str]) -> TuneResult:
     from instep.tune.search import search
 
     run_dir = Path(plan.spec.run_dir) if plan.spec.run_dir else None
-    with TuneDisplay(plan.tune.trials, plan.tune.parallel, plan.spec.quiet) as display:
+    with TuneDisplay(plan.tune.trials, plan.spec.quiet) as display:
         result, interrupted = search(plan, run_dir, plan.spec.fresh, display.show)
     if result.status != "complete":
         again = [word for word in words if word != "--fresh"] + ([] if run_dir else ["--run-dir", result.run_dir])
@@ -172,6 +173,8 @@ def _show_best(result: TuneResult) -> None:
         return
     values = ", ".join(f"{goal.name} {value:.6g}" for goal, value in zip(result.goals, best.values, strict=True))
     say(f"best: trial {best.number}, {values}  ({best.run_dir})\nto train it again:\n  {result.command}")
+    if result.speedup is not None:
+        say(f"trials at once: {result.speedup:.2f} times the samples a second of one alone")
     if result.status == "complete":
         say(f"plots: {result.run_dir}/report.html")
 

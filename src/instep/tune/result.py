@@ -81,6 +81,10 @@ class TuneResult:
     """The folder of the search."""
     command: str = ""
     """Trains the best trial again; empty while the search runs, or for a Task that is in no file."""
+    at_once: int = 1
+    """How many trials may run at the same time."""
+    speedup: float | None = None
+    """How many times as many samples a second trials at once compute as one alone; None: it is not known."""
 
     @property
     def best(self) -> TrialRecord | None:
@@ -111,6 +115,8 @@ class TuneResult:
             "status": self.status,
             "run_dir": self.run_dir,
             "command": self.command,
+            "at_once": self.at_once,
+            "speedup": None if self.speedup is None else round(self.speedup, 3),
         }
         return data | ({"front": [_brief(trial) for trial in front]} if len(self.goals) > 1 else {})
 

@@ -71,6 +71,7 @@ class Search:
             *(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner),
             judges_again=self._promotion is None,
         )
+        self._packing = plan.make_packing()
         self._paused: set[int] = set()
         """Trials that wait at a rung ([Note: Promotion])."""
         self._slots: dict[int, _Slot] = {}
@@ -86,7 +87,7 @@ class Search:
             self._restore()
             while True:
                 self._end_in_time(begun)
-                while len(self._slots) < self._plan.tune.parallel and (trial := self._next()) is not None:
+                while len(self._slots) < self._packing.limit and (trial := self._next()) is not None:
                     self._begin(trial)
                 if not self._slots:
                     break
@@ -94,6 +95,7 @@ class Search:
                 self._woken.clear()
                 for slot in list(self._slots.values()):
                     self._follow(slot)
+                self._packing.measure([slot.trial.evaluations.load for slot in self._slots.values()])
             self._end_paused()
         return self.result()
 
@@ -122,7 +124,10 @@ class Search:
         """Return what is known now."""
         records = (TrialRecord.of(trial, self._folder.trial(trial.number)) for trial in self._study.trials)
         trials = [r if r.number not in self._paused else dataclasses.replace(r, state="paused") for r in records]
-        return TuneResult(self._plan.tune.goals, tuple(trials), self._status, str(self._folder.path))
+        packing, path = self._packing, str(self._folder.path)
+        return TuneResult(
+            self._plan.tune.goals, tuple(trials), self._status, path, at_once=packing.limit, speedup=packing.speedup
+        )
 
     def conclude(self, result: TuneResult) -> TuneResult:
         """Return the outcome with the command that trains the best trial again, and write the page of the search."""
