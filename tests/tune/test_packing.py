@@ -37,11 +37,14 @@ def test_never_more_than_cores_and_memory_have_room_for(cores: int, free: int, p
 def test_what_it_brings() -> None:
     packing = Packing(2, Room(2, 1000))
     assert packing.limit == 2
-    packing.measure([load(rate=100)])
-    assert packing.speedup is None
-    packing.measure([load(rate=80), load(rate=0)])
+    for rate in (99, 100, 101):
+        packing.measure([load(rate=rate)])
+    for _ in range(3):
+        packing.measure([load(rate=80), load(rate=0)])
     assert packing.speedup is None, "the second one has only begun"
-    packing.measure([load(rate=80), load(rate=90)])
+    for rate in (89, 90, 90, 90, 91):
+        assert packing.speedup is None
+        packing.measure([load(rate=80), load(rate=rate)])
     assert packing.speedup == pytest.approx(1.7)
 
 

@@ -18,7 +18,8 @@ from instep.core.errors import SpecError
 AUTO = "auto"
 _SHARE = 0.9
 """Of the memory that is free: other programs, and trials with a larger model, need some."""
-_MOST_RATES = 64
+_FEWEST_RATES, _MOST_RATES = 3, 64
+"""Of trials alone, and of trials at once, to compare: one rate is of about a second."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,15 @@ class Packing:
         self._peak_bytes = max([self._peak_bytes, *(load.peak_bytes for load in loads)])
         if not loads or not all(load.rate for load in loads):
             return
-        rates = self._alone if len(loads) == 1 else self._together
-        rates.append(sum(load.rate for load in loads))
-        del rates[:-_MOST_RATES]
+        rates, total = self._alone if len(loads) == 1 else self._together, sum(load.rate for load in loads)
+        if rates[-1:] != [total]:  # else no trial has told anything since
+            rates.append(total)
+            del rates[:-_MOST_RATES]
 
     @property
     def speedup(self) -> float | None:
         """How many times as many samples a second the trials at once compute as one alone; None: it is not known."""
-        if not self._alone or not self._together:
+        if min(len(self._alone), len(self._together)) < _FEWEST_RATES:
             return None
         return statistics.median(self._together) / statistics.median(self._alone)
 
