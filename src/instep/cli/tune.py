@@ -160,7 +160,7 @@ def _show_best(result: TuneResult) -> None:
         return
     values = ", ".join(f"{goal.name} {value:.6g}" for goal, value in zip(result.goals, best.values, strict=True))
     say(f"best: trial {best.number}, {values}  ({best.run_dir})\nto train it again:\n  {result.command}")
-    if result.status == "complete":
+    if result.status != "preempted":
         say(f"plots: {result.run_dir}/report.html")
 
 
