@@ -175,7 +175,7 @@ def _show_best(result: TuneResult) -> None:
     say(f"best: trial {best.number}, {values}  ({best.run_dir})\nto train it again:\n  {result.command}")
     if result.speedup is not None:
         say(f"trials at once: {result.speedup:.2f} times the samples a second of one alone")
-    if result.status == "complete":
+    if result.status != "preempted":
         say(f"plots: {result.run_dir}/report.html")
 
 

@@ -7,9 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from optuna.trial import FrozenTrial, TrialState
+from typing import TYPE_CHECKING, Any, Literal
 
 from instep.core.metric_goal import MetricGoal
 from instep.core.options import OptionScope, options_of
@@ -17,17 +15,14 @@ from instep.core.spec import TrainSpec
 from instep.train.task import Task, fields_of
 from instep.tune.space import text_of
 
+if TYPE_CHECKING:  # a package that only a search needs
+    from optuna.trial import FrozenTrial
+
 State = Literal["running", "paused", "complete", "infeasible", "pruned", "failed"]
 GOING_ON = ("running", "paused")
 """States of trials that have not ended."""
 Status = Literal["complete", "preempted", "out-of-time"]
-_STATES: dict[TrialState, State] = {
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "running",
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-}
+_STATES: dict[str, State] = {"RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class TrialRecord:
             values = (trial.intermediate_values[max(trial.intermediate_values)],)
         return cls(
             number=trial.number,
-            state="infeasible" if is_infeasible else _STATES[trial.state],
+            state="infeasible" if is_infeasible else _STATES[trial.state.name],
             params=dict(trial.params),
             values=values,
             num_evaluations=len(trial.intermediate_values),

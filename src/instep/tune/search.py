@@ -45,6 +45,9 @@ _POLL_S = 0.1
 Show = Callable[[TuneResult], object]
 """Shows how far a search is; called after each change."""
 
+StartTrial = Callable[[TrialPlan, Callable[[], object]], RunningTrial]
+"""Starts a trial's training; what it is given is to be called when that has ended."""
+
 
 @dataclass
 class _Slot:
@@ -60,8 +63,8 @@ class _Slot:
 class Search:
     """A search in its folder."""
 
-    def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show) -> None:
-        self._plan, self._folder, self._show = plan, folder, show
+    def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show, start: StartTrial = LocalTrial) -> None:
+        self._plan, self._folder, self._show, self._start = plan, folder, show, start
         search_id = folder.describe(plan.describe())
         maximized = [StudyDirection.MINIMIZE if g.is_lowest_best else StudyDirection.MAXIMIZE for g in plan.tune.goals]
         url = storage_url(folder.path, plan.tune.storage)
@@ -134,7 +137,7 @@ class Search:
         if (best := result.best) is not None and self._plan.file is not None:
             plan = _as_begun(self._plan.trial(best.number, best.params, Path(best.run_dir)))
             result = dataclasses.replace(result, command=train_command(self._plan.file, plan.task, plan.spec))
-        if result.status == "complete":
+        if result.status != "preempted":
             write_report(self._folder.report, result, self._study.study)
         return result
 
@@ -186,7 +189,7 @@ class Search:
         except Exception as error:  # noqa: BLE001 - the Task's own checks may raise anything
             self._fail(number, str(error) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}")
             return
-        self._slots[number] = slot = _Slot(LocalTrial(plan, self._woken.set), time.monotonic())
+        self._slots[number] = slot = _Slot(self._start(plan, self._woken.set), time.monotonic())
         self._read(slot)
         self._show(self.result())
 
