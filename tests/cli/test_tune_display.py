@@ -23,7 +23,7 @@ def result(*trials: TrialRecord) -> TuneResult:
 
 
 def test_lines(capsys: Any) -> None:
-    with TuneDisplay(5, parallel=2, is_quiet=False) as display:
+    with TuneDisplay(5, is_quiet=False) as display:
         display.show(result(trial(0, "complete", 0.5), trial(1, "running", wall_s=None)))  # 0: of an earlier command
         display.show(result(trial(0, "complete", 0.5), trial(1, "failed", sentence="a bug\nand more")))
         display.show(result(trial(0, "complete", 0.5), trial(1, "failed"), trial(2, "complete", 0.75)))
@@ -35,7 +35,7 @@ def test_lines(capsys: Any) -> None:
 
 
 def test_a_table_has_the_best_first() -> None:
-    display, out = TuneDisplay(5, parallel=1, is_quiet=False), io.StringIO()
+    display, out = TuneDisplay(5, is_quiet=False), io.StringIO()
     shown = display._table(
         result(trial(0, "failed", sentence="a bug"), trial(1, "complete", 0.5), trial(2, "complete", 0.75))
     )
@@ -51,6 +51,6 @@ def test_a_table_has_the_best_first() -> None:
 
 
 def test_nothing_when_quiet(capsys: Any) -> None:
-    with TuneDisplay(5, parallel=1, is_quiet=True) as display:
+    with TuneDisplay(5, is_quiet=True) as display:
         display.show(result(trial(0, "complete", 0.5)))
     assert capsys.readouterr().err == ""
