@@ -6,10 +6,11 @@ import importlib
 import random
 from typing import TYPE_CHECKING, Any
 
-# The package `instep.train` and the function `instep.train` share a name. The package is imported first, which
-# binds it here once and for all; the function below then takes the name over. `from instep.train.x import y`
-# goes through sys.modules and still finds the package.
-import instep.train  # noqa: F401
+# The package `instep.train` and the function `instep.train` share a name, and so do those of `tune`. The packages are
+# imported first, which binds them here once and for all; the functions below then take the names over.
+# `from instep.train.x import y` goes through sys.modules and still finds the package.
+import instep.train
+import instep.tune  # noqa: F401
 from instep.core.errors import (
     CheckpointError,
     DataError,
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
     from instep.train.result import Result, load_model
     from instep.train.task import Task
     from instep.train.worker import start
+    from instep.tune.finders.finder import Finding
+    from instep.tune.result import TuneResult
 
 __all__ = [
     "CheckpointError",
     "DataError",
     "EnvironmentFailed",
+    "Finding",
     "InstepError",
     "NumericsError",
     "RanksFailed",
@@ -47,6 +51,7 @@ __all__ = [
     "Task",
     "TaskError",
     "TrainSpec",
+    "TuneResult",
     "__version__",
     "bernoulli",
     "data",
@@ -63,14 +68,17 @@ __all__ = [
     "randn_like",
     "start",
     "train",
+    "tune",
 ]
 
 # What needs torch is imported when it is asked for: the command starts its workers before it imports torch.
 _NOISE = ("bernoulli", "normal", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like")
 _LAZY = {
     **dict.fromkeys(_NOISE, "instep.parallel.row_noise"),
+    "Finding": "instep.tune.finders.finder",
     "Result": "instep.train.result",
     "Task": "instep.train.task",
+    "TuneResult": "instep.tune.result",
     "evaluate": "instep.cli.evaluate",
     "load_model": "instep.train.result",
     "main": "instep.cli.train",
@@ -90,6 +98,25 @@ def train(task: Any, **options: Any) -> Result:
 
     random.setstate(state)  # some of what is imported draws a number
     return train_here(task, **options)
+
+
+def tune(task: Any, space: Any = None, *, find: str | None = None, **options: Any) -> TuneResult | Finding:
+    """Search hyper-parameters of a Task, and return all trials and the best; or find a setting by measurement.
+
+    `space` gives a range or a list of choices by the name of a field or option: {"lr": "1e-5..1e-1:log", "hidden": [64,
+    128]}. The options are those of `instep tune` (trials, metric, sampler, pruner, parallel, …) and of `instep.train`.
+    `find` names a setting (lr, batch-size, workers, threads, processes), with the options `over` and `rounds`.
+    """
+    state = random.getstate()
+    from instep.cli.tune import tune_here
+    from instep.cli.tune_find import find_here
+
+    random.setstate(state)  # some of what is imported draws a number
+    if find is None:
+        return tune_here(task, space or {}, **options)
+    if space:
+        raise SpecError(f"find={find} measures one setting, and space is for a search. Give one of them.")
+    return find_here(task, find, **options)
 
 
 def __dir__() -> list[str]:

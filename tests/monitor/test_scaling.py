@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from instep.core.errors import EnvironmentFailed
+from instep.core.interval import estimate
 from instep.events.schema import PhasesRecord, StepRecord, to_line
 from instep.monitor.charts.svg import LIGHT
 from instep.monitor.scaling import texts
-from instep.monitor.scaling.interval import estimate
 from instep.monitor.scaling.model import EfficiencyModel, fit, limit
 from instep.monitor.scaling.page import to_html, to_png, to_svg
 from instep.monitor.scaling.piece import CAUSES, Piece, measure

@@ -30,6 +30,7 @@ COMMANDS = {
     "watch": ("instep.cli.watch:watch", "Show runs on a live page, while they train or afterwards."),
     "explain": ("instep.cli.explain:explain", "Say what bounded the speed of a run, and what to try next."),
     "track": ("instep.cli.track:track", "Send a run to trackers: csv, mlflow, tensorboard, trackio, wandb."),
+    "tune": ("instep.cli.tune:tune", "Search hyper-parameters, or find a setting: lr, batch-size, workers."),
     "scale": ("instep.cli.scale:scale", "Measure how much faster a training is on more processes, and why not more."),
     "report": ("instep.cli.report:report", "Write a report of runs: results, curves, where the time went, incidents."),
     "checkpoints": ("instep.cli.checkpoints:checkpoints", "List, verify, prune or export the checkpoints of a run."),

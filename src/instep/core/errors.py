@@ -154,6 +154,8 @@ class FailureRecord:
     """The collective that the rank called while another one called a different one."""
     doubt_ns: int = 0
     """The uncertainty of its time, compared with another node's."""
+    out_of_memory: bool = False
+    """Whether memory ran out, as far as an exception says so: a kill by the system looks like any other."""
 
     @property
     def who(self) -> str:

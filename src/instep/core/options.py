@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from instep.core.errors import SpecError
 
@@ -57,6 +58,8 @@ class Option:
     """Whether the nodes of one job may have different values."""
     in_verify: bool
     """Whether `instep verify` has this option."""
+    in_tune: bool
+    """Whether what comes out depends on it, so that `instep tune` may search it."""
     in_evaluate: bool
     """Whether `instep evaluate` and `instep predict` have it, in place of the run's own value."""
     alone: str | None
@@ -68,6 +71,12 @@ class Option:
     def flag(self) -> str:
         """The last spelling, the one that messages name."""
         return self.flags[-1].partition("/")[0]
+
+    @property
+    def is_searchable(self) -> bool:
+        """Whether `instep tune` takes a range or choices for it: if it is a number or a word."""
+        kinds = set(get_args(self.type)) if get_origin(self.type) in (Union, UnionType) else {self.type}
+        return self.in_tune and (bool(self.choices) or kinds <= {int, float, type(None)})
 
     def words(self, value: Any) -> list[str]:
         """Return the words of a command line that set this option."""
@@ -95,18 +104,20 @@ def _option(
     at_least: int | None = None,
     per_node: bool | None = None,
     in_verify: bool | None = None,
+    in_tune: bool | None = None,
     in_evaluate: bool = False,
     alone: str | None = None,
     pattern: str = "",
 ) -> Any:
     """Declare a field of a spec as an option. `flags` are needed only where they do not follow from the name.
 
-    Unless stated otherwise, the nodes of a job must agree on recipe and operational options, and `instep verify` has
-    all recipe options.
+    Unless stated otherwise, the nodes of a job must agree on recipe and operational options, `instep verify` has all
+    recipe options, and `instep tune` may search those.
     """
     per_node = scope in (OptionScope.NODE, OptionScope.OUTPUT) if per_node is None else per_node
     in_verify = scope is OptionScope.RECIPE if in_verify is None else in_verify
-    rest = (per_node, in_verify, in_evaluate, alone, pattern)
+    in_tune = scope is OptionScope.RECIPE if in_tune is None else in_tune
+    rest = (per_node, in_verify, in_tune, in_evaluate, alone, pattern)
     declared = Option("", None, default, group, help, scope, flags, metavar, tuple(choices), at_least, *rest)
     return dataclasses.field(default=default, metadata={"option": declared})
 

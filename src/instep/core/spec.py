@@ -46,9 +46,11 @@ class TrainSpec(LaunchSpec):
         3, FAILURES, "restarts allowed after a failure; progress resets the count", at_least=0, in_evaluate=True
     )
     epochs: int | None = operational_option(
-        None, TRAINING, "passes over the training data (3, unless --steps is given)", at_least=1
+        None, TRAINING, "passes over the training data (3, unless --steps is given)", at_least=1, in_tune=True
     )
-    steps: int | None = operational_option(None, TRAINING, "optimizer steps, instead of --epochs", at_least=1)
+    steps: int | None = operational_option(
+        None, TRAINING, "optimizer steps, instead of --epochs", at_least=1, in_tune=True
+    )
     batch_size: int = recipe_option(
         DEFAULT_BATCH_SIZE, TRAINING, "samples in one optimizer step, over all processes and accumulation", at_least=1
     )

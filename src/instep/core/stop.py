@@ -30,7 +30,28 @@ class StopRequest:
         self._asked_at: float = early.request._asked_at if early is not None else 0.0
         self.interrupted = False
         """Whether it was Ctrl-C that asked."""
+        self.ended = False
+        """Whether this process has ended what it asked to stop."""
         self._has_begun = False
+        self._on_request: Callable[[], object] = lambda: None
+        self._on_end: Callable[[], object] = lambda: None
+
+    def listen(self, on_request: Callable[[], object], on_end: Callable[[], object]) -> None:
+        """Call `on_request` when this process itself asks to stop, at once if it has, and `on_end` when it insists."""
+        self._on_request, self._on_end = on_request, on_end
+        if self.asked:
+            on_request()
+
+    def request(self) -> None:
+        """Ask from within this process, as a first signal does from without."""
+        if not self.asked:
+            self.ask()
+            self._on_request()
+
+    def end(self) -> None:
+        """Ask to end at once, as a second signal does."""
+        self.asked = self.ended = True
+        self._on_end()
 
     def ask(self, number: int = signal.SIGTERM) -> bool:
         """Record a request to stop; return whether to stop at once: at a second one, or if there is nothing to save."""

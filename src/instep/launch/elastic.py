@@ -190,20 +190,31 @@ def signal_behind(error: BaseException | None) -> SignalException | None:
 
 
 def _pass_on_stops(job: LaunchJob, scratch: Scratch) -> None:
-    """Make the first SIGTERM, SIGUSR1 or Ctrl-C ask all ranks of this node to save and leave, the second end them."""
+    """Make the first SIGTERM, SIGUSR1 or Ctrl-C ask all ranks of this node to save and leave, the second end them.
 
-    def ask(number: signal.Signals) -> None:
+    A program that launches several jobs, each in a thread, has no signal for one of them: it uses the job's `stop`.
+    """
+
+    def signal_keepers(number: signal.Signals) -> None:
+        for pid in scratch.keepers(scratch.last_attempt()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def ask(number: signal.Signals = signal.SIGTERM) -> None:
         scratch.mark("asked")
         if number == signal.SIGINT:
             job.say(f"\n{SAVING}")
-        for pid in scratch.keepers(scratch.last_attempt()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+        signal_keepers(signal.SIGUSR1)
+
+    def end_ranks() -> None:
+        scratch.mark("ending")
+        signal_keepers(signal.SIGTERM)
 
     def end(number: signal.Signals) -> None:
         scratch.mark("ending")
         raise SignalException(f"second signal {number}", sigval=number)
 
+    job.stop.listen(ask, end_ranks)
     handle_stops(job.stop, lambda: job.progress() >= 0, ask, end)
 
 

@@ -92,6 +92,13 @@ class Task:
             training, evaluation and prediction, in `load_model`, and when the run continues.
             """
 
+        def search_space(self, trial: Any) -> None:
+            """Suggest values for fields and options, by their names, to a trial of `instep tune` (docs/tune.md).
+
+            `trial` is Optuna's: `trial.suggest_float("lr", 1e-5, 1e-1, log=True)`. What is suggested may depend on what
+            was suggested before, and on nothing else.
+            """
+
         def sync_buffers(self) -> Mapping[str, str]:
             """Return how ranks agree on buffers that the model changes in its forward pass, by name or pattern.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from instep.core.interval import Estimate
 from instep.core.version import __version__
 from instep.monitor.charts.bar_chart import Bar, BarChart, bar_chart
 from instep.monitor.charts.curve import Curve, Point, make_curve
@@ -11,7 +12,6 @@ from instep.monitor.charts.svg import drawing, element, escape, standalone
 from instep.monitor.report import page
 from instep.monitor.report.tables import clock_text
 from instep.monitor.scaling import texts
-from instep.monitor.scaling.interval import Estimate
 from instep.monitor.scaling.piece import CAUSES
 from instep.monitor.scaling.study import Study
 

@@ -1,0 +1,348 @@
+"""Run the trials of a search: start them, follow their evaluations, prune, record how they end.
+
+Ranks: none; this is the process that launches the trials. All decisions are made in its main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from instep.core.errors import (
+    EXIT_SPEC,
+    CheckpointError,
+    EnvironmentFailed,
+    FailureRecord,
+    InstepError,
+    Interrupted,
+    RanksFailed,
+    SpecError,
+)
+from instep.core.stop import StopRequest
+from instep.launch.signals import handle_stops, signals_restored
+from instep.tune.folder import SearchFolder
+from instep.tune.ledger import Ledger, storage_url
+from instep.tune.objective import OUT_OF_MEMORY, check_names
+from instep.tune.plan import SearchPlan
+from instep.tune.promotion import Promotion
+from instep.tune.report import write_report
+from instep.tune.result import Status, TrialRecord, TuneResult, train_command
+from instep.tune.study import SearchStudy
+from instep.tune.trial_run import Evaluation, LocalTrial, RunningTrial, TrialPlan, measures
+
+_POLL_S = 0.1
+Show = Callable[[TuneResult], object]
+"""Shows how far a search is; called after each change."""
+
+StartTrial = Callable[[TrialPlan, Callable[[], object]], RunningTrial]
+"""Starts a trial's training; what it is given is to be called when that has ended."""
+
+
+@dataclass
+class _Slot:
+    """A trial that is running, and what is known of its end before it comes."""
+
+    trial: RunningTrial
+    begun: float
+    pruned_at: Evaluation | None = None
+    is_paused: bool = False
+    """Whether it has reached its rung, and was asked to stop there."""
+
+
+class Search:
+    """A search in its folder."""
+
+    def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show, start: StartTrial = LocalTrial) -> None:
+        self._plan, self._folder, self._show, self._start = plan, folder, show, start
+        search_id = folder.describe(plan.describe())
+        maximized = [StudyDirection.MINIMIZE if g.is_lowest_best else StudyDirection.MAXIMIZE for g in plan.tune.goals]
+        url = storage_url(folder.path, plan.tune.storage)
+        self._ledger = Ledger.open(url, plan.study_name, maximized, search_id)
+        self._promotion = plan.make_promotion()
+        self._study = SearchStudy(
+            *(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner),
+            judges_again=self._promotion is None,
+        )
+        self._packing = plan.make_packing()
+        self._paused: set[int] = set()
+        """Trials that wait at a rung ([Note: Promotion])."""
+        self._slots: dict[int, _Slot] = {}
+        self._waiting: list[FrozenTrial] = []
+        self._woken = threading.Event()
+        self._stop = StopRequest()
+        self._status: Status = "complete"
+
+    def run(self) -> TuneResult:
+        """Run all trials that are left, and return the outcome."""
+        begun = time.monotonic()
+        with self._signals_handled(), self._left_in_order():
+            self._restore()
+            while True:
+                self._end_in_time(begun)
+                while len(self._slots) < self._packing.limit and (trial := self._next()) is not None:
+                    self._begin(trial)
+                if not self._slots:
+                    break
+                self._woken.wait(_POLL_S)
+                self._woken.clear()
+                for slot in list(self._slots.values()):
+                    self._follow(slot)
+                self._packing.measure([slot.trial.evaluations.load for slot in self._slots.values()])
+            self._end_paused()
+        return self.result()
+
+    def _restore(self) -> None:
+        """Take in what an earlier process has left: trials to continue, and trials that wait at a rung."""
+        for trial in self._study.trials:
+            is_paused = self._promotion is not None and self._promotion.begin(trial.number, trial.intermediate_values)
+            if trial.state.is_finished():
+                continue
+            if is_paused:
+                self._paused.add(trial.number)
+            else:
+                self._waiting.append(trial)
+
+    def _end_paused(self) -> None:
+        """Record the trials that nothing can promote any more as pruned, when the search is complete."""
+        if self._status != "complete" or self._promotion is None:
+            return
+        for number in sorted(self._paused):
+            at = self._promotion.allowed(number)
+            sentence = f"not promoted from rung {self._promotion.rung(number)}, after evaluation {at}"
+            self._study.end(number, TrialState.PRUNED, None, {"sentence": sentence}, {OUT_OF_MEMORY: 0.0})
+        self._paused.clear()
+
+    def result(self) -> TuneResult:
+        """Return what is known now."""
+        records = (TrialRecord.of(trial, self._folder.trial(trial.number)) for trial in self._study.trials)
+        trials = [r if r.number not in self._paused else dataclasses.replace(r, state="paused") for r in records]
+        packing, path = self._packing, str(self._folder.path)
+        return TuneResult(
+            self._plan.tune.goals, tuple(trials), self._status, path, at_once=packing.limit, speedup=packing.speedup
+        )
+
+    def conclude(self, result: TuneResult) -> TuneResult:
+        """Return the outcome with the command that trains the best trial again, and write the page of the search."""
+        if (best := result.best) is not None and self._plan.file is not None:
+            plan = _as_begun(self._plan.trial(best.number, best.params, Path(best.run_dir)))
+            result = dataclasses.replace(result, command=train_command(self._plan.file, plan.task, plan.spec))
+        if result.status != "preempted":
+            write_report(self._folder.report, result, self._study.study)
+        return result
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C has ended it."""
+        return self._stop.interrupted
+
+    def _next(self) -> FrozenTrial | None:
+        """Return the next trial: one that an earlier process left, or a new one; None: there is none to start."""
+        if self._status != "complete":
+            return None
+        if self._waiting:
+            return self._waiting.pop(0)
+        if self._promotion is not None and (promoted := self._promotion.promote(self._paused)) is not None:
+            return self._resume(promoted)
+        number, points = len(self._study.trials), self._plan.tune.points
+        if number >= self._plan.tune.trials or self._study.is_exhausted:
+            return self._last()
+        point = points[number] if number < len(points) else None
+        trial = self._study.next(self._plan.suggest, point, self._paused)
+        if self._promotion is not None:
+            self._promotion.begin(number, {})
+        return trial
+
+    def _resume(self, number: int) -> FrozenTrial:
+        """Return a trial that was promoted, to be continued."""
+        self._paused.discard(number)
+        return self._study.trials[number]
+
+    def _last(self) -> FrozenTrial | None:
+        """Return the trial that has to be trained to its end, if none is complete when all others are done."""
+        is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
+        if self._promotion is None or self._slots or is_won:
+            return None
+        best = self._promotion.promote_best(self._paused)
+        return None if best is None else self._resume(best)
+
+    def _begin(self, trial: FrozenTrial) -> None:
+        """Start a trial's training; parameters that cannot be trained are a failed trial."""
+        number = trial.number
+        try:
+            plan = self._plan.trial(number, trial.params, self._folder.trial(number))
+            plan = _as_begun(plan)
+            if self._promotion is not None:
+                plan = self._plan.at_rung(plan, self._promotion.rung(number))
+            if isinstance(plan.spec.processes, int):
+                plan.spec.check_world(plan.spec.processes)
+        except Exception as error:  # noqa: BLE001 - the Task's own checks may raise anything
+            self._fail(number, str(error) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}")
+            return
+        self._slots[number] = slot = _Slot(self._start(plan, self._woken.set), time.monotonic())
+        self._read(slot)
+        self._show(self.result())
+
+    def _follow(self, slot: _Slot) -> None:
+        """Take in what a trial has evaluated, and its end."""
+        is_done = slot.trial.is_done()  # before its events are read: then none is missed
+        changed = self._read(slot)
+        if is_done:
+            self._end(slot)
+        if changed or is_done:
+            self._show(self.result())
+
+    def _read(self, slot: _Slot) -> bool:
+        """Report the new evaluations of a trial, and ask it to stop at the first one that prunes it."""
+        changed = False
+        goals, number = self._plan.tune.goals, slot.trial.plan.number
+        for evaluation in slot.trial.evaluations.poll():
+            check_names(goals, self._plan.tune.limits, evaluation.metrics)
+            if slot.pruned_at is not None or len(goals) > 1 or goals[0].name not in evaluation.metrics:
+                continue
+            if self._promotion is not None:
+                changed |= self._climb(slot, self._promotion, evaluation)
+                continue
+            changed = True
+            if self._study.evaluate(number, evaluation.number, evaluation.metrics[goals[0].name]):
+                slot.pruned_at = evaluation
+                slot.trial.stop()
+        return changed
+
+    def _climb(self, slot: _Slot, promotion: Promotion, evaluation: Evaluation) -> bool:
+        """Count an evaluation of a trial that may be promoted, and pause the trial at its rung."""
+        number, at = slot.trial.plan.number, evaluation.number
+        if at > promotion.allowed(number) or at in self._study.trials[number].intermediate_values:
+            return False
+        value = evaluation.metrics[self._plan.tune.goals[0].name]
+        self._study.evaluate(number, at, value)
+        if promotion.reach(number, at, value):
+            slot.is_paused = True
+            slot.trial.stop()
+        return True
+
+    def _end(self, slot: _Slot) -> None:
+        """Record how a trial ended; one that only was asked to stop stays as it is, to be continued."""
+        number = slot.trial.plan.number
+        del self._slots[number]
+        facts: dict[str, Any] = {"wall_s": round(time.monotonic() - slot.begun, 3)}
+        try:
+            result = slot.trial.result()
+        except RanksFailed as failed:
+            if self._status != "complete" and slot.pruned_at is None:
+                return  # killed together with the search
+            if failed.first.out_of_memory:
+                facts["sentence"] = f"out of memory: {sentence_of(failed.first)}"
+                self._study.end(number, TrialState.PRUNED, None, facts, {OUT_OF_MEMORY: 1.0})
+            elif slot.is_paused:
+                self._paused.add(number)
+            elif slot.pruned_at is None:
+                self._fail(number, sentence_of(failed.first), facts)
+            else:
+                self._prune(slot, facts)
+            return
+        except (CheckpointError, SpecError) as error:
+            self._fail(number, str(error), facts)
+            return
+        if slot.is_paused:
+            self._paused.add(number)
+        elif slot.pruned_at is not None:
+            self._prune(slot, facts)
+        elif result["status"] == "complete":
+            self._complete(slot.trial.plan, result, facts)
+        elif self._status == "complete":  # somebody else asked its ranks to leave: it continues
+            self._waiting.append(self._study.trials[number])
+
+    def _complete(self, plan: TrialPlan, result: dict[str, Any], facts: dict[str, Any]) -> None:
+        goals, limits = self._plan.tune.goals, self._plan.tune.limits
+        check_names(goals, limits, result["metrics"])
+        measured = measures(plan.run_dir, result)
+        values = [measured[goal.name] for goal in goals]
+        facts |= {"weights_sha256": result["weights_sha256"], "steps": result["steps"]}
+        if bad := [goal.name for goal, value in zip(goals, values, strict=True) if not math.isfinite(value)]:
+            self._fail(plan.number, f"{bad[0]} is {measured[bad[0]]} in the end: it diverged.", facts)
+            return
+        violations = {str(limit): limit.violation(measured) for limit in limits}
+        if broken := [f"{limit}: it is {measured[limit.name]:g}" for limit in limits if violations[str(limit)] > 0]:
+            facts["sentence"] = "; ".join(broken)
+        self._study.end(plan.number, TrialState.COMPLETE, values, facts, {OUT_OF_MEMORY: 0.0, **violations})
+
+    def _prune(self, slot: _Slot, facts: dict[str, Any]) -> None:
+        at = slot.pruned_at
+        assert at is not None
+        facts["sentence"] = f"pruned at evaluation {at.number}, after step {at.step}"
+        self._study.end(slot.trial.plan.number, TrialState.PRUNED, None, facts, {OUT_OF_MEMORY: 0.0})
+
+    def _fail(self, number: int, sentence: str, facts: dict[str, Any] | None = None) -> None:
+        self._study.end(number, TrialState.FAIL, None, {**(facts or {}), "sentence": sentence})
+        self._show(self.result())
+
+    def _end_in_time(self, begun: float) -> None:
+        """Ask all trials to save and leave when the search was asked to, or its time is over."""
+        if self._status != "complete":
+            return
+        limit = self._plan.tune.time_s
+        if self._stop.asked:
+            self._status = "preempted"
+        elif limit is not None and time.monotonic() - begun >= limit:
+            self._status = "out-of-time"
+        else:
+            return
+        for slot in self._slots.values():
+            slot.trial.stop()
+
+    @contextlib.contextmanager
+    def _signals_handled(self) -> Iterator[None]:
+        """Make the first signal end the search in order, and the second at once."""
+
+        def end(_number: Any) -> None:
+            raise Interrupted("interrupted")
+
+        with signals_restored():
+            handle_stops(self._stop, lambda: True, lambda _: self._woken.set(), end)
+            yield
+
+    @contextlib.contextmanager
+    def _left_in_order(self) -> Iterator[None]:
+        """Leave no rank running, and the storage closed, however the search ends."""
+        try:
+            yield
+        finally:
+            for slot in self._slots.values():
+                slot.trial.kill()
+            self._ledger.close()
+
+
+def sentence_of(failure: FailureRecord) -> str:
+    """Return a failure in one sentence; one of the recipe is no rank's own."""
+    return failure.summary if failure.exit_code == EXIT_SPEC and not failure.traceback else failure.line
+
+
+def _as_begun(plan: TrialPlan) -> TrialPlan:
+    """Return the plan with the number of threads that the trial began with, if it has: that is part of its recipe."""
+    path = plan.run_dir / "spec.json"
+    if not path.exists():
+        return plan
+    try:
+        threads = json.loads(path.read_bytes())["spec"]["threads"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EnvironmentFailed(f"{path} cannot be read: {error!r}.") from error
+    return dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, threads=threads))
+
+
+def search(plan: SearchPlan, path: Path | None, fresh: bool, show: Show) -> tuple[TuneResult, bool]:
+    """Search, or continue a search, in a folder; return the outcome, and whether Ctrl-C has ended it."""
+    plan.check()
+    with SearchFolder.opened(path, type(plan.task).__name__.lower(), fresh) as folder:
+        running = Search(plan, folder, show)
+        return running.conclude(running.run()), running.interrupted
