@@ -5,6 +5,8 @@ Ranks: all.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -37,14 +39,21 @@ class CheckpointObserver(Observer):
         self.wrap(torch.amp.GradScaler, "step", self._scaled)
         register_optimizer_step_post_hook(self._updated)
         sys.addaudithook(self._audit)
+        if importlib.util.find_spec("safetensors") is not None:
+            self.wrap(importlib.import_module("safetensors.torch"), "save_file", self._save_tensors)
 
     def _save(self, save: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path(f)
-        if path and not calling_package(self.log, sys._getframe(2)):
+        if path:
             self.log.write(FileWritten, path=path, function="torch.save")
+        if path and not calling_package(self.log, sys._getframe(2)):
             self.log.write(CheckpointSaved, path=path, holds=sorted(parts_in(obj)), uses=sorted(self._uses))
         with self.log.unobserved():
             return save(obj, f, *args, **kwargs)
+
+    def _save_tensors(self, save: Callable[..., Any], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        self.log.write(FileWritten, path=_path(filename), function="safetensors.torch.save_file")
+        return save(tensors, filename, *args, **kwargs)
 
     def _load(self, load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         loaded = load(f, map_location, *args, **kwargs)
@@ -82,9 +91,7 @@ class CheckpointObserver(Observer):
         frame = sys._getframe(1)
         if path.startswith(_SHARED_DEVICES) or calling_package(self.log, frame, _WRITERS):
             return
-        with self.log.unobserved():  # what is opened to write the observation
-            file, line = self.log.place(frame)
-        if file:
+        if self.log.place(frame)[0]:
             self.log.write(FileWritten, path=os.path.realpath(path), function="open", appends="a" in mode)
 
 

@@ -32,12 +32,14 @@ def parts_in(obj: Any, name: str = "", depth: int = _DEPTH) -> set[str]:
 
 
 def _part(obj: Any, name: str) -> str | None:
-    if _GENERATOR.search(name):
-        return "generator"
     if isinstance(obj, torch.nn.Module):
         return "model"
+    if isinstance(obj, Mapping) and (part := _state_dict(obj)) is not None:
+        return part
+    if _GENERATOR.search(name):
+        return "generator"
     if isinstance(obj, Mapping):
-        return _state_dict(obj)
+        return None
     is_number = isinstance(obj, int) or (isinstance(obj, torch.Tensor) and obj.numel() == 1)
     return "progress" if is_number and _PROGRESS.search(name) else None
 
@@ -51,6 +53,8 @@ def _state_dict(state: Mapping[Any, Any]) -> str | None:
     if {"scale", "growth_factor"} <= keys:
         return "scaler"
     values = list(state.values())
+    if keys <= {"cpu", "cuda", "torch", "numpy", "python"}:  # states of generators
+        return None
     return "model" if values and all(isinstance(value, torch.Tensor) for value in values) else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
 
-from instep.check.observe.callers import trainer_around
+from instep.check.observe.callers import calling_package, trainer_around
 from instep.check.observe.observer import Observer
 from instep.check.observe.tensor_digest import digest, shapes_digest
-from instep.check.records.replicas import BeforeSharding, FirstUpdate, NoiseDrawn, NormEntered
+from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, NormEntered, SeedChosen
 
-class ReplicaObserver(Observer):
+
+class ModelStateObserver(Observer):
     """Watches first updates, BatchNorm, random generators, and modules that FSDP shards."""
 
     def install(self) -> None:
@@ -31,11 +34,16 @@ class ReplicaObserver(Observer):
         self._norm: int | None = None
         self._entered: tuple[int, bool] | None = None
         self._drawn_at: int | None = None
-        self._forward_at: tuple[tuple[str, int], str, tuple[int, ...]] | None = None
-        """Where the forward pass of this micro-batch began, in whose trainer, and the generators' states then."""
+        self._forward_at: tuple[tuple[str, int], str] | None = None
+        """Where the forward pass of this micro-batch began, and in whose trainer."""
+        self._generators: tuple[int, ...] | None = None
+        """The generators' states when its batch had been read, or its forward pass began."""
         register_optimizer_step_pre_hook(self._first_update)
         register_module_forward_pre_hook(self._enters)
         self.wrap(torch.autograd, "backward", self._backward)
+        self.wrap(dataloader._BaseDataLoaderIter, "__next__", self._batch_read)
+        self.wrap(torch, "manual_seed", self._seed)
+        torch.random.manual_seed = torch.manual_seed
         if torch.distributed.is_available():
             self._watch_sharding()
 
@@ -62,7 +70,8 @@ class ReplicaObserver(Observer):
         if torch.compiler.is_compiling() or self.log.is_quiet:
             return
         if self._forward_at is None and module.training and torch.is_grad_enabled():
-            self._forward_at = self.log.place(sys._getframe(1)), trainer_around(sys._getframe(1)), _generators()
+            self._forward_at = self.log.place(sys._getframe(1)), trainer_around(sys._getframe(1))
+            self._generators = self._generators or _generators()
         if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
             self._norm_enters(module, args)
 
@@ -81,16 +90,27 @@ class ReplicaObserver(Observer):
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compare the generators with what they were when the forward pass began."""
-        if self._forward_at is not None and self._drawn_at != self.log.step:
-            (file, line), framework, before = self._forward_at
-            after = _generators()
+        if self._forward_at is not None and self._generators and self._drawn_at != self.log.step:
+            place, framework = self._forward_at
+            before, after = list(self._generators), list(_generators())
             if after != before:
                 self._drawn_at = self.log.step
-                self.log.write_at(
-                    (file, line), NoiseDrawn, before=list(before), after=list(after), framework=framework
-                )
-        self._forward_at = None
+                self.log.write_at(place, NoiseDrawn, before=before, after=after, framework=framework)
+        self._forward_at = self._generators = None
         return backward(*args, **kwargs)
+
+    def _batch_read(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = read(*args, **kwargs)
+        self._forward_at, self._generators = None, _generators()
+        return batch
+
+    def _seed(self, seed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not (self.log.is_users(frame) and not _takes_seed(frame)):
+            frame = frame.f_back
+        generator = seed(*args, **kwargs)
+        self.log.write_at(self.log.place(frame), SeedChosen, seed=int(torch.initial_seed()))
+        return generator
 
     def _watch_sharding(self) -> None:
         from torch.distributed import fsdp
@@ -116,7 +136,8 @@ class ReplicaObserver(Observer):
         if weights:
             with self.log.unobserved():
                 fingerprint = digest(weights)
-            self.log.write(BeforeSharding, number=self._sharded, weights=fingerprint, syncs=syncs)
+            package = calling_package(self.log, sys._getframe(1))
+            self.log.write(BeforeSharding, number=self._sharded, weights=fingerprint, syncs=syncs, package=package)
         self._sharded += 1
 
 
@@ -126,3 +147,10 @@ def _generators() -> tuple[int, ...]:
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
         states.append(torch.get_device_module(device).get_rng_state())
     return tuple(zlib.crc32(state.numpy().tobytes()) for state in states)
+
+
+def _takes_seed(frame: FrameType) -> bool:
+    """Return whether a function is given its seed, and so is not where it is chosen."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return any("seed" in name.lower() for name in names) and code.co_name != "<module>"

@@ -30,6 +30,8 @@ class BeforeSharding(Observation):
     weights: int
     syncs: bool = False
     """Whether rank 0's weights are sent to the others."""
+    package: str = ""
+    """The installed package that shards it; empty: the user's code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +47,18 @@ class NormEntered(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseDrawn(Observation):
-    """Random numbers were drawn in the forward pass of a training step: dropout, or noise of the model's own."""
+    """Random numbers were drawn between a batch and its backward pass: dropout, or noise that the script adds."""
 
     before: list[int]
-    """Fingerprints of the generators' states (CPU, then the rank's device) when the forward pass began."""
+    """Fingerprints of the generators' states (CPU, then the rank's device) when the batch had been read."""
     after: list[int]
     """The same when the backward pass began."""
     framework: str = ""
     """The trainer that runs the loop: `transformers`, `lightning`; empty: the user's own loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedChosen(Observation):
+    """`torch.manual_seed` was called. The place is where the seed is chosen, outside of functions that pass it on."""
+
+    seed: int
