@@ -13,7 +13,7 @@ from instep.check.records.collectives import CollectiveCalled
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import has_group, is_collective
 from instep.check.source.functions import assignments, calls_in
-from instep.check.source.local_conditions import collectives_under_local_conditions
+from instep.check.source.local_conditions import local_collectives
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import RankGuard, rank_guard, rank_test
 
@@ -28,7 +28,7 @@ class CollectiveOrder(Rule):
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield where the ranks' collectives part."""
-        local = {module.place(item.missed) for module in modules for item in collectives_under_local_conditions(module)}
+        local = {place for module in modules for place in local_collectives(module)}
         for mismatch in mismatches(observed):
             if mismatch.place not in local:  # these are reported as rank-dependent-collective
                 message = "The ranks do not issue the same collectives in the same order."

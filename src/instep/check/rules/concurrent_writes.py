@@ -13,7 +13,7 @@ from instep.check.rule import Rule
 from instep.check.source.collective_calls import STATE_COLLECTIVES, is_distributed
 from instep.check.source.functions import assignments
 from instep.check.source.module import Call, SourceModule
-from instep.check.source.rank_guards import guard_of_callers, mentions_rank, rank_guard
+from instep.check.source.rank_guards import guard_of_callers, mentions_rank
 
 _SAVES = ("torch.save", "safetensors.torch.save_file", "save_file")
 _ONCE = "+ if dist.get_rank() == 0:\n      torch.save(...)"
@@ -66,11 +66,12 @@ class ConcurrentWrites(Rule):
         for call in module.calls_of(*_SAVES):
             yield from self._read_save(module, call)
         for call in module.calls:
-            if _gathers(module, call) and (guard := rank_guard(module, call.node)) is not None and guard.is_main:
+            guard = guard_of_callers(module, call.node) if _gathers(module, call) else None
+            if guard is not None and guard.is_main:
                 yield self.finding(
                     module.place(call.node),
                     "The state is gathered from all ranks, but only one rank calls it.",
-                    f"`{module.line(call.node.lineno)}` under `{ast.unparse(guard.node)[:60]}`",
+                    f"`{module.line(call.node.lineno)}` under `{ast.unparse(guard.node).splitlines()[0]}`",
                     "Gather the state on all ranks, then save it under `if rank == 0`.",
                     Severity.ERROR,
                 )

@@ -11,7 +11,7 @@ from instep.check.observations import Observed
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
-from instep.check.source.local_decisions import early_stops, monitored_logs
+from instep.check.source.local_decisions import local_decisions, monitored_logs
 from instep.check.source.module import SourceModule
 
 _CLOSE = 1e-6
@@ -71,11 +71,12 @@ class LocalMetricDecides(Rule):
         """Yield loops that are left by a metric which no collective has seen, and metrics logged without sync_dist."""
         if not is_distributed(module):
             return
-        for stop in early_stops(module):
+        for decision in local_decisions(module):
+            what = "when to stop" if decision.stops else "whether to issue collectives"
             yield self.finding(
-                module.place(stop.leave),
-                "Each rank decides by its own metric when to stop.",
-                f"`{ast.unparse(stop.test)}` depends on `{stop.metric}`, which no collective has averaged",
+                module.place(decision.node),
+                f"Each rank decides by its own metric {what}.",
+                f"`{ast.unparse(decision.node.test)}` depends on `{decision.metric}`, which no collective has averaged",
                 "Average the metric over the ranks first, or let rank 0 decide and broadcast the decision.",
                 Severity.WARNING,
             )

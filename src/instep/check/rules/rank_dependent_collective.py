@@ -13,7 +13,12 @@ from instep.check.records.collectives import CollectiveCalled
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import has_group, is_collective, is_distributed
 from instep.check.source.functions import calls_below, functions_named, loops_around, trains
-from instep.check.source.local_conditions import collectives_under_local_conditions, skips_under_local_conditions
+from instep.check.source.local_conditions import (
+    collectives_over_local_keys,
+    collectives_under_local_conditions,
+    local_collectives,
+    skips_under_local_conditions,
+)
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import rank_guard
 
@@ -28,15 +33,11 @@ class RankDependentCollective(Rule):
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield conditions by which the ranks have parted."""
-        conditions = {
-            module.place(item.missed): item for module in modules for item in collectives_under_local_conditions(module)
-        }
+        places = {place for module in modules for place in local_collectives(module)}
         for mismatch in mismatches(observed):
-            if mismatch.place in conditions:
-                item = conditions[mismatch.place]
-                message = "The ranks took different ways at a condition on their own data, around a collective."
-                evidence = f"`{ast.unparse(item.node.test)}`: {mismatch.text}"
-                yield self.finding(mismatch.place, message, evidence, _FIX, Severity.ERROR)
+            if mismatch.place in places:
+                message = "The ranks took different ways around a collective, by their own data."
+                yield self.finding(mismatch.place, message, mismatch.text, _FIX, Severity.ERROR)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield collectives, and turns of a training loop, that depend on a rank's own data or on its rank."""
@@ -46,6 +47,13 @@ class RankDependentCollective(Rule):
                 "A collective is issued only if this rank's own data says so.",
                 f"`{module.line(item.missed.lineno)}` under `if {ast.unparse(item.node.test)}`",
                 _FIX,
+            )
+        for loop, call in collectives_over_local_keys(module):
+            yield self.finding(
+                module.place(call.node),
+                "A collective is issued for each key that this rank's own data has: ranks may have different ones.",
+                f"`{module.line(call.node.lineno)}` in `{module.line(loop.lineno)}`",
+                "Agree on the keys first (all_gather_object), or reduce one tensor with a place for every key.",
             )
         if not is_distributed(module):
             return

@@ -22,6 +22,10 @@ STATE_COLLECTIVES = frozenset(
     ("full_tensor", "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "full_optim_state_dict")
 )
 """Functions that gather a model's or an optimizer's state from all ranks."""
+_TO_ONE = frozenset(
+    ("gather", "gather_object", "reduce", "scatter", "scatter_object_list", "barrier", "monitored_barrier")
+)
+"""Collectives after which the ranks still differ."""
 _OWNERS = ("dist", "accelerator", "fabric", "hvd", "torch.distributed", "c10d", "strategy")
 
 
@@ -33,6 +37,11 @@ def is_collective(call: Call) -> bool:
         return False
     owner = call.name.rpartition(".")[0]
     return owner.startswith("torch.distributed") or owner.rpartition(".")[2] in _OWNERS or owner in _OWNERS
+
+
+def agrees(call: Call) -> bool:
+    """Return whether a call leaves the same values on all ranks."""
+    return is_collective(call) and call.last not in _TO_ONE
 
 
 def has_group(call: Call) -> bool:

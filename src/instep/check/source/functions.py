@@ -40,14 +40,22 @@ def calls_below(module: SourceModule, node: ast.AST, depth: int = 4) -> Iterator
     """Yield the calls inside a node, and those that functions of this file make in turn."""
     for call in calls_in(module, node):
         yield call
-        for function in functions_named(module, call.last) if depth else ():
+        for function in functions_named(module, call.last) if depth and not is_imported(module, call) else ():
             if function is not node:
                 yield from calls_below(module, function, depth - 1)
 
 
 def call_sites(module: SourceModule, function: Function) -> list[Call]:
     """Return the calls of a function, as far as its name tells."""
-    return [call for call in module.calls if call.last == function.name]
+    return [call for call in module.calls if call.last == function.name and not is_imported(module, call)]
+
+
+def is_imported(module: SourceModule, call: Call) -> bool:
+    """Return whether a call is of something that this file imports, as `torch.save`."""
+    node = call.node.func
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in module.aliases
 
 
 def trains(module: SourceModule, loop: Loop) -> bool:

@@ -36,6 +36,28 @@ def collectives_under_local_conditions(module: SourceModule) -> Iterator[LocalCo
             yield LocalCondition(node, call.node)
 
 
+def collectives_over_local_keys(module: SourceModule) -> Iterator[tuple[ast.For, Call]]:
+    """Yield loops over a dict that has the keys which this rank has met, with a collective inside."""
+    met = {name for names, value in assignments(module.tree) if _fills_itself(value) for name in names}
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.For) or not names_in(node.iter) & met:
+            continue
+        if calls := [call for call in calls_in(module, node) if is_collective(call) and not has_group(call)]:
+            yield node, calls[0]
+
+
+def _fills_itself(value: ast.expr) -> bool:
+    return (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("defaultdict", "Counter")
+    )
+
+
+def local_collectives(module: SourceModule) -> set[tuple[str, int]]:
+    """Return the places of collectives that depend on a rank's own data."""
+    under = {module.place(item.missed) for item in collectives_under_local_conditions(module)}
+    return under | {module.place(call.node) for _, call in collectives_over_local_keys(module)}
+
+
 def skips_under_local_conditions(module: SourceModule) -> Iterator[LocalCondition]:
     """Yield where a rank leaves a turn of a training loop before backward because its own data says so."""
     for node in ast.walk(module.tree):

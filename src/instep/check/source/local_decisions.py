@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.check.source.collective_calls import is_collective
+from instep.check.source.collective_calls import STATE_COLLECTIVES, agrees, is_collective
 from instep.check.source.functions import (
     assignments,
     calls_below,
@@ -24,29 +24,45 @@ _METRIC = re.compile(
     r"loss|acc(uracy)?$|metric|score|f1|auc|ppl|perplexity|patience|bad_epochs|wait|improve|best|early|stop", re.I
 )
 _MEASURED = re.compile(r"loss|acc(uracy)?$|metric|score|f1|auc|ppl|perplexity|rmse|mse|mae|error", re.I)
-_SYNCED = ("gather_for_metrics", "all_reduce", "reduce", "sync", "average_over_ranks", "reduce_mean", "item_mean")
+_SYNCED = (
+    "gather_for_metrics",
+    "all_reduce",
+    "sync",
+    "average_over_ranks",
+    "reduce_mean",
+    "reduce_dict",
+    "reduce_tensor",
+)
+"""Parts of names of functions that average over the ranks."""
 
 
 @dataclass(frozen=True)
-class EarlyStop:
-    """A training loop that is left by a decision of each rank."""
+class LocalDecision:
+    """A condition in a training loop on a metric that may differ by rank."""
 
-    leave: ast.Break | ast.Return
-    test: ast.expr
+    node: ast.If
     metric: str
+    stops: bool
+    """Whether the loop is left; otherwise, collectives follow."""
 
 
-def early_stops(module: SourceModule) -> Iterator[EarlyStop]:
-    """Yield where a training loop is left by a metric that nothing has averaged over the ranks."""
+def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
+    """Yield where a training loop is left, or collectives are issued, by a metric that nothing has averaged."""
     for node in ast.walk(module.tree):
-        if not isinstance(node, ast.Break | ast.Return):
+        if not isinstance(node, ast.If) or not any(_METRIC.search(name) for name in names_in(node.test)):
             continue
-        test = _condition(module, node)
-        if test is None or not any(trains(module, loop) for loop in loops_around(module, node)):
+        stops = any(isinstance(item, ast.Break | ast.Return) for item in node.body)
+        gathers = not stops and _issues_collectives(module, node)
+        if not (stops or gathers) or not any(trains(module, loop) for loop in loops_around(module, node)):
             continue
-        metric = _local_metric(module, test)
+        metric = _local_metric(module, node.test)
         if metric:
-            yield EarlyStop(node, test, metric)
+            yield LocalDecision(node, metric, stops)
+
+
+def _issues_collectives(module: SourceModule, node: ast.If) -> bool:
+    calls = [call for item in node.body for call in calls_below(module, item)]
+    return any(is_collective(call) or call.last in STATE_COLLECTIVES for call in calls)
 
 
 def monitored_logs(module: SourceModule) -> Iterator[ast.Call]:
@@ -64,18 +80,6 @@ def monitored_logs(module: SourceModule) -> Iterator[ast.Call]:
         is_metric_object = isinstance(value, ast.Attribute)  # torchmetrics objects average themselves
         if call.argument("sync_dist") is None and not is_metric_object:
             yield call.node
-
-
-def _condition(module: SourceModule, node: ast.AST) -> ast.expr | None:
-    """Return the test of the `if` directly around a statement, if it looks like early stopping."""
-    inner = node
-    for outer in module.around(node):
-        if isinstance(outer, ast.If) and inner in outer.body:
-            return outer.test if any(_METRIC.search(name) for name in names_in(outer.test)) else None
-        if not isinstance(outer, ast.If):
-            return None
-        inner = outer
-    return None
 
 
 def _local_metric(module: SourceModule, test: ast.expr) -> str:
@@ -104,15 +108,12 @@ def _conditional_counts(scope: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
 
 
 def _synced(module: SourceModule, value: ast.expr) -> bool:
-    for call in calls_below(module, value):
-        if is_collective(call) or any(word in call.last for word in _SYNCED):
-            return True
-    return False
+    return any(agrees(call) or any(word in call.last for word in _SYNCED) for call in calls_below(module, value))
 
 
 def _reduced_in_place(module: SourceModule, scope: ast.AST, names: set[str]) -> bool:
     return any(
-        is_collective(call) and any(names_in(argument) & names for argument in call.node.args)
+        agrees(call) and any(names_in(argument) & names for argument in call.node.args)
         for call in calls_in(module, scope)
     )
 

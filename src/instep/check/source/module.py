@@ -30,7 +30,9 @@ class Call:
 
     @property
     def last(self) -> str:
-        """The last part of the name."""
+        """The last part of the name; also where the rest is no name, as in `states[0].full_tensor()`."""
+        if isinstance(self.node.func, ast.Attribute):
+            return self.node.func.attr
         return self.name.rpartition(".")[2]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.source.functions import assignments, function_around, names_in
+from instep.check.source.functions import assignments, calls_in, function_around, names_in, trains
 from instep.check.source.module import SourceModule
 
 _IN_EPOCHS = {"CosineAnnealingLR": ("T_max", 1), "StepLR": ("step_size", 1), "MultiStepLR": ("milestones", 1)}
@@ -39,29 +39,61 @@ def prepared_schedules(module: SourceModule) -> Iterator[ast.Call]:
     for call in prepares:
         for argument in call.node.args:
             made = _made(module, argument)
-            if made is not None and _length_of_prepared(module, made, [prepare.node for prepare in prepares]):
+            if made is not None and _counts_one_process(module, made, [prepare.node for prepare in prepares]):
                 yield call.node
 
 
 def _steps_once(accelerator: ast.Call) -> bool:
     """Return whether an Accelerator is told to step schedulers once, not once per process."""
-    return any(
-        item.arg in ("split_batches", "step_scheduler_with_optimizer", "dataloader_config")
-        for item in accelerator.keywords
-    )
+    settings = {item.arg: item.value for item in accelerator.keywords}
+    splits = settings.get("split_batches")
+    is_split = splits is not None and not (isinstance(splits, ast.Constant) and splits.value is False)
+    return is_split or "step_scheduler_with_optimizer" in settings or "dataloader_config" in settings
 
 
-def _length_of_prepared(module: SourceModule, made: ast.Call, prepares: list[ast.Call]) -> bool:
-    scope = function_around(module, made)
-    wanted, expressions = {name for argument in _arguments(made) for name in names_in(argument)}, list(_arguments(made))
-    for _ in range(3):  # `total_steps` from `steps_per_epoch` from `len(loader)`
-        found = [value for names, value in assignments(scope) if names & wanted and value.lineno <= made.lineno]
-        expressions += found
-        wanted |= {name for value in found for name in names_in(value)}
-    if any("num_processes" in names_in(value) or "world_size" in names_in(value) for value in expressions):
+def _counts_one_process(module: SourceModule, made: ast.Call, prepares: list[ast.Call]) -> bool:
+    """Return whether the length of a schedule counts the optimizer steps of this run."""
+    expressions = _traced(module, made)
+    if any({"num_processes", "world_size"} & names_in(value) for value in expressions):
         return False
-    lengths = [node for value in expressions for node in ast.walk(value) if _is_len(node)]
-    return any(_prepared_before(module, length, prepare) for length in lengths for prepare in prepares)
+    if lengths := [node for value in expressions for node in _lens(value)]:
+        return any(_prepared_before(module, length, prepare) for length in lengths for prepare in prepares)
+    counted = {_last(argument) for argument in _arguments(made)} - {""}
+    return bool(counted & _loop_bounds(module))
+
+
+def _traced(module: SourceModule, made: ast.Call) -> list[ast.expr]:
+    """Return the arguments of a call, and what they were set from: `total` from `per_epoch` from `len(loader)`."""
+    expressions = _arguments(made)
+    wanted = {name for argument in expressions for name in _names_outside_len(argument)}
+    for _ in range(3):
+        values = list(assignments(function_around(module, made)))
+        found = [
+            value for names, value in values if names & wanted and value.lineno < made.lineno and _is_number(value)
+        ]
+        expressions += [value for value in found if value not in expressions]
+        wanted |= {name for value in found for name in _names_outside_len(value)}
+    return expressions
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Return whether an expression is arithmetic, not an object that is made."""
+    if isinstance(value, ast.Call):
+        return _last(value.func) in ("len", "int", "max", "min", "ceil", "floor", "round")
+    return not isinstance(value, ast.Tuple | ast.List | ast.Dict | ast.Lambda)
+
+
+def _loop_bounds(module: SourceModule) -> set[str]:
+    """Return the names of what a training loop counts to: `while step < STEPS`, `range(STEPS)`."""
+    bounds: set[str] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.While) and isinstance(node.test, ast.Compare) and trains(module, node):
+            bounds |= {_last(side) for side in node.test.comparators}
+        elif isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and _last(node.iter.func) == "range":
+            steps = any(call.last == "step" for call in calls_in(module, node))
+            has_inner = any(isinstance(inner, ast.For) for item in node.body for inner in ast.walk(item))
+            bounds |= {_last(side) for side in node.iter.args} if steps and not has_inner else set()
+    return bounds - {""}
 
 
 def _prepared_before(module: SourceModule, length: ast.Call, prepare: ast.Call) -> bool:
@@ -99,8 +131,14 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(item.value for item in call.keywords)]
 
 
-def _is_len(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and bool(node.args)
+def _lens(value: ast.expr) -> list[ast.Call]:
+    """Return the calls of `len` in an expression."""
+    calls = [node for node in ast.walk(value) if isinstance(node, ast.Call) and node.args]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "len"]
+
+
+def _names_outside_len(value: ast.expr) -> set[str]:
+    return names_in(value) - {name for call in _lens(value) for name in names_in(call)}
 
 
 def _last(node: ast.expr) -> str:
