@@ -5,6 +5,7 @@ Ranks: all.
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class ModelStateObserver(Observer):
 
     def install(self) -> None:
         """Put the hooks in place."""
+        self._pid = os.getpid()
         self._optimizers: dict[int, int] = {}
         self._sharded = 0
         self._norm: int | None = None
@@ -109,7 +111,8 @@ class ModelStateObserver(Observer):
         while frame is not None and not (self.log.is_users(frame) and not _takes_seed(frame)):
             frame = frame.f_back
         generator = seed(*args, **kwargs)
-        self.log.write_at(self.log.place(frame), SeedChosen, seed=int(torch.initial_seed()))
+        if os.getpid() == self._pid:  # the workers of a DataLoader seed themselves
+            self.log.write_at(self.log.place(frame), SeedChosen, seed=int(torch.initial_seed()))
         return generator
 
     def _watch_sharding(self) -> None:

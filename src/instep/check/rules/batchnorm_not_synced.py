@@ -17,6 +17,7 @@ _FIX = (
     "+ model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n"
     "  model = DDP(model)  # on a CPU: without broadcast_buffers=False"
 )
+_OPTIONS = ("broadcast_buffers", "forward_sync_buffers")
 _WRAPPERS = ("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel")
 
 
@@ -58,7 +59,7 @@ class BatchNormNotSynced(Rule):
         if not has_norm or any(True for _ in module.calls_of("convert_sync_batchnorm")):
             return
         for call in module.calls_of(*_WRAPPERS):
-            if _is_false(call.argument("broadcast_buffers")) and not _averages_buffers(module):
+            if any(_is_false(call.argument(name)) for name in _OPTIONS) and not _averages_buffers(module):
                 yield self.finding(
                     module.place(call.node),
                     "With broadcast_buffers=False nothing keeps the statistics of BatchNorm the same on all ranks.",
@@ -80,7 +81,7 @@ def _differing(observed: Observed, training: bool) -> tuple[list[NormEntered], i
 
 def _wrapped_at(modules: Sequence[SourceModule]) -> tuple[str, int] | None:
     calls = [(module, call) for module in modules for call in module.calls_of(*_WRAPPERS)]
-    calls.sort(key=lambda item: item[1].argument("broadcast_buffers") is None)
+    calls.sort(key=lambda item: not any(item[1].argument(name) for name in _OPTIONS))
     return calls[0][0].place(calls[0][1].node) if calls else None
 
 

@@ -11,7 +11,7 @@ from instep.check.observations import Observed
 from instep.check.records.files import FileWritten
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import STATE_COLLECTIVES, is_distributed
-from instep.check.source.functions import assignments
+from instep.check.source.functions import Function, assignments, call_sites, function_around
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import guard_of_callers, mentions_rank
 
@@ -79,7 +79,12 @@ class ConcurrentWrites(Rule):
     def _read_save(self, module: SourceModule, call: Call) -> Iterable[Finding]:
         path = call.argument("f" if call.last == "save" else "filename", 1)
         guard = guard_of_callers(module, call.node)
-        if path is None or _differs_by_rank(module, path) or _is_buffer(module, path):
+        if (
+            path is None
+            or _differs_by_rank(module, path)
+            or _is_buffer(module, path)
+            or _called_elsewhere(module, call)
+        ):
             return
         if guard is None:
             message, fix = "Every rank saves to the same path.", _ONCE
@@ -89,6 +94,12 @@ class ConcurrentWrites(Rule):
         else:
             return
         yield self.finding(module.place(call.node), message, f"`{module.line(call.node.lineno)}`", fix)
+
+
+def _called_elsewhere(module: SourceModule, call: Call) -> bool:
+    """Return whether a call is in a function that other files call, under conditions that are not known here."""
+    function = function_around(module, call.node)
+    return isinstance(function, Function) and not call_sites(module, function)
 
 
 def _gathers(module: SourceModule, call: Call) -> bool:

@@ -37,8 +37,8 @@ class SameNoise(Rule):
         ranks = [{drawn.step: drawn for drawn in noise} for noise in observed.by_rank(NoiseDrawn)]
         steps = sorted(set.intersection(*(set(rank) for rank in ranks)))
         same = [step for step in steps if len({(*rank[step].before, *rank[step].after) for rank in ranks}) == 1]
-        if len(same) < 2 or len(same) < 0.8 * len(steps):
-            return
+        if len(same) < 2 or len(same) < 0.8 * len(steps) or ranks[0][same[0]].framework:
+            return  # a trainer of a framework seeds all ranks alike, and leaves no choice
         drawn, seeds = ranks[0][same[0]], [seeds for seeds in observed.by_rank(SeedChosen) if seeds]
         place, how = (drawn.file, drawn.line), ""
         if seeds and seeds[0][-1].file:
@@ -49,7 +49,6 @@ class SameNoise(Rule):
             "All ranks draw the same noise in training (dropout, or what the script adds).",
             f"in {len(same)} of {len(steps)} steps the generators of {len(ranks)} ranks were in the same state{how}",
             "- torch.manual_seed(seed)\n+ torch.manual_seed(seed + rank)  # DDP sends rank 0's weights to the others",
-            Severity.NOTE if drawn.framework else None,
         )
 
     def _different_weights(self, observed: Observed) -> Iterable[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rule import Rule
-from instep.check.source.functions import Function, calls_in, loops_around
+from instep.check.source.functions import calls_in, function_around, loops_around
 from instep.check.source.module import SourceModule
 from instep.check.source.schedule_calls import is_scheduler, made_in_epochs, prepared_schedules
 
@@ -47,10 +47,12 @@ class SchedulerSteps(Rule):
         for call in module.calls:
             if call.last != "step" or not is_scheduler(module, call.node.func.value):  # type: ignore[attr-defined]
                 continue
-            updates = list(_updates_beside(module, call.node))
-            if updates and all(update > call.node.lineno for update in updates):
+            updates = _updates_beside(module, call.node)
+            if updates and all(update.lineno > call.node.lineno for update in updates):
                 yield self._early_finding(module.place(call.node), f"`{module.line(call.node.lineno)}` comes first")
-            elif updates and (made := made_in_epochs(module, call.node.func.value)) is not None:  # type: ignore[attr-defined]
+                continue
+            made = made_in_epochs(module, call.node.func.value)  # type: ignore[attr-defined]
+            if made is not None and _in_same_loop(module, call.node, updates):
                 evidence = f"`{module.line(made.lineno)}` counts epochs; `step()` is called after each optimizer step"
                 yield self._epochs_finding(module.place(call.node), evidence)
         for prepared in prepared_schedules(module):
@@ -116,17 +118,23 @@ def _from_several_lines(own: list[SchedulerStepped]) -> bool:
     return len({(step.file, step.line) for step in own}) > 1
 
 
-def _updates_beside(module: SourceModule, node: ast.Call) -> Iterator[int]:
-    """Yield the lines of optimizer steps in the innermost loop around a call."""
+def _updates_beside(module: SourceModule, node: ast.Call) -> list[ast.Call]:
+    """Return the optimizer steps in the innermost loop around a call."""
     loop = next(loops_around(module, node), None)
     if loop is None:
-        return
-    for call in calls_in(module, loop):
-        is_inner = any(
-            isinstance(outer, Function) for outer in module.around(call.node) if outer in set(ast.walk(loop))
-        )
-        if call.last == "step" and call.node is not node and not is_inner and _names_optimizer(call.node.func):
-            yield call.node.lineno
+        return []
+    function = function_around(module, node)
+    return [
+        call.node
+        for call in calls_in(module, loop)
+        if call.last == "step" and call.node is not node and _names_optimizer(call.node.func)
+        if function_around(module, call.node) is function
+    ]
+
+
+def _in_same_loop(module: SourceModule, node: ast.Call, updates: list[ast.Call]) -> bool:
+    loop = next(loops_around(module, node), None)
+    return any(next(loops_around(module, update), None) is loop for update in updates)
 
 
 def _names_optimizer(func: ast.expr) -> bool:

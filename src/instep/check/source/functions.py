@@ -27,22 +27,28 @@ def loops_around(module: SourceModule, node: ast.AST) -> Iterator[Loop]:
 
 def calls_in(module: SourceModule, node: ast.AST) -> Iterator[Call]:
     """Yield the calls inside a node, in the order of their lines."""
-    inside = set(ast.walk(node))
-    return (call for call in module.calls if call.node in inside)
+    calls = [module.call_of[inner] for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    return iter(sorted(calls, key=lambda call: (call.node.lineno, call.node.col_offset)))
 
 
 def functions_named(module: SourceModule, name: str) -> list[Function]:
     """Return the functions and methods of this file with a name."""
-    return [node for node in ast.walk(module.tree) if isinstance(node, Function) and node.name == name]
+    return module.functions.get(name, [])
 
 
 def calls_below(module: SourceModule, node: ast.AST, depth: int = 4) -> Iterator[Call]:
-    """Yield the calls inside a node, and those that functions of this file make in turn."""
-    for call in calls_in(module, node):
-        yield call
-        for function in functions_named(module, call.last) if depth and not is_imported(module, call) else ():
-            if function is not node:
-                yield from calls_below(module, function, depth - 1)
+    """Yield the calls inside a node, and those that functions of this file make in turn, each function once."""
+    seen: set[ast.AST] = {node}
+    reached = [node]
+    for _ in range(depth + 1):
+        found: list[ast.AST] = []
+        for place in reached:
+            for call in calls_in(module, place):
+                yield call
+                own = () if is_imported(module, call) else functions_named(module, call.last)
+                found += [function for function in own if function not in seen]
+                seen.update(own)
+        reached = found
 
 
 def call_sites(module: SourceModule, function: Function) -> list[Call]:

@@ -87,6 +87,20 @@ class SourceModule:
         nodes.sort(key=lambda node: (node.lineno, node.col_offset))
         return [Call(node, self.name_of(node.func)) for node in nodes]
 
+    @cached_property
+    def call_of(self) -> dict[ast.AST, Call]:
+        """The calls by their nodes."""
+        return {call.node: call for call in self.calls}
+
+    @cached_property
+    def functions(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """The functions and methods by their names."""
+        functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.setdefault(node.name, []).append(node)
+        return functions
+
     def calls_of(self, *names: str) -> Iterator[Call]:
         """Yield the calls whose full name, or its last part, is one of `names`."""
         for call in self.calls:

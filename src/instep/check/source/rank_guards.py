@@ -114,7 +114,9 @@ def _assigned_test(module: SourceModule, name: str) -> ast.expr | None:
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
     ]
-    return values[0] if len(values) == 1 and isinstance(values[0], ast.Compare | ast.BoolOp) else None
+    is_test = len(values) == 1 and isinstance(values[0], ast.Compare | ast.BoolOp)
+    names = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return values[0] if is_test and name not in names else None  # `x = x and y` would lead nowhere
 
 
 def _earlier(outer: ast.AST, inner: ast.AST) -> Iterator[ast.stmt]:
