@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from state_evidence import SCRIPT, judge, line_of, read
 
 from instep.check.collective_mismatch import mismatches
 from instep.check.finding import Severity
@@ -15,6 +14,7 @@ from instep.check.rules.device_sync import DeviceSync
 from instep.check.rules.process_group_setup import ProcessGroupSetup
 from instep.check.rules.rank_dependent_collective import RankDependentCollective
 from instep.check.rules.reduce_not_divided import ReduceNotDivided
+from state_evidence import SCRIPT, judge, line_of, read
 
 
 def called(name: str, line: int = 8, group: tuple[int, ...] = (0, 1), **more: object) -> CollectiveCalled:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from state_evidence import SCRIPT, judge, line_of, read
 
 from instep.check.finding import Severity
 from instep.check.records.files import CheckpointLoaded, CheckpointSaved, FileWritten
 from instep.check.rules.checkpoint_incomplete import CheckpointIncomplete
 from instep.check.rules.concurrent_writes import ConcurrentWrites
 from instep.check.rules.load_map_location import LoadMapLocation
+from state_evidence import SCRIPT, judge, line_of, read
 
 
 def written(path: str, function: str = "torch.save", appends: bool = False) -> FileWritten:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from state_evidence import SCRIPT, judge, line_of, read
-
 from instep.check.finding import Severity
 from instep.check.observations import Observation
 from instep.check.records.collectives import ModelSplit
 from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, NormEntered, SeedChosen
 from instep.check.rules.batchnorm_not_synced import BatchNormNotSynced
 from instep.check.rules.same_noise import SameNoise
+from state_evidence import SCRIPT, judge, line_of, read
 
 
 def first_update(weights: int = 1, gradients: int | None = 2, is_sharded: bool = False) -> FirstUpdate:

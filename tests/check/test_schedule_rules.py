@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from state_evidence import SCRIPT, judge, line_of, read
 
 from instep.check.finding import Severity
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rules.local_metric_decides import LocalMetricDecides
 from instep.check.rules.scheduler_steps import SchedulerSteps
+from state_evidence import SCRIPT, judge, line_of, read
 
 
 def steps(updates: list[int], **more: object) -> list[SchedulerStepped]:
