@@ -71,8 +71,9 @@ class TestCollectiveOrder:
             "if world_size > 1:\n    dist.all_reduce(t)",
             "if rank == 0:\n    dist.send(t, 1)\nelse:\n    dist.recv(t, 0)",
             "for name in sorted({'a', 'b'}):\n    dist.all_reduce(metrics[name])",
+            "if lora_rank > 0 or args.zero:\n    dist.all_reduce(t)",
         ],
-        ids=["after", "download", "both", "group", "world", "peers", "sorted"],
+        ids=["after", "download", "both", "group", "world", "peers", "sorted", "other ranks"],
     )
     def test_right_code_is_read_in_silence(self, text: str) -> None:
         assert not read(CollectiveOrder(), text)

@@ -39,6 +39,11 @@ class TestBatchNorm:
         ranks = [[first_update(), *norms([1, 10 + rank, 20 + rank])] for rank in (0, 1)]
         assert judge(BatchNormNotSynced(), ranks)[0].severity is Severity.WARNING
 
+    def test_statistics_that_are_averaged_before_each_evaluation_are_right(self) -> None:
+        evaluated = norms([5], training=False)
+        ranks = [[first_update(), *norms([1, 10 + rank, 20 + rank]), *evaluated] for rank in (0, 1)]
+        assert not judge(BatchNormNotSynced(), ranks)
+
     def test_ranks_that_train_models_of_their_own_are_right(self) -> None:
         ranks = [[first_update(gradients=rank), *norms([1, 10 + rank, 20 + rank])] for rank in (0, 1)]
         assert not judge(BatchNormNotSynced(), ranks)

@@ -66,6 +66,11 @@ class TestSchedulerSteps:
     def test_a_schedule_in_epochs_that_is_stepped_once_an_epoch_is_right(self) -> None:
         assert not read(SchedulerSteps(), self.EPOCHS.format(inner="pass", outer="scheduler.step()"))
 
+    def test_the_first_thing_in_every_epoch_but_the_first_is_right(self) -> None:
+        text = "for epoch in range(9):\n    {}scheduler.step()\n    for x in loader:\n        optimizer.step()"
+        assert read(SchedulerSteps(), text.format(""))
+        assert not read(SchedulerSteps(), text.format("if epoch: "))
+
     def test_what_ran_rightly_is_not_read(self) -> None:
         text = self.EPOCHS.format(inner="scheduler.step()", outer="pass")
         ran = steps([1, 2, 3], line=line_of(text, "scheduler.step()"))

@@ -21,7 +21,7 @@ from instep.check.observe.contents import devices_in, parts_in
 from instep.check.observe.observer import Observer
 from instep.check.records.files import CheckpointLoaded, CheckpointSaved, FileWritten
 
-_WRITERS = ("matplotlib", "numpy", "pandas", "PIL", "torch")
+_WRITERS = ("matplotlib", "numpy", "pandas", "PIL")
 """Packages that write the file which the user's code names."""
 _SHARED_DEVICES = (os.devnull, "/dev/", "/proc/", "/sys/")
 

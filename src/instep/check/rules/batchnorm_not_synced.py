@@ -37,7 +37,8 @@ class BatchNormNotSynced(Rule):
             return
         training, num_trained = _differing(observed, training=True)
         evaluated, num_evaluated = _differing(observed, training=False)
-        if len(training) < 2 and not evaluated:
+        is_averaged = num_evaluated > 0 and not evaluated  # before each evaluation, as timm does
+        if is_averaged or (len(training) < 2 and not evaluated):
             return
         seen = []
         if training:

@@ -48,7 +48,8 @@ class SchedulerSteps(Rule):
             if call.last != "step" or not is_scheduler(module, call.node.func.value):  # type: ignore[attr-defined]
                 continue
             updates = _updates_beside(module, call.node)
-            if updates and all(update.lineno > call.node.lineno for update in updates):
+            is_always = not any(isinstance(outer, ast.If) for outer in module.around(call.node))
+            if updates and is_always and all(update.lineno > call.node.lineno for update in updates):
                 yield self._early_finding(module.place(call.node), f"`{module.line(call.node.lineno)}` comes first")
                 continue
             made = made_in_epochs(module, call.node.func.value)  # type: ignore[attr-defined]
@@ -109,7 +110,7 @@ class SchedulerSteps(Rule):
         return self.finding(
             module.place(call),
             "Accelerate steps a prepared scheduler once per process, but its length counts the steps of one process.",
-            f"`{module.line(call.lineno)}`: the length comes from a loader that was prepared before{seen}",
+            f"`{module.line(call.lineno)}`: its length is that of one process{seen}",
             "Multiply the length by accelerator.num_processes, or do not prepare the scheduler.",
         )
 

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from instep.check.source.functions import Function, call_sites, function_around
 from instep.check.source.module import SourceModule
 
-_RANK = re.compile(r"(^|_)(rank|process_index|process_id)$|^(RANK|LOCAL_RANK|SLURM_PROCID)$", re.IGNORECASE)
+_OF = "ddp|dp|dist|global|local|node|world|process|proc|my|cur|current|this|gpu|data_parallel|fsdp|tp|pp|sp"
+_RANK = re.compile(rf"^_?(({_OF})_)*rank$|^(process_index|SLURM_PROCID)$", re.IGNORECASE)
+"""Not every name with `rank` in it: `lora_rank` is none."""
 _MAIN = re.compile(
-    r"^_?(is_)?((local|world|global)_)?(main|master|chief|primary|rank_?zero|rank_?0|zero|leader)(_process|_rank|_proc|_node)?$",
+    r"^_?(is_((local|world|global)_)?(main|master|chief|primary|zero|leader|first|rank_?zero|rank_?0)"
+    r"(_process|_rank|_proc|_node)?|is_world_process_zero|is_local_process_zero"
+    r"|(local_)?(main|master)_process|rank_?zero|rank_?0|master)$",
     re.IGNORECASE,
 )
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
