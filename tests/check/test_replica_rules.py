@@ -57,6 +57,8 @@ class TestBatchNorm:
         text = "net = torch.nn.BatchNorm1d(3)\nmodel = DDP(net, broadcast_buffers=False)"
         assert [finding.line for finding in read(BatchNormNotSynced(), text)] == [line_of(text, "broadcast")]
         assert not read(BatchNormNotSynced(), text.replace(", broadcast_buffers=False", ""))
+        seen = [first_update(), *norms([1, 2, 3])]
+        assert not judge(BatchNormNotSynced(), [seen] * 2, text)  # it is around another model
         assert not read(BatchNormNotSynced(), text + "\nfor b in net.buffers(): dist.all_reduce(b)")
 
 

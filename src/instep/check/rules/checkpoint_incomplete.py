@@ -52,7 +52,7 @@ class CheckpointIncomplete(Rule):
                 next(iter(written), place), lacks, save.holds, f"{os.path.basename(save.path)} holds"
             )
 
-    def settled(self, observed: Observed) -> Iterable[tuple[str, int]]:
+    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
         """Yield the lines whose checkpoints were seen."""
         return {(save.file, save.line) for saves in observed.by_rank(CheckpointSaved) for save in saves}
 

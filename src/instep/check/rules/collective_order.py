@@ -35,7 +35,7 @@ class CollectiveOrder(Rule):
                 fix = "Issue every collective on all ranks, in the same order."
                 yield self.finding(mismatch.place, message, mismatch.text, fix)
 
-    def settled(self, observed: Observed) -> Iterable[tuple[str, int]]:
+    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
         """Yield the collectives that all ranks issued."""
         return agreed_places(observed) if observed.world_size > 1 else ()
 

@@ -55,7 +55,7 @@ class ConcurrentWrites(Rule):
             severity,
         )
 
-    def settled(self, observed: Observed) -> Iterable[tuple[str, int]]:
+    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
         """Yield the lines whose writes were seen, by one rank or to different files."""
         return {(file.file, file.line) for files in observed.by_rank(FileWritten) for file in files}
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
-from instep.check.collective_mismatch import agreed_places, mismatches
+from instep.check.collective_mismatch import mismatches
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.collectives import CollectiveCalled
@@ -85,10 +85,6 @@ class RankDependentCollective(Rule):
                     f"`{module.line(node.lineno)}` under a condition on the rank",
                     "Let one rank decide, and broadcast the decision to all.",
                 )
-
-    def settled(self, observed: Observed) -> Iterable[tuple[str, int]]:
-        """Yield nothing: that ranks went the same way for some steps does not show that they always do."""
-        return () if observed.world_size > 1 else agreed_places(observed)
 
 
 _FIX = "Issue the collective on all ranks: put the condition on what it gives, not around it."

@@ -38,7 +38,7 @@ class SchedulerSteps(Rule):
                     self._prepared(module, call, own) for module in modules for call in prepared_schedules(module)
                 )
 
-    def settled(self, observed: Observed) -> Iterable[tuple[str, int]]:
+    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
         """Yield the calls of `step` that were seen."""
         return {(step.file, step.line) for steps in observed.by_rank(SchedulerStepped) for step in steps}
 
