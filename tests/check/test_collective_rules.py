@@ -93,6 +93,9 @@ class TestRankDependentCollective:
         assert [f.severity for f in judge(RankDependentCollective(), ranks, self.CONDITION)] == [Severity.ERROR]
         assert not judge(CollectiveOrder(), ranks, self.CONDITION)
 
+    def test_whether_there_is_a_value_is_no_condition_on_data(self) -> None:
+        assert not read(RankDependentCollective(), self.CONDITION.replace("count > 0", "count is not None"))
+
     def test_a_condition_that_was_agreed_on_is_right(self) -> None:
         text = self.CONDITION.replace("    if", "    dist.all_reduce(count)\n    if", 1)
         assert not read(RankDependentCollective(), text)

@@ -84,6 +84,7 @@ class TestLoadMapLocation:
 
     def test_map_location_and_data_are_right(self) -> None:
         assert not read(LoadMapLocation(), "model.load_state_dict(torch.load('a.pt', map_location='cpu'))")
+        assert not read(LoadMapLocation(), "scheduler.load_state_dict(torch.load('schedule.pt'))")
         assert not read(LoadMapLocation(), "images, labels = torch.load('mnist.pt')")
 
 

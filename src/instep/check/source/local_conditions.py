@@ -83,6 +83,8 @@ def _local_if(module: SourceModule, node: ast.AST) -> ast.If | None:
 
 def _is_local(module: SourceModule, node: ast.If) -> bool:
     """Return whether a test depends on a value of this rank's data that no collective has seen before."""
+    if isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Is | ast.IsNot):
+        return False  # whether there is a value, not which
     scope = function_around(module, node)
     names = {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
     sources = [value for set_names, value in assignments(scope) if set_names & names and value.lineno < node.lineno]

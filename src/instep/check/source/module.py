@@ -93,6 +93,16 @@ class SourceModule:
         return {call.node: call for call in self.calls}
 
     @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """What each variable is set to, anywhere in the file, by `name = value`."""
+        values: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Name):
+                    values.setdefault(target.id, []).append(node.value)
+        return values
+
+    @cached_property
     def functions(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
         """The functions and methods by their names."""
         functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}

@@ -15,7 +15,7 @@ _RANK = re.compile(rf"^_?(({_OF})_)*rank$|^(process_index|SLURM_PROCID)$", re.IG
 """Not every name with `rank` in it: `lora_rank` is none."""
 _MAIN = re.compile(
     r"^_?(is_((local|world|global)_)?(main|master|chief|primary|zero|leader|first|rank_?zero|rank_?0)"
-    r"(_process|_rank|_proc|_node)?|is_world_process_zero|is_local_process_zero"
+    r"(_process|_rank|_proc|_node)?|is_world_process_zero|is_local_process_zero|should_(save|log)"
     r"|(local_)?(main|master)_process|rank_?zero|rank_?0|master)$",
     re.IGNORECASE,
 )
@@ -113,11 +113,7 @@ def _compared(test: ast.Compare) -> RankGuard | None:
 
 def _assigned_test(module: SourceModule, name: str) -> ast.expr | None:
     """Return the comparison that a variable was set to, once: `is_first = rank == 0`."""
-    values = [
-        node.value
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-    ]
+    values = module.assigned.get(name, [])
     is_test = len(values) == 1 and isinstance(values[0], ast.Compare | ast.BoolOp)
     names = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
     return values[0] if is_test and name not in names else None  # `x = x and y` would lead nowhere
