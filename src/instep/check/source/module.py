@@ -49,7 +49,7 @@ class SourceModule:
     def read(cls, path: Path) -> SourceModule:
         """Read a file; raise SpecError if it is not Python."""
         try:
-            return cls(str(path), path.read_text(encoding="utf-8"))
+            return cls(str(path.absolute()), path.read_text(encoding="utf-8"))  # as frames name it
         except (OSError, UnicodeDecodeError, SyntaxError) as error:
             raise SpecError(f"{path} cannot be read as Python: {error}") from None
 
@@ -97,9 +97,10 @@ class SourceModule:
         """What each variable is set to, anywhere in the file, by `name = value`."""
         values: dict[str, list[ast.expr]] = {}
         for node in ast.walk(self.tree):
-            for target in node.targets if isinstance(node, ast.Assign) else ():
-                if isinstance(target, ast.Name):
-                    values.setdefault(target.id, []).append(node.value)
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        values.setdefault(target.id, []).append(node.value)
         return values
 
     @cached_property
