@@ -46,6 +46,14 @@ class Rule(ABC):
         """Yield what the source of one file shows, without having run."""
         return ()
 
+    def settled(
+        self,
+        observed: Observed,  # noqa: ARG002
+        modules: Sequence[SourceModule],  # noqa: ARG002
+    ) -> Iterable[tuple[str, int]]:
+        """Yield the places that the run has shown to be sound: what is read there is not reported."""
+        return ()
+
     def finding(
         self, place: tuple[str, int], message: str, evidence: str, fix: str, severity: Severity | None = None
     ) -> Finding:
@@ -68,6 +76,7 @@ def judge_all(rules: Iterable[Rule], evidence: Evidence) -> list[Finding]:
     for rule in rules:
         seen = [] if evidence.observed is None else list(rule.judge(evidence.observed, evidence.modules))
         places = {(finding.file, finding.line) for finding in seen}
+        places |= set() if evidence.observed is None else set(rule.settled(evidence.observed, evidence.modules))
         read = [finding for module in evidence.modules for finding in rule.read(module)]
         findings += seen
         findings += [finding for finding in read if (finding.file, finding.line) not in places]

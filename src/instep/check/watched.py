@@ -27,7 +27,12 @@ from instep.launch.script import run_script
 from instep.world.device import current_accelerator
 from instep.world.world import place_here
 
-OBSERVERS: tuple[str, ...] = ()
+OBSERVERS = (
+    "instep.check.observe.checkpoints:CheckpointObserver",
+    "instep.check.observe.collectives:CollectiveObserver",
+    "instep.check.observe.model_state:ModelStateObserver",
+    "instep.check.observe.schedules:ScheduleObserver",
+)
 """As `module:class`. Hooks of a later one are called before those of an earlier one; the steps, which may end the
 script, are counted after all of them."""
 

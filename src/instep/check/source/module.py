@@ -30,7 +30,9 @@ class Call:
 
     @property
     def last(self) -> str:
-        """The last part of the name."""
+        """The last part of the name; also where the rest is no name, as in `states[0].full_tensor()`."""
+        if isinstance(self.node.func, ast.Attribute):
+            return self.node.func.attr
         return self.name.rpartition(".")[2]
 
 
@@ -47,7 +49,7 @@ class SourceModule:
     def read(cls, path: Path) -> SourceModule:
         """Read a file; raise SpecError if it is not Python."""
         try:
-            return cls(str(path), path.read_text(encoding="utf-8"))
+            return cls(str(path.absolute()), path.read_text(encoding="utf-8"))  # as frames name it
         except (OSError, UnicodeDecodeError, SyntaxError) as error:
             raise SpecError(f"{path} cannot be read as Python: {error}") from None
 
@@ -84,6 +86,31 @@ class SourceModule:
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         nodes.sort(key=lambda node: (node.lineno, node.col_offset))
         return [Call(node, self.name_of(node.func)) for node in nodes]
+
+    @cached_property
+    def call_of(self) -> dict[ast.AST, Call]:
+        """The calls by their nodes."""
+        return {call.node: call for call in self.calls}
+
+    @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """What each variable is set to, anywhere in the file, by `name = value`."""
+        values: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        values.setdefault(target.id, []).append(node.value)
+        return values
+
+    @cached_property
+    def functions(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """The functions and methods by their names."""
+        functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.setdefault(node.name, []).append(node)
+        return functions
 
     def calls_of(self, *names: str) -> Iterator[Call]:
         """Yield the calls whose full name, or its last part, is one of `names`."""
