@@ -41,10 +41,12 @@ class ObservationLog:
         self._file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
         self._quiet = threading.local()
 
-    def write(self, kind: type[Observation], frame_depth: int = 1, **fields: Any) -> None:
-        """Write an observation that belongs to the user's line which is being executed."""
+    def write(
+        self, kind: type[Observation], frame_depth: int = 1, place: tuple[str, int] | None = None, **fields: Any
+    ) -> None:
+        """Write an observation that belongs to the user's line which is being executed, or to an earlier `place`."""
         if self.is_open:
-            file, line = self.place(sys._getframe(frame_depth))
+            file, line = place or self.place(sys._getframe(frame_depth))
             self._file.write(kind(step=self.step, file=file, line=line, **fields).to_line() + "\n")
 
     def place(self, frame: FrameType | None) -> tuple[str, int]:
