@@ -18,7 +18,7 @@ from instep.check.observe.gathers import GatherObserver
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.loss_graph import LossGraph, read_loss
 from instep.check.observe.observer import Observer
-from instep.check.observe.samples import take_samples
+from instep.check.observe.samples import local_part, take_samples
 from instep.check.observe.trained import Trained
 from instep.check.records.gradients import BackwardRan, GradientsClipped
 
@@ -99,7 +99,7 @@ class BackwardObserver(Observer):
         if self.log.step >= SAMPLED_STEPS:
             return {}
         return {
-            str(known.number): take_samples([parameter.grad for parameter in known.parameters]).some()
+            str(known.number): take_samples([local_part(parameter.grad) for parameter in known.parameters]).some()
             for known in self._trained.optimizers
         }
 
@@ -160,4 +160,5 @@ def _groups_of(model: torch.nn.Module, kind: type) -> Iterable[Any]:
     """Yield the parameter groups of all sharded modules of a model."""
     for module in model.modules():
         if isinstance(module, kind):
-            yield from getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())  # type: ignore[attr-defined]
+            state: Any = module
+            yield from getattr(state._get_fsdp_state(), "_fsdp_param_groups", ())

@@ -10,11 +10,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.check.observe.log import ObservationLog
@@ -44,6 +49,9 @@ class ForwardObserver(Observer):
         """Put the hooks in place."""
         self.wrap(DistributedDataParallel, "__init__", self._built)
         self.wrap(DistributedDataParallel, "register_comm_hook", self._hooked)
+        self.wrap(torch.Tensor, "requires_grad_", self._requires_grad)
+        register_module_module_registration_hook(self._part_added)
+        register_module_parameter_registration_hook(self._part_added)
         register_module_forward_pre_hook(self._called)
 
     def _built(self, original: Any, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
@@ -58,6 +66,7 @@ class ForwardObserver(Observer):
             wrapper=wrapper.number,
             strategy="ddp",
             names=[name for name, _ in reduced if name not in model.parameters_to_ignore],
+            callers=self.log.callers(sys._getframe()),
             ranks=torch.distributed.get_process_group_ranks(model.process_group),
             num_bytes=sum(p.numel() * p.element_size() for _, p in reduced),
             find_unused_parameters=model.find_unused_parameters,
@@ -69,6 +78,30 @@ class ForwardObserver(Observer):
         original(model, *args, **kwargs)
         if (wrapper := self._trained.wrapper_of(model)) is not None:
             self.log.write(CommHookRegistered, order=self._trained.tick(), wrapper=wrapper.number)
+
+    def _requires_grad(self, original: Any, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+        if requires_grad and not tensor.requires_grad and isinstance(tensor, nn.Parameter):
+            self._unfrozen(tensor)
+        result: torch.Tensor = original(tensor, requires_grad)
+        return result
+
+    def _unfrozen(self, parameter: nn.Parameter) -> None:
+        for wrapper in self._trained.wrappers:
+            before = wrapper.parameters.get(id(parameter))
+            if before is not None and wrapper.strategy == "ddp" and wrapper.model() is not None:
+                self._write_change(wrapper, "unfrozen", before)
+
+    def _part_added(self, module: nn.Module, name: str, part: Any) -> None:
+        if torch.compiler.is_compiling() or self.log.is_quiet or part is None or not self._inside:
+            return
+        if module in self._inside:
+            wrapper, prefix = self._inside[module]
+            self._write_change(wrapper, "added", f"{prefix}.{name}".lstrip("."))
+
+    def _write_change(self, wrapper: Wrapper, how: str, name: str) -> None:
+        depth, _ = self._caller(None)
+        order = self._trained.tick()
+        self.log.write(WrapperChanged, frame_depth=depth, order=order, wrapper=wrapper.number, how=how, name=name)
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:
@@ -113,10 +146,10 @@ class ForwardObserver(Observer):
             order = self._trained.tick()
             self.log.write(WrapperBypassed, frame_depth=depth, order=order, wrapper=wrapper.number, module=name)
 
-    def _caller(self, module: nn.Module) -> tuple[int, bool]:
-        """Return how deep below `_part_called` the code outside the model is, and whether no other part called this one."""
+    def _caller(self, module: nn.Module | None) -> tuple[int, bool]:
+        """Return how deep below this function's caller the code outside the model is, and whether no part called it."""
         depth, caller = 0, 0
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in self._inside:
@@ -126,34 +159,8 @@ class ForwardObserver(Observer):
             depth, frame = depth + 1, frame.f_back
         return caller + 2, True
 
-    def note_changes(self) -> None:
-        """Write down, once, that a wrapped model no longer has the parameters it had."""
-        for wrapper in self._trained.wrappers:
-            if wrapper.strategy != "ddp" or wrapper.was_changed or (inner := wrapper.inner) is None:
-                continue
-            changes = _changes(wrapper, inner)
-            if any(changes.values()):
-                wrapper.was_changed = True
-                self.log.write(WrapperChanged, order=self._trained.tick(), wrapper=wrapper.number, **changes)
-
 
 _CALL = nn.Module._call_impl.__code__
-
-
-def _changes(wrapper: Wrapper, inner: nn.Module) -> dict[str, list[str]]:
-    """Return the names of parameters that were added, unfrozen or moved since the model was wrapped."""
-    added: list[str] = []
-    unfrozen: list[str] = []
-    moved: list[str] = []
-    for name, parameter in inner.named_parameters():
-        before = wrapper.parameters.get(id(parameter))
-        if before is None:
-            added += [name] if parameter.requires_grad else []
-        elif parameter.requires_grad and not before[1]:
-            unfrozen.append(name)
-        elif f"{parameter.device} {parameter.dtype}" != before[2]:
-            moved.append(name)
-    return {"added": added, "unfrozen": unfrozen, "moved": moved}
 
 
 def _strategy(kind: type) -> str:

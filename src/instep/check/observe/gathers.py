@@ -18,10 +18,20 @@ from instep.check.observe.loss_graph import nodes_of
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import is_plain
 from instep.check.observe.trained import Trained
-from instep.check.records.gradients import GatherUsed
+from instep.check.records.gradients import GatherUsed, TensorReduced
 
-_COUNTED = ("all_gather_object", "all_to_all_single", "broadcast", "gather", "recv", "reduce", "scatter", "send")
-_COUNTED += ("reduce_scatter_tensor", "batch_isend_irecv", "all_reduce")
+_COUNTED = (
+    "all_gather_object",
+    "all_to_all_single",
+    "batch_isend_irecv",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
 _WATCHED_STEPS = 4
 _ALIKE = 1 - 1e-4
 
@@ -67,6 +77,7 @@ class GatherObserver(Observer):
         super().__init__(log)
         self._trained = trained
         self._pending: list[_Gathered] = []
+        self._reduced: set[tuple[str, int]] = set()
         self.num_collectives = 0
 
     def install(self) -> None:
@@ -74,6 +85,7 @@ class GatherObserver(Observer):
         owner = torch.distributed
         self.wrap(owner, "all_gather", self._gather)
         self.wrap(owner, "all_gather_into_tensor", self._gather)
+        self.wrap(owner, "all_reduce", self._all_reduce)
         for name in _COUNTED:
             self.wrap(owner, name, self._count)
 
@@ -81,10 +93,23 @@ class GatherObserver(Observer):
         self.num_collectives += 1
         return original(*args, **kwargs)
 
+    def _all_reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_collectives += 1
+        given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
+        tensor, operation = given[:2]
+        place = self.log.place(sys._getframe(1))
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and place not in self._reduced:
+            self._reduced.add(place)
+            name = str(operation or "SUM").rpartition(".")[2]
+            order = self._trained.tick()
+            self.log.write(TensorReduced, order=order, num_elements=tensor.numel(), operation=name)
+        return original(*args, **kwargs)
+
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.num_collectives += 1
         result = original(*args, **kwargs)
-        outputs, source, *_ = (*args, *kwargs.values(), None, None)
+        given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
+        outputs, source = given[:2]
         if isinstance(source, torch.Tensor) and self.log.step < _WATCHED_STEPS and _needs_gradient(source):
             place = self.log.place(sys._getframe(1))
             self._pending.append(_Gathered(original.__name__, list(source.shape), outputs, place))
@@ -93,21 +118,24 @@ class GatherObserver(Observer):
     def forget(self) -> None:
         """Forget what was gathered before an optimizer step: later losses are made of other tensors."""
         self._pending.clear()
+        self._reduced.clear()
 
     def loss_made(self, loss: torch.Tensor) -> None:
         """Write down which of the gathered tensors a loss depends on, just before its backward pass."""
         pending, self._pending = self._pending, []
         saved = list(_saved_tensors(loss)) if pending else []
-        for gathered in pending:
-            uses = [tensor for tensor in saved if gathered.is_part_of(tensor)]
-            if uses or gathered.holds_own_loss():
+        uses = [[(node, tensor) for node, tensor in saved if gathered.is_part_of(tensor)] for gathered in pending]
+        nodes = [node for used in uses for node, _ in used]
+        for gathered, used in zip(pending, uses, strict=True):
+            if used or gathered.holds_own_loss():
                 self.log.write(
                     GatherUsed,
                     place=gathered.place,
                     order=self._trained.tick(),
                     function=gathered.function,
                     shape=gathered.shape,
-                    has_gradient=not uses or any(tensor.requires_grad for tensor in uses),
+                    has_gradient=not used or any(tensor.requires_grad for _, tensor in used),
+                    is_whole=any(nodes.count(node) > 1 for node, _ in used),
                 )
 
 
@@ -116,9 +144,9 @@ def _needs_gradient(source: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and source.requires_grad and is_plain(source)
 
 
-def _saved_tensors(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield matrices that the graph of a loss has saved."""
-    for node in nodes_of(loss):
+def _saved_tensors(loss: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield matrices that the graph of a loss has saved, with the number of their node."""
+    for number, node in enumerate(nodes_of(loss)):
         for name in dir(node):
             if not name.startswith("_saved_"):
                 continue
@@ -127,4 +155,4 @@ def _saved_tensors(loss: torch.Tensor) -> Iterator[torch.Tensor]:
             except RuntimeError:  # it was changed in place, or freed
                 continue
             if isinstance(value, torch.Tensor) and is_plain(value) and value.squeeze().ndim == 2:
-                yield value.squeeze()
+                yield number, value.squeeze()

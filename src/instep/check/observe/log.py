@@ -58,6 +58,16 @@ class ObservationLog:
             frame = frame.f_back
         return "", 0
 
+    def callers(self, frame: FrameType | None) -> list[str]:
+        """Return the user's functions that are being executed, the innermost first, as `file:line:function`."""
+        functions: list[str] = []
+        while frame is not None:
+            code = frame.f_code
+            if _is_users(code.co_filename, self._script):
+                functions.append(f"{code.co_filename}:{frame.f_lineno}:{code.co_name}")
+            frame = frame.f_back
+        return functions
+
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """Let hooks of this thread ignore what an observer does itself while the block runs."""

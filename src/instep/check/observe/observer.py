@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from instep.check.observe.log import ObservationLog
 
 
@@ -35,7 +37,8 @@ class Observer(ABC):
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.log.is_quiet:
+            # What torch.compile traces has to stay as it was: the first question is a constant for it.
+            if torch.compiler.is_compiling() or self.log.is_quiet:
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 

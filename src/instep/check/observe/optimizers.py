@@ -6,6 +6,7 @@ Ranks: all.
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,10 +25,10 @@ from instep.check.observe.trained import KnownOptimizer, Trained
 from instep.check.records.gradients import GradientsCleared, OptimizerBuilt, StepTaken
 
 _DETAILED_STEPS = 3
-_DETAILED_EVERY = 10
+_DETAILED_EVERY = 4
 _DETAILED_PARAMETERS = 2000
 _SPARSE_PARAMETERS = 64
-"""How many parameters are looked at in a step that is not detailed."""
+"""How many parameters are looked at in a step of which not every parameter is written down."""
 
 
 class GradientObserver(Observer):
@@ -60,6 +61,7 @@ class GradientObserver(Observer):
             order=order,
             optimizer=known.number,
             num_parameters=len(known.parameters),
+            callers=self.log.callers(sys._getframe()),
         )
 
     def _zero_grad(self, original: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -105,6 +107,7 @@ class GradientObserver(Observer):
             self._write_step(known, optimizer, self._before)
             self._gathers.forget()
         known.num_steps += 1
+        known.num_parameters = len(known.parameters)
 
     def _chosen(self, known: KnownOptimizer) -> list[torch.Tensor]:
         """Return the parameters that are looked at in this step."""
@@ -113,8 +116,6 @@ class GradientObserver(Observer):
         return parameters[:: -(-len(parameters) // most)] if parameters else []
 
     def _write_step(self, known: KnownOptimizer, optimizer: torch.optim.Optimizer, before: Samples) -> None:
-        if _is_detailed(known):
-            self._forwards.note_changes()
         chosen = self._chosen(known)
         gradients = take_samples([parameter.grad for parameter in chosen])
         parameters = known.parameters
@@ -135,7 +136,7 @@ class GradientObserver(Observer):
             gradient_norm=_norms(gradients.norms, owners),
             parameter_hash=_combined(before.hashes, owners),
             samples=self._backwards.samples(),
-            **(_details(chosen, owners, gradients, before) if _is_detailed(known) else {}),
+            **(_details(owners, gradients, before) if _is_detailed(known) else {}),
         )
 
     def _owners(self, chosen: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
@@ -160,7 +161,10 @@ class GradientObserver(Observer):
 
 
 def _is_detailed(known: KnownOptimizer) -> bool:
-    return known.num_steps < _DETAILED_STEPS or known.num_steps % _DETAILED_EVERY == 0
+    """Return whether each parameter of a step is written down: in the first, in some later ones, and after changes."""
+    if known.num_steps < _DETAILED_STEPS or known.num_steps % _DETAILED_EVERY == 0:
+        return True
+    return len(known.parameters) != known.num_parameters
 
 
 def _combined(hashes: Sequence[int], owners: Sequence[tuple[int, str]]) -> dict[str, int]:
@@ -181,9 +185,7 @@ def _norms(norms: Sequence[float], owners: Sequence[tuple[int, str]]) -> dict[st
     return {wrapper: math.sqrt(square) for wrapper, square in squares.items()}
 
 
-def _details(
-    chosen: Sequence[torch.Tensor], owners: Sequence[tuple[int, str]], gradients: Samples, before: Samples
-) -> dict[str, Any]:
+def _details(owners: Sequence[tuple[int, str]], gradients: Samples, before: Samples) -> dict[str, Any]:
     """Return what StepTaken has for each parameter."""
     kept = [index for index, (wrapper, _) in enumerate(owners) if wrapper >= -1]
     hashes, norms, values = gradients.hashes, gradients.norms, before.hashes

@@ -71,6 +71,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def local_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the part of a distributed tensor that this rank holds; any other tensor as it is."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, torch.Tensor) else None
+
+
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach()
     flat = torch.view_as_real(flat) if flat.is_complex() else flat

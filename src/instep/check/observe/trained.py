@@ -23,9 +23,8 @@ class Wrapper:
     number: int
     strategy: str
     model: weakref.ref[nn.Module]
-    parameters: dict[int, tuple[str, bool, str]] = field(default_factory=dict)
-    """When it was wrapped, by identity: name, requires_grad, device and dtype."""
-    was_changed: bool = False
+    parameters: dict[int, str] = field(default_factory=dict)
+    """The names, by identity, when it was wrapped."""
 
     @property
     def inner(self) -> nn.Module | None:
@@ -41,6 +40,8 @@ class KnownOptimizer:
     number: int
     optimizer: weakref.ref[torch.optim.Optimizer]
     num_steps: int = 0
+    num_parameters: int = 0
+    """In the previous step."""
     is_stepping: bool = False
 
     @property
@@ -81,10 +82,7 @@ class Trained:
         self.wrappers.append(wrapper)
         self._wrapper_of[id(model)] = wrapper
         if (inner := wrapper.inner) is not None:
-            wrapper.parameters = {
-                id(parameter): (name, parameter.requires_grad, f"{parameter.device} {parameter.dtype}")
-                for name, parameter in inner.named_parameters()
-            }
+            wrapper.parameters = {id(parameter): name for name, parameter in inner.named_parameters()}
         return wrapper
 
     def wrapper_of(self, model: nn.Module) -> Wrapper | None:

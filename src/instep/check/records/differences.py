@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from instep.check.observations import Observed
-from instep.check.records.gradients import ForwardRan, ModelWrapped, StepTaken, WrapperBypassed
+from instep.check.records.gradients import ForwardRan, ModelWrapped, StepTaken, WrapperBypassed, WrapperChanged
 from instep.check.records.timeline import TrainingStep, steps_together, wrappers_of
 
 UNWRAPPED = -1
@@ -77,14 +77,17 @@ def _difference(wrapper: int, ranks: Sequence[int], group: Sequence[TrainingStep
     return Difference(wrapper, tuple(ranks), tuple(group), names, len(compared), example)
 
 
-def cause_of(difference: Difference, wrapped: ModelWrapped) -> Cause:
-    """Return why a wrapped model's gradients differ."""
+def cause_of(difference: Difference, wrapped: ModelWrapped, added: Sequence[str] = ()) -> Cause:
+    """Return why a wrapped model's gradients differ; `added`: parts that were put into it afterwards."""
     step = difference.steps[0]
-    if difference.names and not set(difference.names) & set(wrapped.names):
+    if difference.names and (
+        not set(difference.names) & set(wrapped.names)
+        or any(name == part or name.startswith(f"{part}.") for name in difference.names for part in added)
+    ):
         return Cause.PARAMETERS_CHANGED
-    forwards = [forward for forward in step.of(ForwardRan) if forward.wrapper == wrapped.wrapper and forward.enabled]
     if any(bypass.wrapper == wrapped.wrapper for bypass in step.of(WrapperBypassed)):
         return Cause.BYPASSED
+    forwards = [forward for forward in step.of(ForwardRan) if forward.wrapper == wrapped.wrapper and forward.enabled]
     if forwards and not forwards[-1].reduces:
         return Cause.NO_SYNC
     return Cause.UNKNOWN
@@ -93,10 +96,17 @@ def cause_of(difference: Difference, wrapped: ModelWrapped) -> Cause:
 def differences_by_cause(observed: Observed) -> dict[tuple[int, Cause], list[Difference]]:
     """Return the differences of wrapped models, by wrapper and cause."""
     wrappers = wrappers_of(observed)
+    changes = observed.by_rank(WrapperChanged)[0] if observed.world_size else []
     by_cause: dict[tuple[int, Cause], list[Difference]] = {}
     for difference in differences(observed):
         if difference.wrapper in wrappers:
-            cause = cause_of(difference, wrappers[difference.wrapper])
+            added = [
+                change.name for change in changes if change.how == "added" and change.wrapper == difference.wrapper
+            ]
+            cause = cause_of(difference, wrappers[difference.wrapper], added)
+            before = (difference.wrapper, Cause.PARAMETERS_CHANGED)
+            if cause is Cause.UNKNOWN and not difference.names and before in by_cause:
+                cause = Cause.PARAMETERS_CHANGED  # the parameters of this step were not looked at one by one
             by_cause.setdefault((difference.wrapper, cause), []).append(difference)
     return by_cause
 

@@ -28,6 +28,8 @@ class ModelWrapped(GradientEvent):
     ranks: list[int] = field(default_factory=list)
     """The ranks of its process group."""
     num_bytes: int = 0
+    callers: list[str] = field(default_factory=list)
+    """The user's functions that wrapped it, the innermost first, as `file:line:function`."""
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
@@ -42,15 +44,12 @@ class CommHookRegistered(GradientEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperChanged(GradientEvent):
-    """At an optimizer step, a wrapped model had other parameters than when it was wrapped."""
+    """A part of a model was replaced, added or unfrozen after DistributedDataParallel had taken its parameters."""
 
     wrapper: int
-    added: list[str]
-    """Parameters that require gradients, and did not exist then."""
-    unfrozen: list[str]
-    """Parameters that require gradients, and did not then."""
-    moved: list[str]
-    """Parameters of another device or dtype than then."""
+    how: str
+    """`unfrozen` or `added`."""
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +111,8 @@ class OptimizerBuilt(GradientEvent):
 
     optimizer: int
     num_parameters: int
+    callers: list[str] = field(default_factory=list)
+    """As in ModelWrapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ class GradientsClipped(GradientEvent):
     pending_scale: float
     """The GradScaler's scale, if the gradients still contained it; else 1."""
     sharded: bool
-    """Whether the norm is of a shard only: flat parameters of FSDP1, clipped by a function that does not know them."""
+    """Whether the norm may be of a shard only: flat parameters of FSDP1, whose shards this function does not know."""
     samples: dict[str, list[float]] = field(default_factory=dict)
     """As in BackwardRan, before clipping."""
 
@@ -185,3 +186,13 @@ class GatherUsed(GradientEvent):
     shape: list[int]
     has_gradient: bool
     """Whether the script put its own part, with its gradient, back among the gathered ones."""
+    is_whole: bool
+    """Whether every rank compares all rows with all rows, so that its own part's gradient is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorReduced(GradientEvent):
+    """The script called all_reduce on a tensor of numbers; once for each line and step."""
+
+    num_elements: int
+    operation: str

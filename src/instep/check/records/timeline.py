@@ -55,7 +55,7 @@ def steps_of(observed: Observed, rank: int) -> dict[int, list[TrainingStep]]:
 
 
 def steps_together(observed: Observed) -> Iterator[list[TrainingStep]]:
-    """Yield each step that all ranks have made, as rank 0, 1, … made it, of optimizers that are alike on all of them."""
+    """Yield each step that all ranks have made, as rank 0, 1, … made it, of optimizers that are alike on them."""
     by_rank = [steps_of(observed, rank) for rank in range(observed.world_size)]
     for optimizer in by_rank[0] if by_rank else ():
         steps = [of_rank.get(optimizer, []) for of_rank in by_rank]
