@@ -128,9 +128,9 @@ class GatherObserver(Observer):
         nodes = [node for used in uses for node, _ in used]
         for gathered, used in zip(pending, uses, strict=True):
             if used or gathered.holds_own_loss():
-                self.log.write(
+                self.log.write_at(
+                    gathered.place,
                     GatherUsed,
-                    place=gathered.place,
                     order=self._trained.tick(),
                     function=gathered.function,
                     shape=gathered.shape,

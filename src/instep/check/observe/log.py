@@ -41,30 +41,34 @@ class ObservationLog:
         self._file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
         self._quiet = threading.local()
 
-    def write(
-        self, kind: type[Observation], frame_depth: int = 1, place: tuple[str, int] | None = None, **fields: Any
-    ) -> None:
-        """Write an observation that belongs to the user's line which is being executed, or to an earlier `place`."""
+    def write(self, kind: type[Observation], frame_depth: int = 1, **fields: Any) -> None:
+        """Write an observation that belongs to the user's line which is being executed."""
         if self.is_open:
-            file, line = place or self.place(sys._getframe(frame_depth))
-            self._file.write(kind(step=self.step, file=file, line=line, **fields).to_line() + "\n")
+            self.write_at(self.place(sys._getframe(frame_depth)), kind, **fields)
+
+    def write_at(self, place: tuple[str, int], kind: type[Observation], **fields: Any) -> None:
+        """Write an observation that belongs to a (file, line) of the user's."""
+        if self.is_open:
+            self._file.write(kind(step=self.step, file=place[0], line=place[1], **fields).to_line() + "\n")
 
     def place(self, frame: FrameType | None) -> tuple[str, int]:
         """Return the innermost (file, line) of the user's own code; ("", 0): no such code is being executed."""
         while frame is not None:
-            name = frame.f_code.co_filename
-            if _is_users(name, self._script):
-                return name, frame.f_lineno
+            if self.is_users(frame):
+                return frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
         return "", 0
+
+    def is_users(self, frame: FrameType) -> bool:
+        """Return whether a frame executes the user's own code."""
+        return _is_users(frame.f_code.co_filename, self._script)
 
     def callers(self, frame: FrameType | None) -> list[str]:
         """Return the user's functions that are being executed, the innermost first, as `file:line:function`."""
         functions: list[str] = []
         while frame is not None:
-            code = frame.f_code
-            if _is_users(code.co_filename, self._script):
-                functions.append(f"{code.co_filename}:{frame.f_lineno}:{code.co_name}")
+            if self.is_users(frame):
+                functions.append(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
             frame = frame.f_back
         return functions
 

@@ -37,8 +37,7 @@ class Observer(ABC):
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # What torch.compile traces has to stay as it was: the first question is a constant for it.
-            if torch.compiler.is_compiling() or self.log.is_quiet:
+            if torch.compiler.is_compiling() or self.log.is_quiet:  # a compiled function contains no hook
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 

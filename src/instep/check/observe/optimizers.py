@@ -40,7 +40,8 @@ class GradientObserver(Observer):
         self._forwards = ForwardObserver(log, self._trained)
         self._gathers = GatherObserver(log, self._trained)
         self._backwards = BackwardObserver(log, self._trained, self._gathers)
-        self._before: Samples | None = None
+        self._begun: dict[int, tuple[list[torch.Tensor], Samples]] = {}
+        """By optimizer, since its step began: the parameters that are looked at, and their values. Steps may nest."""
 
     def install(self) -> None:
         """Put the hooks in place."""
@@ -94,17 +95,18 @@ class GradientObserver(Observer):
         known = self._trained.optimizer_of(optimizer) or self._trained.add_optimizer(optimizer)
         known.is_stepping = True
         with self.log.unobserved():
-            self._before = take_samples(self._chosen(known))
+            chosen = self._chosen(known)
+            self._begun[known.number] = chosen, take_samples(chosen)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:
             return
         known = self._trained.optimizer_of(optimizer)
-        if known is None or self._before is None:
+        if known is None or known.number not in self._begun:
             return
         known.is_stepping = False
         with self.log.unobserved():
-            self._write_step(known, optimizer, self._before)
+            self._write_step(known, optimizer, *self._begun.pop(known.number))
             self._gathers.forget()
         known.num_steps += 1
         known.num_parameters = len(known.parameters)
@@ -115,8 +117,9 @@ class GradientObserver(Observer):
         most = _DETAILED_PARAMETERS if _is_detailed(known) else _SPARSE_PARAMETERS
         return parameters[:: -(-len(parameters) // most)] if parameters else []
 
-    def _write_step(self, known: KnownOptimizer, optimizer: torch.optim.Optimizer, before: Samples) -> None:
-        chosen = self._chosen(known)
+    def _write_step(
+        self, known: KnownOptimizer, optimizer: torch.optim.Optimizer, chosen: Sequence[torch.Tensor], before: Samples
+    ) -> None:
         gradients = take_samples([parameter.grad for parameter in chosen])
         parameters = known.parameters
         owners = self._owners(chosen)

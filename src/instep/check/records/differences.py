@@ -111,6 +111,12 @@ def differences_by_cause(observed: Observed) -> dict[tuple[int, Cause], list[Dif
     return by_cause
 
 
+def named(names: Sequence[str]) -> str:
+    """Return how many parameters there are, and the names of the first."""
+    number = f"{len(names)} parameters" if len(names) != 1 else "1 parameter"
+    return f"{number} ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"
+
+
 def describe(differing: Sequence[Difference], num_steps: int) -> str:
     """Return what was seen, in words."""
     parts = [f"gradients differed between ranks in {len(differing)} of {num_steps} steps"]

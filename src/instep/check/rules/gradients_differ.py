@@ -14,6 +14,7 @@ from instep.check.records.differences import (
     describe,
     differences,
     differences_by_cause,
+    named,
 )
 from instep.check.records.gradients import CommHookRegistered, ModelWrapped, OptimizerBuilt, StepTaken, WrapperChanged
 from instep.check.records.run import Ended
@@ -89,13 +90,10 @@ def _num_steps(observed: Observed) -> int:
 
 
 def _message(difference: Difference, others: bool) -> str:
-    names = difference.names
-    what = (
-        f"{len(names)} parameters ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})" if names else "Parameters"
-    )
+    what = named(difference.names) if difference.names else "parameters"
     if others:
-        return f"{what} are trained outside the wrapped model: their gradients are not reduced."
-    return f"{what} are trained by each rank on its own gradients: nothing makes the replicas equal."
+        return f"The optimizer also trains {what} outside the wrapped model: their gradients are not reduced."
+    return f"Each rank trains {what} on its own gradients: nothing makes the replicas equal."
 
 
 def _drifts(observed: Observed, optimizer: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.differences import Cause, Difference, describe, differences_by_cause
+from instep.check.records.differences import Cause, Difference, describe, differences_by_cause, named
 from instep.check.records.gradients import StepTaken, WrapperChanged
 from instep.check.records.timeline import wrappers_of
 from instep.check.rule import Rule
@@ -28,11 +28,9 @@ class ParametersChangedAfterWrapping(Rule):
         num_steps = len(observed.by_rank(StepTaken)[0]) if observed.world_size else 0
         for (wrapper, cause), differing in differences_by_cause(observed).items():
             if cause is Cause.PARAMETERS_CHANGED:
-                names = differing[0].names
                 yield self.finding(
                     _place(observed, modules, wrapper, differing[0]),
-                    f"{len(names)} parameters ({', '.join(names[:3])}{' …' if len(names) > 3 else ''}) were added or "
-                    "unfrozen after DistributedDataParallel had taken the model's parameters.",
+                    f"DistributedDataParallel does not know {named(differing[0].names)}: added or unfrozen after wrapping.",
                     describe(differing, num_steps),
                     "Wrap again after the change, `model = DistributedDataParallel(net)`, or change before wrapping.",
                 )
@@ -46,7 +44,7 @@ class ParametersChangedAfterWrapping(Rule):
             if before and all(call.node.lineno < line for call in before):
                 yield self.finding(
                     module.place(node),
-                    "Parameters are unfrozen after DistributedDataParallel was built, which will not reduce their gradients.",
+                    "Parameters are unfrozen after DistributedDataParallel was built, which does not reduce them.",
                     module.line(line),
                     "Unfreeze before wrapping, or wrap again after this line.",
                     Severity.WARNING,
