@@ -32,7 +32,7 @@ class ForwardBypassesDdp(Rule):
             calls = [
                 call for step in differing for call in step.steps[0].of(WrapperBypassed) if call.wrapper == wrapper
             ]
-            part = f"its part {calls[0].module}" if calls[0].module else "the wrapped model"
+            part = f"the model's part {calls[0].module}" if calls[0].module else "the wrapped model"
             yield self.finding(
                 (calls[0].file, calls[0].line),
                 f"{part[0].upper()}{part[1:]} is called directly, not through DistributedDataParallel, which then "

@@ -43,7 +43,7 @@ class NoSyncMisplaced(Rule):
 
     def _sharded(self, observed: Observed) -> Iterable[Finding]:
         for steps in _steps(observed):
-            local = [step for step in steps if (last := step.of(BackwardRan)) and last[-1].unreduced]
+            local = [step for step in steps if (passes := step.of(BackwardRan)) and passes[-1].unreduced]
             if local:
                 last = local[0].of(BackwardRan)[-1]
                 yield self.finding(

@@ -30,7 +30,7 @@ class ParametersChangedAfterWrapping(Rule):
             if cause is Cause.PARAMETERS_CHANGED:
                 yield self.finding(
                     _place(observed, modules, wrapper, differing[0]),
-                    f"DistributedDataParallel does not know {named(differing[0].names)}: added or unfrozen after wrapping.",
+                    f"DistributedDataParallel does not know {named(differing[0].names)}: they came after wrapping.",
                     describe(differing, num_steps),
                     "Wrap again after the change, `model = DistributedDataParallel(net)`, or change before wrapping.",
                 )
