@@ -22,8 +22,8 @@ from instep.check.observe.samples import local_part, take_samples
 from instep.check.observe.trained import Trained
 from instep.check.records.gradients import BackwardRan, GradientsClipped
 
-SAMPLED_STEPS = 4
-"""In how many steps elements of gradients are written down."""
+_SAMPLED_STEPS = 4
+"""In how many steps of an optimizer elements of gradients are written down."""
 
 
 class BackwardObserver(Observer):
@@ -95,12 +95,11 @@ class BackwardObserver(Observer):
         return [wrapper.number for wrapper in self._trained.wrappers if _keeps_gradients(wrapper.model())]
 
     def samples(self) -> dict[str, list[float]]:
-        """Return elements of the gradients of each optimizer's parameters, in the first steps."""
-        if self.log.step >= SAMPLED_STEPS:
-            return {}
+        """Return elements of the gradients of each optimizer's parameters, in its first steps."""
         return {
             str(known.number): take_samples([local_part(parameter.grad) for parameter in known.parameters]).some()
             for known in self._trained.optimizers
+            if known.num_steps < _SAMPLED_STEPS
         }
 
     def _scale(self, original: Any, scaler: torch.amp.GradScaler, outputs: Any) -> Any:

@@ -32,7 +32,8 @@ _COUNTED = (
     "scatter",
     "send",
 )
-_WATCHED_STEPS = 4
+_MAX_LOSSES = 8
+"""How many losses are searched for gathered tensors."""
 _ALIKE = 1 - 1e-4
 
 
@@ -77,6 +78,7 @@ class GatherObserver(Observer):
         super().__init__(log)
         self._trained = trained
         self._pending: list[_Gathered] = []
+        self._num_losses = 0
         self._reduced: set[tuple[str, int]] = set()
         self.num_collectives = 0
 
@@ -110,7 +112,7 @@ class GatherObserver(Observer):
         result = original(*args, **kwargs)
         given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
         outputs, source = given[:2]
-        if isinstance(source, torch.Tensor) and self.log.step < _WATCHED_STEPS and _needs_gradient(source):
+        if isinstance(source, torch.Tensor) and self._num_losses < _MAX_LOSSES and _needs_gradient(source):
             place = self.log.place(sys._getframe(1))
             self._pending.append(_Gathered(original.__name__, list(source.shape), outputs, place))
         return result
@@ -123,7 +125,10 @@ class GatherObserver(Observer):
     def loss_made(self, loss: torch.Tensor) -> None:
         """Write down which of the gathered tensors a loss depends on, just before its backward pass."""
         pending, self._pending = self._pending, []
-        saved = list(_saved_tensors(loss)) if pending else []
+        if not pending:
+            return
+        self._num_losses += 1
+        saved = list(_saved_tensors(loss))
         uses = [[(node, tensor) for node, tensor in saved if gathered.is_part_of(tensor)] for gathered in pending]
         nodes = [node for used in uses for node, _ in used]
         for gathered, used in zip(pending, uses, strict=True):
