@@ -48,6 +48,11 @@ class TestAccumulation:
         assert "divided by 2" in finding.message
         assert finding.severity is Severity.WARNING
 
+    def test_a_framework_calls_backward(self):
+        source = "def compute_loss():\n    return F.cross_entropy(a, b)\n" + "\n" * 8 + "trainer.train()\n"
+        ranks = _both(CLEAR, _backward(), _backward(), STEP)
+        assert [finding.line for finding in judged(AccumulationScale(), *ranks, source=source)] == [2]
+
     def test_divided(self):
         assert not self._found(_backward(factor=0.5), _backward(factor=0.5))
 

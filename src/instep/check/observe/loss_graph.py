@@ -59,15 +59,21 @@ def _only_input(node: Any) -> Any:
 
 def _factor(node: Any, name: str) -> float | None:
     """Return the number that a node multiplies by; None: it is no such node."""
-    if name not in ("MulBackward0", "DivBackward0") or _only_input(node) is None:
+    operation = name.rstrip("01")
+    if operation == "NegBackward":
+        return -1.0
+    if operation not in ("MulBackward", "DivBackward") or _only_input(node) is None:
         return None
     other = node._saved_other
-    if name == "MulBackward0" and other is None:
+    if other is None and operation == "MulBackward":
         other = node._saved_self
-    if not isinstance(other, torch.Tensor) or other.numel() != 1:
+    if isinstance(other, torch.Tensor):
+        if other.numel() != 1:
+            return None
+    elif not isinstance(other, int | float):
         return None
     value = float(other)
-    if name == "MulBackward0":
+    if operation == "MulBackward":
         return value
     return 1 / value if value else None
 

@@ -32,14 +32,16 @@ class AccumulationScale(Rule):
         for steps in steps_of(observed, 0).values() if observed.world_size else ():
             rounds = [micro for step in steps if len(micro := accumulated(step)) > 1]
             if rounds and all(_is_undivided(micro) for micro in rounds):
-                yield self._undivided(rounds, len(steps))
+                yield self._undivided(rounds, len(steps), modules)
             elif uneven := [micro for micro in rounds if _is_uneven(micro)]:
                 yield self._uneven(uneven, len(steps), modules)
 
-    def _undivided(self, rounds: Sequence[Sequence[BackwardRan]], num_steps: int) -> Finding:
+    def _undivided(
+        self, rounds: Sequence[Sequence[BackwardRan]], num_steps: int, modules: Sequence[SourceModule]
+    ) -> Finding:
         micro = rounds[0]
         return self.finding(
-            (micro[-1].file, micro[-1].line),
+            _backward_place(modules, micro[-1]),
             f"{len(micro)} backward passes make a step, and no loss is divided by {len(micro)}.",
             f"in {len(rounds)} of {num_steps} steps; each loss is a mean, multiplied by {micro[0].factor:g}; "
             f"the first step's are {', '.join(f'{backward.loss:.4g}' for backward in micro[:4])}",
@@ -99,6 +101,13 @@ def _is_uneven(micro: Sequence[BackwardRan]) -> bool:
     counts = [backward.num_targets for backward in micro if backward.reduction == "mean"]
     ignores = any(backward.num_ignored for backward in micro)
     return ignores and len(counts) == len(micro) and max(counts) - min(counts) > _UNEVEN * max(counts)
+
+
+def _backward_place(modules: Sequence[SourceModule], backward: BackwardRan) -> tuple[str, int]:
+    """Return where the user calls backward; where a framework does, where the loss was computed."""
+    place = backward.file, backward.line
+    own = any(module.path == place[0] and "backward" in module.line(place[1]) for module in modules)
+    return place if own else loss_place(modules, backward)
 
 
 def loss_place(modules: Sequence[SourceModule], backward: BackwardRan) -> tuple[str, int]:
