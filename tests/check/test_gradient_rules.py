@@ -214,11 +214,18 @@ class TestDevices:
 
     def test_read(self):
         begin = "import torch\nimport torch.distributed as dist\n"
-        for wrong in ("x.to('cuda:0')", "x.cuda(0)", "torch.device('cuda:1' if ok else 'cpu')"):
+        for wrong in (
+            "x.to('cuda:0')",
+            "x.cuda(0)",
+            "torch.device('cuda:1' if ok else 'cpu')",
+            "torch.device('cuda', 0)",
+        ):
             assert [f.line for f in read(WrongDevice(), f"{begin}{wrong}\n")] == [3], wrong
         for right in ("x.to('cuda')", "x.cuda(local_rank)", "x.to(f'cuda:{rank}')", "if rank == 0:\n    x.cuda(0)"):
             assert not read(WrongDevice(), f"{begin}{right}\n"), right
         assert not read(WrongDevice(), "x.to('cuda:0')\n")
+        assert [f.line for f in read(WrongDevice(), DDP.replace("(net)", "(net, device_ids=[0])"))] == [2]
+        assert not read(WrongDevice(), DDP.replace("(net)", "(net, device_ids=[local_rank])"))
 
 
 def test_places_are_the_users():

@@ -62,6 +62,16 @@ class TestAccumulation:
     def test_two_losses_of_two_lines(self):
         assert not self._found(_backward(line=20), _backward(line=21))
 
+    def test_two_losses_of_one_batch(self):
+        assert not self._found(FORWARD, _backward(), _backward())
+        assert self._found(FORWARD, _backward(), FORWARD, _backward())
+
+    def test_gradients_divided_by_hand(self):
+        summed = _backward(samples={"0": LOCAL[0]})
+        for share, found in ((0.5, False), (1.0, True)):
+            step = event(StepTaken, samples={"0": [share * value for value in LOCAL[0]]})
+            assert bool(judged(AccumulationScale(), *_both(CLEAR, summed, summed, step))) is found
+
     def test_a_loss_of_unknown_make(self):
         assert not self._found(_backward(reduction=""), _backward(reduction=""))
 

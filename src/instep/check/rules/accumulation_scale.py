@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.gradients import BackwardRan, GradientsCleared, StepTaken
+from instep.check.records.gradients import BackwardRan, ForwardRan, GradientsCleared, StepTaken
+from instep.check.records.scaling import common_factor, gradients_after_backward, gradients_before_clipping
 from instep.check.records.timeline import TrainingStep, steps_of
 from instep.check.rule import Rule
 from instep.check.source.module import SourceModule
@@ -30,7 +31,9 @@ class AccumulationScale(Rule):
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield undivided losses, then means over different numbers of targets."""
         for steps in steps_of(observed, 0).values() if observed.world_size else ():
-            rounds = [micro for step in steps if len(micro := accumulated(step)) > 1]
+            rounds = [micro for step in steps if len(micro := accumulated(step)) > 1 and _has_batches(step, micro)]
+            if any(_is_divided_later(step) for step in steps):
+                continue
             if rounds and all(_is_undivided(micro) for micro in rounds):
                 yield self._undivided(rounds, len(steps), modules)
             elif uneven := [micro for micro in rounds if _is_uneven(micro)]:
@@ -90,6 +93,19 @@ def accumulated(step: TrainingStep) -> list[BackwardRan]:
                 passes = []
             passes.append(event)
     return [event for event in passes if (event.file, event.line) == (passes[-1].file, passes[-1].line)]
+
+
+def _has_batches(step: TrainingStep, micro: Sequence[BackwardRan]) -> bool:
+    """Return whether each backward pass had a forward pass of its own: one batch may have several losses."""
+    forwards = [forward for forward in step.of(ForwardRan) if forward.enabled]
+    return not forwards or len(forwards) >= len(micro)
+
+
+def _is_divided_later(step: TrainingStep) -> bool:
+    """Return whether the gradients were divided by the number of micro-batches after the last backward pass."""
+    factor = common_factor(gradients_after_backward(step), gradients_before_clipping(step))
+    num_micro = len(accumulated(step))
+    return factor is not None and num_micro > 1 and abs(factor * num_micro - 1) < 0.01
 
 
 def _is_undivided(micro: Sequence[BackwardRan]) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.gradients import BackwardRan, GradientsClipped, ModelWrapped, StepTaken
+from instep.check.records.scaling import common_factor, gradients_after_backward, gradients_at_step
 from instep.check.records.timeline import TrainingStep, events_of, steps_together
 from instep.check.rule import Rule
 from instep.check.source.module import SourceModule
@@ -45,7 +45,7 @@ class Clipping(Rule):
     def _of_shards(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         sharded = [wrapped for wrapped in _wrapped(observed) if wrapped.strategy != "ddp"]
         for steps in steps_together(observed) if sharded else ():
-            scales = [_scale_since_backward(step) for step in steps]
+            scales = [common_factor(gradients_after_backward(step), gradients_at_step(step)) for step in steps]
             if None in scales or len(scales) < 2:
                 continue
             known = [scale for scale in scales if scale is not None]
@@ -75,20 +75,6 @@ class Clipping(Rule):
 
 def _wrapped(observed: Observed) -> list[ModelWrapped]:
     return observed.by_rank(ModelWrapped)[0] if observed.world_size else []
-
-
-def _scale_since_backward(step: TrainingStep) -> float | None:
-    """Return what all gradients were multiplied by after the last backward pass; None: it was not one number."""
-    key = str(step.taken.optimizer)
-    passes = step.of(BackwardRan)
-    before, after = passes[-1].samples.get(key, []) if passes else [], step.taken.samples.get(key, [])
-    if len(before) != len(after):
-        return None
-    ratios = [new / old for old, new in zip(before, after, strict=True) if abs(old) > 1e-12]
-    if len(ratios) < 4:
-        return None
-    scale = statistics.median(ratios)
-    return scale if all(abs(ratio - scale) <= 1e-3 * abs(scale) for ratio in ratios) else None
 
 
 def _place(step: TrainingStep, modules: Sequence[SourceModule]) -> tuple[str, int]:

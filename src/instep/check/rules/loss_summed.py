@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.gradients import BackwardRan, GradientsClipped, TensorReduced
+from instep.check.records.differences import UNWRAPPED
+from instep.check.records.gradients import BackwardRan, TensorReduced
+from instep.check.records.scaling import gradients_after_backward, gradients_before_clipping
 from instep.check.records.timeline import TrainingStep, steps_of, steps_together, wrappers_of
 from instep.check.rule import Rule
 from instep.check.rules.accumulation_scale import accumulated
@@ -98,12 +100,10 @@ def _is_reduced(step: TrainingStep) -> bool:
 
 def _share_of_sum(steps: Sequence[TrainingStep]) -> float | None:
     """Return c where a step's gradients are c times the sum of the ranks' own; None: they are not."""
-    key = str(steps[0].taken.optimizer)
-    passes = [step.of(BackwardRan) for step in steps]
-    if not all(passes) or any(-1 not in step.taken.wrappers for step in steps):
+    if any(UNWRAPPED not in step.taken.wrappers for step in steps):
         return None
-    local = [last[-1].samples.get(key, []) for last in passes]
-    used = [_before_clipping(step, key) for step in steps]
+    local = [gradients_after_backward(step) for step in steps]
+    used = [gradients_before_clipping(step) for step in steps]
     if len({len(values) for values in (*local, *used)}) != 1 or not local[0] or _are_equal(local):
         return None
     total = [sum(values) for values in zip(*local, strict=True)]
@@ -113,11 +113,6 @@ def _share_of_sum(steps: Sequence[TrainingStep]) -> float | None:
     share = sum(a * b for a, b in zip(used[0], total, strict=True)) / square
     rest = sum((a - share * b) ** 2 for a, b in zip(used[0], total, strict=True))
     return share if rest <= 1e-4 * share * share * square else None
-
-
-def _before_clipping(step: TrainingStep, key: str) -> list[float]:
-    clips = [clip for clip in step.of(GradientsClipped) if clip.samples]
-    return clips[-1].samples.get(key, []) if clips else step.taken.samples.get(key, [])
 
 
 def _are_equal(ranks: Sequence[Sequence[float]]) -> bool:

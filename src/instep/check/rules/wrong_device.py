@@ -11,6 +11,7 @@ from instep.check.observations import Observed
 from instep.check.records.gradients import ForwardRan
 from instep.check.rule import Rule
 from instep.check.source.module import Call, SourceModule
+from instep.check.source.wrapped_models import DDP
 
 _INDEXED = re.compile(r"(cuda|xpu|hpu|npu|mlu):\d+")
 _TAKES_DEVICE = (
@@ -71,7 +72,7 @@ class WrongDevice(Rule):
         """Yield devices with a fixed number, in a file that trains with several processes."""
         if not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in _names(module)):
             return
-        for call in module.calls_of(*_TAKES_DEVICE):
+        for call in module.calls_of(*_TAKES_DEVICE, *DDP):
             if (device := _fixed_device(call)) and not _asks_for_rank(module, call.node):
                 yield self.finding(
                     module.place(call.node),
@@ -95,9 +96,18 @@ def _fixed_device(call: Call) -> str:
             if isinstance(choice, ast.Constant) and isinstance(choice.value, str) and _INDEXED.fullmatch(choice.value):
                 return choice.value
     first = call.node.args[0] if call.node.args else None
-    if call.last in ("cuda", "set_device") and isinstance(first, ast.Constant) and type(first.value) is int:
-        return f"cuda:{first.value}"
+    if call.last in ("cuda", "set_device") and _number(first) is not None:
+        return f"cuda:{_number(first)}"
+    if call.last == "device" and len(call.node.args) == 2 and _number(call.node.args[1]) is not None:
+        return f"device {_number(call.node.args[1])}"
+    ids = call.argument("device_ids")
+    if isinstance(ids, ast.List) and len(ids.elts) == 1 and _number(ids.elts[0]) is not None:
+        return f"device {_number(ids.elts[0])}"
     return ""
+
+
+def _number(node: ast.expr | None) -> int | None:
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
 def _asks_for_rank(module: SourceModule, node: ast.AST) -> bool:
