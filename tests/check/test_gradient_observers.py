@@ -8,7 +8,7 @@ import pytest
 import commands
 
 SCRIPT = Path(__file__).parent / "scripts" / "gradient_steps.py"
-SOUND = ("accumulated", "gan", "oddities", "local_sgd", "closures", "scaled")
+SOUND = ("accumulated", "gan", "oddities", "local_sgd", "weighted", "closures", "scaled")
 WRONG = ("carried", "bypassed", "unfrozen", "contrasted", "summed")
 RULES = {
     "accumulation-scale",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class BackwardObserver(Observer):
         source, scale = self._unscaled_loss(loss)
         with self.log.unobserved():
             graph = read_loss(source)
+            graph = replace(graph, factor=graph.factor * _weight(*args, **kwargs))
             before = {
                 "cleared": [known.number for known in self._trained.optimizers if not known.has_gradient()],
                 "in_no_sync": self._is_in_no_sync(),
@@ -134,6 +135,13 @@ class BackwardObserver(Observer):
                 samples=samples,
             )
         return result
+
+
+def _weight(grad_tensors: Any = None, *_: Any, **__: Any) -> float:
+    """Return the gradient that a backward pass begins with, as torch.autograd.backward is given it: 1, or a weight."""
+    if isinstance(grad_tensors, (list, tuple)) and len(grad_tensors) == 1:
+        grad_tensors = grad_tensors[0]
+    return float(grad_tensors) if isinstance(grad_tensors, torch.Tensor) and grad_tensors.numel() == 1 else 1.0
 
 
 def _plain_norm(result: Any) -> float:
