@@ -54,6 +54,10 @@ class Rule(ABC):
         """Yield the places that the run has shown to be sound: what is read there is not reported."""
         return ()
 
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Return whether the run has shown that what `read` suspects at a place does no harm."""
+        return False
+
     def finding(
         self, place: tuple[str, int], message: str, evidence: str, fix: str, severity: Severity | None = None
     ) -> Finding:
@@ -78,6 +82,8 @@ def judge_all(rules: Iterable[Rule], evidence: Evidence) -> list[Finding]:
         places = {(finding.file, finding.line) for finding in seen}
         places |= set() if evidence.observed is None else set(rule.settled(evidence.observed, evidence.modules))
         read = [finding for module in evidence.modules for finding in rule.read(module)]
+        if evidence.observed is not None:
+            read = [finding for finding in read if not rule.excuses(evidence.observed, finding)]
         findings += seen
         findings += [finding for finding in read if (finding.file, finding.line) not in places]
     order = list(Severity)

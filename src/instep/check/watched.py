@@ -31,6 +31,7 @@ OBSERVERS = (
     "instep.check.observe.checkpoints:CheckpointObserver",
     "instep.check.observe.collectives:CollectiveObserver",
     "instep.check.observe.model_state:ModelStateObserver",
+    "instep.check.observe.optimizers:GradientObserver",
     "instep.check.observe.schedules:ScheduleObserver",
 )
 """As `module:class`. Hooks of a later one are called before those of an earlier one; the steps, which may end the

@@ -66,6 +66,15 @@ class ObservationLog:
         """Return whether a frame executes the user's own code."""
         return _is_users(frame.f_code.co_filename, self._script)
 
+    def callers(self, frame: FrameType | None) -> list[str]:
+        """Return the user's functions that are being executed, the innermost first, as `file:line:function`."""
+        functions: list[str] = []
+        while frame is not None:
+            if self.is_users(frame):
+                functions.append(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
+            frame = frame.f_back
+        return functions
+
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """Let hooks of this thread ignore what an observer does itself while the block runs."""
