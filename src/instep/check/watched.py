@@ -17,7 +17,13 @@ from instep.check.records.run import Began, Ended
 from instep.launch.script import run_script
 from instep.world.world import place_here
 
-OBSERVERS = ("instep.check.observe.steps:StepObserver",)
+OBSERVERS = (
+    "instep.check.observe.steps:StepObserver",
+    "instep.check.observe.generators:GeneratorObserver",
+    "instep.check.observe.loaders:LoaderObserver",
+    "instep.check.observe.replicas:ReplicaObserver",
+    "instep.check.observe.splits:SplitObserver",
+)
 """As `module:class`. Hooks of a later one are called before those of an earlier one: the steps, which may end the
 script, are counted last."""
 

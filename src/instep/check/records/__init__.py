@@ -1,5 +1,5 @@
 """The kinds of observations. Importing this package registers all of them; a new module needs its line here."""
 
-from instep.check.records import run
+from instep.check.records import data, replicas, run, seeding
 
-__all__ = ["run"]
+__all__ = ["data", "replicas", "run", "seeding"]
