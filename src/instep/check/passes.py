@@ -72,6 +72,12 @@ class LoaderPass:
         return len(set(self.rows)) >= max(MIN_COMPARED, len(self.rows) // 2)
 
     @property
+    def has_distinct_rows_in_a_batch(self) -> bool:
+        """Whether rows tell samples apart within the first batch."""
+        rows = self.batches[0].rows if self.batches else []
+        return len(rows) > 1 and len(set(rows)) * 2 > len(rows)
+
+    @property
     def place(self) -> tuple[str, int]:
         """The user's line that made the loader, or else that iterates it."""
         return (self.made.file, self.made.line) if self.made.file else (self.began.file, self.began.line)

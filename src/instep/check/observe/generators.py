@@ -28,7 +28,6 @@ class GeneratorObserver(Observer):
     def __init__(self, log: ObservationLog) -> None:
         super().__init__(log)
         self._pid = os.getpid()
-        self._fetched = 0
         self._batches = 0
         self._at_batch: dict[str, int] | None = None
 
@@ -67,9 +66,7 @@ class GeneratorObserver(Observer):
                 worker=-1 if worker is None else worker.id,
                 generator=generator,
                 state=before[generator],
-                fetched=self._fetched,
             )
-        self._fetched += 1
         return batch
 
     def _next(self, original: Any, iterator: Any) -> Any:

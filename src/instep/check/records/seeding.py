@@ -24,8 +24,6 @@ class SampleNoise(Observation):
     """`torch`, `numpy`, `random`, or `dataset.NAME` for one that the dataset holds."""
     state: int
     """A hash of its state before the batch was fetched."""
-    fetched: int
-    """How many first batches this process had fetched, for any loader."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,10 @@ def statement_at(module: SourceModule, line: int) -> ast.stmt | None:
     """Return the innermost statement that a line belongs to."""
     found: ast.stmt | None = None
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            if found is None or node.lineno >= found.lineno:
-                found = node
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
+            continue
+        if found is None or node.lineno >= found.lineno:
+            found = node
     return found
 
 
