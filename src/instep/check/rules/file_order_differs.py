@@ -46,7 +46,7 @@ class FileOrderDiffers(Rule):
             yield self.finding(
                 listings[0][0].place(listings[0][1].node) if listings else group[0].place,
                 "The dataset has another order on each rank.",
-                f"the {len(group)} ranks hold the same {made.length} samples of {made.dataset}, in {len(orders)} orders",
+                f"the {len(group)} ranks hold the same {made.length} samples of {made.dataset}, {len(orders)} orders",
                 "- os.listdir(folder)\n+ sorted(os.listdir(folder))  # the same order on all ranks",
             )
             return

@@ -77,7 +77,10 @@ def _was_reduced(observed: Observed, group: Sequence[LoaderPass]) -> bool:
 def _reductions_after(observed: Observed, one: LoaderPass) -> int:
     """Return the rank's count of collectives when it went on to another loader, or at its end."""
     assert one.ended is not None
-    records = [*observed.by_rank(PassBegan)[one.rank], *observed.by_rank(BatchYielded)[one.rank]]
+    records: list[PassBegan | BatchYielded] = [
+        *observed.by_rank(PassBegan)[one.rank],
+        *observed.by_rank(BatchYielded)[one.rank],
+    ]
     later = [
         record.reductions
         for record in records

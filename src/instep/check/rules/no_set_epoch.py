@@ -10,7 +10,7 @@ from instep.check.epochs import knows_epochs, place_of_epochs, repetitions, set_
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observation, Observed
 from instep.check.passes import training_passes
-from instep.check.records.data import EpochSet, SecondEpochSeen
+from instep.check.records.data import EpochSet, LoaderMade, SecondEpochSeen
 from instep.check.rule import Rule
 from instep.check.source.loops import epoch_loop
 from instep.check.source.module import SourceModule
@@ -38,7 +38,7 @@ class NoSetEpoch(Rule):
             repeated = True
             yield self.finding(
                 place_of_epochs(observed, modules) or repetition.again.place,
-                f"The {made.dataset if made.is_iterable else made.sampler} is never told the epoch, so every epoch has the same order.",
+                f"The {_shuffler(made)} is never told the epoch, so every epoch has the same order.",
                 repetition.evidence,
                 _FIX,
             )
@@ -82,3 +82,8 @@ class NoSetEpoch(Rule):
 def _is_unshuffled(shuffle: ast.expr | None) -> bool:
     """Return whether the argument may be False: a constant, or something that only a run decides."""
     return shuffle is not None and not (isinstance(shuffle, ast.Constant) and shuffle.value is True)
+
+
+def _shuffler(made: LoaderMade) -> str:
+    """Return the name of what decides the order."""
+    return made.dataset if made.is_iterable else made.sampler
