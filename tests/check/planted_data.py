@@ -68,7 +68,7 @@ def one_pass(
     reductions: int = 0,
     step: int = 0,
 ) -> list[Observation]:
-    """Return what a rank writes down while it iterates a loader: samples are its indices, and the hashes of its rows."""
+    """Return what a rank writes down while it iterates a loader: samples are its indices and its rows' hashes."""
     rows = samples if rows is None else rows
     place = {"file": FILE, "line": 4, "step": step}
     name = {"loader": loader.loader, "number": number}

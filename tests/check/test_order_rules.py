@@ -207,11 +207,13 @@ class TestFileOrder:
         ],
     )
     def test_listings_in_a_dataset(self, listing: str, found: bool) -> None:
-        text = f"import os\nDistributedSampler(None)\nclass Files(Dataset):\n    def __init__(self, root):\n        {listing}\n"
+        text = "import os\nDistributedSampler(None)\nclass Files(Dataset):\n    def __init__(self, root):\n"
+        text += f"        {listing}\n"
         assert [finding.line for finding in read(FileOrderDiffers(), text)] == ([5] if found else [])
 
     def test_listings_of_checkpoints_do_not_matter(self) -> None:
-        text = "import glob\nDistributedSampler(None)\ndef last_checkpoint(path):\n    return max(glob.glob(path), key=len)\n"
+        text = "import glob\nDistributedSampler(None)\n"
+        text += "def last_checkpoint(path):\n    return max(glob.glob(path), key=len)\n"
         assert not read(FileOrderDiffers(), text)
         assert not read(FileOrderDiffers(), text.replace("max(glob.glob(path), key=len)", "glob.glob(path)[-1]"))
 

@@ -55,12 +55,20 @@ def root_of(dataset: Any) -> Any:
     return dataset
 
 
+def root_content(dataset: Any) -> str:
+    """Return a digest of the dataset below all Subsets, and below the indices of Hugging Face's datasets."""
+    root = root_of(dataset)
+    return f"{zlib.crc32(_arrow_rows(root)):08x}" if _is_arrow(root) else content_of(root).in_order
+
+
 def root_index(dataset: Any, index: Any) -> int:
     """Return which sample of the root an index means; a number that stands for it, where it is no integer."""
     try:
         number = operator.index(index)
         while isinstance(dataset, Subset):
             number, dataset = operator.index(dataset.indices[number]), dataset.dataset
+        if _is_arrow(dataset) and dataset._indices is not None:
+            number = dataset._indices.column(0)[number].as_py()
     except (IndexError, TypeError):  # a sampler may yield keys or tuples: what their dataset understands
         return zlib.crc32(repr(index).encode())
     return number
@@ -70,13 +78,25 @@ def members_of(dataset: Any, sampler: Any) -> list[int]:
     """Return a fixed sample of the root's indices that a loader can yield; empty: all, or it is not known."""
     indices = getattr(sampler, "indices", None)
     if not isinstance(indices, list | tuple | range | numpy.ndarray | torch.Tensor):
-        if not isinstance(dataset, Subset):
+        if not isinstance(dataset, Subset) and not (_is_arrow(dataset) and dataset._indices is not None):
             return []
         indices = range(len(dataset))
     chosen = numpy.asarray(indices)
     while isinstance(dataset, Subset) and chosen.dtype.kind in "iu":
         chosen, dataset = numpy.asarray(dataset.indices)[chosen], dataset.dataset
+    if _is_arrow(dataset) and dataset._indices is not None:
+        chosen = numpy.asarray(dataset._indices.column(0).to_pylist())[chosen]
     return choose_members(chosen.tolist()) if chosen.dtype.kind in "iu" else []
+
+
+def _is_arrow(dataset: Any) -> bool:
+    """Return whether this is a `datasets.Dataset`: a table, and perhaps indices into it."""
+    return isinstance(getattr(dataset, "_fingerprint", None), str) and hasattr(dataset, "_indices")
+
+
+def _arrow_rows(dataset: Any) -> bytes:
+    table = dataset._data
+    return repr((table.num_rows, table.column_names, table.slice(0, 16).to_pydict())).encode()
 
 
 def choose_members(indices: Sequence[int]) -> list[int]:
@@ -100,8 +120,9 @@ def _collections(value: Any, name: str, depth: int) -> Iterator[tuple[str, list[
                 yield from _collections(column, f"{name}.{number}", depth)
         elif len(value) > 1:
             yield name, [_entry(entry) for entry in itertools.islice(value, _MAX_ENTRIES)]
-    elif isinstance(getattr(value, "_fingerprint", None), str):  # Hugging Face's datasets: of content and order
-        yield name, [value._fingerprint.encode()]
+    elif _is_arrow(value):
+        indices = [] if value._indices is None else value._indices.column(0).slice(0, _MAX_ENTRIES).to_pylist()
+        yield name, [_arrow_rows(value), *(str(index).encode() for index in indices)]
     elif depth < _MAX_DEPTH and not isinstance(value, torch.nn.Module):
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         for key, part in list(fields.items()):

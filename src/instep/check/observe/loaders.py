@@ -7,6 +7,7 @@ workers the two are some batches apart, so indices wait in a queue.
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from instep.check.observe.datasets import content_of, members_of, root_index, root_of
+from instep.check.observe.datasets import Content, content_of, members_of, root_content, root_index
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.names import PlaceNames
 from instep.check.observe.observer import Observer
@@ -75,6 +76,7 @@ class LoaderObserver(Observer):
         self._loaders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers: collections.Counter[str] = collections.Counter()
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self._contents: dict[int, tuple[weakref.ref[Any], Content, str]] = {}
         self._open: dict[_Pass, None] = {}
         self._pending: set[_Pass] = set()
         """Passes that yielded a batch to train on since the last backward pass."""
@@ -139,8 +141,7 @@ class LoaderObserver(Observer):
         self._open[progress] = None
         epochs = [sampler.epoch for sampler in samplers_of(loader) if isinstance(getattr(sampler, "epoch", None), int)]
         with self.log.unobserved():
-            content = content_of(loader.dataset)
-            root = content_of(root_of(loader.dataset))
+            content, root = self._digests(loader.dataset)
             members = members_of(loader.dataset, loader.sampler) if number == 0 else []
         self.log.write(
             PassBegan,
@@ -149,13 +150,23 @@ class LoaderObserver(Observer):
             num_batches=-1 if isinstance(loader.dataset, IterableDataset) else length_of(loader),
             content=content.in_order,
             sorted_content=content.any_order,
-            root=root.in_order,
+            root=root,
             members=members,
             sampler_epoch=epochs[0] if epochs else -1,
             reductions=self._reductions,
         )
         if number > 0 and name in self._trained:
             self.log.write(SecondEpochSeen)
+
+    def _digests(self, dataset: Any) -> tuple[Content, str]:
+        """Return the digests of a dataset and of its root; each dataset is read once."""
+        known = self._contents.get(id(dataset))
+        if known is not None and known[0]() is dataset:
+            return known[1:]
+        digests = content_of(dataset), root_content(dataset)
+        with contextlib.suppress(TypeError):  # a list has no weak references; it is read again
+            self._contents[id(dataset)] = weakref.ref(dataset), *digests
+        return digests
 
     def _drawn(self, original: Any, iterator: Any) -> Any:
         index = original(iterator)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from instep.check.observe.datasets import content_of, members_of, root_of
+from instep.check.observe.datasets import members_of, root_content
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.names import PlaceNames
 from instep.check.observe.observer import Observer
@@ -43,7 +43,7 @@ class SplitObserver(Observer):
         name = self._names.next_here()
         with self.log.unobserved():
             members = members_of(subset, None)
-            root = content_of(root_of(subset)).in_order
+            root = root_content(subset)
         self.log.write(
             SplitMade,
             split=name,

@@ -22,7 +22,7 @@ from instep.check.records.replicas import ReplicaForward
 from instep.check.rule import Rule
 from instep.check.source.loops import module_of
 from instep.check.source.module import SourceModule
-from instep.check.source.names import assigned_at, class_named, method, shares_input
+from instep.check.source.names import class_named, mentions, method, shares_input
 
 _ALL = 0.95
 """The share of common samples from which two ranks are said to see the same data."""
@@ -166,11 +166,10 @@ def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
 
 
 def _prepare_without(module: SourceModule, line: int) -> ast.Call | None:
-    """Return a call of Accelerate's prepare in a file whose loader, made at `line`, it is not given."""
-    names = set(assigned_at(module, line))
-    calls = [call.node for call in module.calls_of("prepare")]
-    given = {node.id for call in calls for node in ast.walk(call) if isinstance(node, ast.Name)}
-    return calls[0] if calls and names and not names & given else None
+    """Return a call of Accelerate's prepare if the loader made at `line` is not one that it has made anew."""
+    calls = [call.node for call in module.calls_of("prepare")] if mentions([module], "Accelerator") else []
+    is_prepared = any(call.lineno <= line <= (call.end_lineno or line) for call in calls)
+    return calls[0] if calls and not is_prepared else None
 
 
 def _fix(modules: Sequence[SourceModule], one: LoaderPass) -> str:

@@ -91,6 +91,8 @@ class Seeds(Rule):
 def _overlap(group: Sequence[LoaderPass]) -> str:
     """Return how much of a rank's share another one has too, where shares add up to the dataset; empty: nothing."""
     one, length = group[0], group[0].made.length
+    if any(member.began.number or member.began.members != one.began.members for member in group):
+        return ""  # parts that differ are another rule's
     if not has_same_root(group) or any(member.made.with_replacement or not member.indices for member in group):
         return ""
     if any(len(set(member.indices)) < len(member.indices) for member in group):

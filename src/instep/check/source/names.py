@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-from instep.check.source.loops import statement_at
 from instep.check.source.module import Call, SourceModule
 
 SHARED_INPUT = frozenset(
@@ -64,15 +63,3 @@ def class_named(modules: Sequence[SourceModule], name: str) -> tuple[SourceModul
 def method(owner: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     """Return a method that a class defines itself."""
     return next((node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == name), None)
-
-
-def assigned_at(module: SourceModule, line: int) -> list[str]:
-    """Return the names that the statement at a line assigns: variables, and attributes without their object."""
-    statement = statement_at(module, line)
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    nodes = [node for target in targets for node in ast.walk(target)]
-    return [
-        node.id if isinstance(node, ast.Name) else node.attr
-        for node in nodes
-        if isinstance(node, ast.Name | ast.Attribute)
-    ]
