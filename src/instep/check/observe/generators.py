@@ -33,6 +33,8 @@ class GeneratorObserver(Observer):
 
     def install(self) -> None:
         """Put the hooks in place."""
+        # Ranks that were forked from one process share its state, which torchrun's do not. Python's own seeds itself.
+        numpy.random.seed()
         self._wrap_seed(torch, "manual_seed", "torch")
         self._wrap_seed(numpy.random, "seed", "numpy")
         self._wrap_seed(random, "seed", "random")
