@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from instep.check.observations import Observed, places
 from instep.check.passes import MIN_COMPARED, LoaderPass, passes_by_rank
-from instep.check.records.data import LoaderMade
+from instep.check.records.data import EpochSet, LoaderMade
 from instep.check.records.run import OptimizerStepped
 from instep.check.source.loops import epoch_loop, function_around, module_of
 from instep.check.source.module import Call, SourceModule
@@ -44,6 +44,8 @@ def repetitions(observed: Observed) -> Iterator[Repetition]:
     for epochs in _epochs(passes_by_rank(observed)[0] if observed.world_size else []):
         for first, again in itertools.pairwise(epochs):
             compared = _num_equal(first, again)
+            if first.made.loader != again.made.loader and observed.has(EpochSet):
+                continue  # a new loader for an epoch that was set again, as after a resume
             if compared and first.made.loader not in done:
                 done.add(first.made.loader)
                 yield Repetition(first, again, compared)

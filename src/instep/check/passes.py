@@ -140,15 +140,13 @@ def has_same_root(passes: Sequence[LoaderPass]) -> bool:
 def shared_share(one: LoaderPass, other: LoaderPass) -> tuple[int, int]:
     """Return how many of the samples that `other` saw `one` saw too, and of how many; (0, 0): it cannot be told.
 
-    Samples are told by what was in their rows; where rows are augmented, by their indices in the same dataset.
+    Samples are told by their indices in the same dataset; where there are none, by what was in their rows.
     """
-    by_row = (0, 0)
-    if one.has_distinct_rows and other.has_distinct_rows:
-        by_row = len(set(one.rows) & set(other.rows)), len(set(other.rows))
-    by_index = (0, 0)
     if len(set(other.indices)) >= MIN_COMPARED and one.indices and has_same_root([one, other]):
-        by_index = len(set(one.indices) & set(other.indices)), len(set(other.indices))
-    return max(by_row, by_index, key=lambda share: share[0] / max(1, share[1]))
+        return len(set(one.indices) & set(other.indices)), len(set(other.indices))
+    if one.has_distinct_rows and other.has_distinct_rows:
+        return len(set(one.rows) & set(other.rows)), len(set(other.rows))
+    return 0, 0
 
 
 def equal_batches(one: LoaderPass, other: LoaderPass) -> tuple[int, int]:

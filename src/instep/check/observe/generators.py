@@ -102,7 +102,7 @@ def default_states() -> dict[str, int]:
 def held_states(dataset: Any) -> dict[str, int]:
     """Return a hash of the state of each generator that a dataset holds."""
     states: dict[str, int] = {}
-    for name, value in getattr(root_of(dataset), "__dict__", {}).items():
+    for name, value in list(getattr(root_of(dataset), "__dict__", {}).items()):
         if isinstance(value, torch.Generator) and value.device.type == "cpu":
             states[f"dataset.{name}"] = _hash_torch(value)
         elif isinstance(value, numpy.random.Generator):

@@ -17,6 +17,7 @@ import torch.distributed
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from instep.check.observe.attempt import attempt
 from instep.check.observe.datasets import Content, content_of, members_of, root_content, root_index
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.names import PlaceNames
@@ -141,8 +142,8 @@ class LoaderObserver(Observer):
         self._open[progress] = None
         epochs = [sampler.epoch for sampler in samplers_of(loader) if isinstance(getattr(sampler, "epoch", None), int)]
         with self.log.unobserved():
-            content, root = self._digests(loader.dataset)
-            members = members_of(loader.dataset, loader.sampler) if number == 0 else []
+            content, root = attempt(lambda: self._digests(loader.dataset)) or (Content("", ""), "")
+            members = (number == 0 and attempt(lambda: members_of(loader.dataset, loader.sampler))) or []
         self.log.write(
             PassBegan,
             loader=name,
@@ -184,8 +185,8 @@ class LoaderObserver(Observer):
             raise
         if progress is not None:
             with self.log.unobserved():
-                indices = _indices(progress)
-                rows = hash_rows(batch, len(indices))
+                indices = attempt(lambda: _indices(progress)) or []
+                rows = attempt(lambda: hash_rows(batch, len(indices))) or []
             self._yielded(progress, indices, rows)
         return batch
 

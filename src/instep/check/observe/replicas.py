@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.check.observe.attempt import attempt
 from instep.check.observe.observer import Observer
 from instep.check.observe.rows import hash_tensors, num_rows_of
 from instep.check.records.replicas import Joined, ReplicaForward
@@ -39,7 +40,7 @@ class ReplicaObserver(Observer):
 
     def _write(self, wrapper: str, group_size: int, inputs: Any) -> None:
         with self.log.unobserved():
-            input_hash = hash_tensors(inputs)
+            input_hash = attempt(lambda: hash_tensors(inputs)) or 0
         self.log.write(
             ReplicaForward,
             wrapper=wrapper,

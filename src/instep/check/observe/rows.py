@@ -72,10 +72,11 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 def flat_choice(rows: torch.Tensor, max_elements: int = MAX_ELEMENTS) -> numpy.ndarray[Any, Any]:
     """Return the elements of each row that are hashed, as bytes that numpy can read."""
     stride = max(1, -(-rows.shape[1] // max_elements))
-    chosen = rows.detach()[:, ::stride].contiguous().cpu()
-    if not chosen.numel():
+    found = rows.detach()[:, ::stride]
+    if not found.numel():
         return numpy.zeros((rows.shape[0], 0))
-    return chosen.view(torch.uint8).numpy().reshape(rows.shape[0], -1)
+    chosen = torch.empty(found.shape, dtype=found.dtype)  # contiguous() would keep the strides of an expanded column
+    return chosen.copy_(found).view(torch.uint8).numpy().reshape(rows.shape[0], -1)
 
 
 def _entry(value: Any) -> bytes:

@@ -14,10 +14,12 @@ import torch
 from torch.utils.data import Subset
 from torch.utils.data.distributed import DistributedSampler
 
+from instep.check.observe.attempt import attempt
 from instep.check.observe.datasets import members_of, root_content
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.names import PlaceNames
 from instep.check.observe.observer import Observer
+from instep.check.observe.samplers import length_of
 from instep.check.records.data import EpochLoaded, EpochSet, SplitMade
 
 _EPOCHS = ("epoch", "current_epoch", "start_epoch", "epochs_run", "last_epoch")
@@ -42,13 +44,13 @@ class SplitObserver(Observer):
         original(subset, *args, **kwargs)
         name = self._names.next_here()
         with self.log.unobserved():
-            members = members_of(subset, None)
-            root = root_content(subset)
+            members = attempt(lambda: members_of(subset, None)) or []
+            root = attempt(lambda: root_content(subset)) or ""
         self.log.write(
             SplitMade,
             split=name,
-            length=len(subset),
-            digest=zlib.crc32(",".join(map(str, subset.indices)).encode()),
+            length=length_of(subset),
+            digest=zlib.crc32(",".join(map(str, members)).encode()),
             members=members,
             root=root,
         )

@@ -126,7 +126,7 @@ class SplitMade(Observation):
     """Its name on every rank: `file:line#n` for the n-th one that this line made."""
     length: int
     digest: int
-    """A hash of all its indices, in order."""
+    """A hash of these members."""
     members: list[int]
     """A fixed sample of its indices in the root dataset; sorted."""
     root: str

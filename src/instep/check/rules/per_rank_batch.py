@@ -57,9 +57,20 @@ def _is_adapted(modules: Sequence[SourceModule]) -> bool:
                 statement = next((outer for outer in module.around(node) if isinstance(outer, ast.stmt)), node)
                 if _RECIPE.search(ast.unparse(statement).lower()):
                     return True
-        if any(_AWARE.search(ast.unparse(call.argument("batch_size", 1) or call.node)) for call in _loaders(module)):
+        sizes = [ast.unparse(call.argument("batch_size", 1) or call.node) for call in _loaders(module)]
+        if any(_AWARE.search(size) for size in sizes) or _assigns_by_world(module, set(sizes)):
             return True
     return False
+
+
+def _assigns_by_world(module: SourceModule, names: set[str]) -> bool:
+    """Return whether one of these variables is computed from the number of ranks."""
+    assigned = [node for node in ast.walk(module.tree) if isinstance(node, ast.Assign)]
+    return any(
+        ast.unparse(target) in names and _WORLD.search(ast.unparse(node.value).lower()) is not None
+        for node in assigned
+        for target in node.targets
+    )
 
 
 def _loaders(module: SourceModule) -> Iterable[Call]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observation, Observed
-from instep.check.passes import training_passes
+from instep.check.passes import MIN_COMPARED, LoaderPass, training_passes
 from instep.check.records.data import EpochLoaded
 from instep.check.rule import Rule
 from instep.check.source.loops import function_around, loops_around, within
 from instep.check.source.module import Call, SourceModule
-from instep.check.source.names import mentions
 
 _SAVES = ("torch.save",)
 _SKIPS = ("islice", "skip_first_batches", "StatefulDataLoader", "consumed_samples", "start_index", "start_iter", "skip")
+_MIDDLE = "A checkpoint from the middle of an epoch is resumed at the epoch's beginning."
+_SKIP = "+ for batch in itertools.islice(loader, checkpoint['batches_done'], None):  # in the first epoch"
 
 
 class ResumeReplays(Rule):
@@ -27,22 +28,26 @@ class ResumeReplays(Rule):
     effect = "After each restart the first samples of an epoch count twice, or its last ones are never seen."
     watches: ClassVar[dict[type[Observation], str]] = {EpochLoaded: "a checkpoint that is loaded"}
 
-    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield that the order after a resume is not that of the epoch which the checkpoint names."""
         if not observed.world_size or not (loaded := observed.by_rank(EpochLoaded)[0]):
             return
-        for group in training_passes(observed):
-            one = group[0]
+        passes = [group[0] for group in training_passes(observed)]
+        before = [one for one in passes if one.began.step < loaded[-1].step]
+        for one in (one for one in passes if one.began.step >= loaded[-1].step):
             epoch = loaded[-1].epoch
-            if one.began.step < loaded[-1].step or not one.made.has_distributed_sampler or not one.made.is_shuffled:
-                continue
-            if epoch > 0 and one.began.sampler_epoch == 0:
+            if one.made.has_distributed_sampler and one.made.is_shuffled and epoch > 0 == one.began.sampler_epoch:
                 yield self.finding(
                     (loaded[-1].file, loaded[-1].line),
                     f"The training resumes in epoch {epoch} with the order of epoch 0.",
                     f"the file says epoch {epoch}, and the DistributedSampler was at epoch 0 when the first batch came",
                     "+ for epoch in range(checkpoint['epoch'] + 1, epochs):\n+     sampler.set_epoch(epoch)",
                 )
+            elif evidence := _replayed(before, one):
+                place = next(
+                    (m.place(s) for m in modules if (s := _resumed_epoch(m))), (loaded[-1].file, loaded[-1].line)
+                )
+                yield self.finding(place, _MIDDLE, evidence, _SKIP)
             return
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
@@ -55,10 +60,23 @@ class ResumeReplays(Rule):
             return
         yield self.finding(
             module.place(_resumed_epoch(module) or loads[0].node),
-            "A checkpoint from the middle of an epoch is resumed at the epoch's beginning.",
+            _MIDDLE,
             f"line {saves[0].lineno} saves inside the loop over batches: {module.line(saves[0].lineno)}",
-            "+ for batch in itertools.islice(loader, checkpoint['batches_done'], None):  # in the first epoch",
+            _SKIP,
         )
+
+
+def _replayed(before: Sequence[LoaderPass], one: LoaderPass) -> str:
+    """Return how many samples of an epoch that was broken off came again, in its order; empty: none did."""
+    for earlier in before:
+        compared = min(len(earlier.indices), len(one.indices))
+        if (
+            compared >= MIN_COMPARED
+            and not earlier.is_exhausted
+            and earlier.indices[:compared] == one.indices[:compared]
+        ):
+            return f"after the checkpoint was loaded, {compared} samples of the epoch came again, from its first one on"
+    return ""
 
 
 def _saves(module: SourceModule) -> list[ast.Call]:
@@ -78,7 +96,7 @@ def _only_weights(module: SourceModule, call: Call) -> bool:
 
 def _skips(module: SourceModule, save: ast.Call) -> bool:
     """Return whether the file has a way to go on in the middle of an epoch."""
-    if mentions([module], *_SKIPS):
+    if any(name in _SKIPS for name in _used(module)):
         return True
     loop = loops_around(module, save)[0]
     if any(isinstance(node, ast.Continue) for node in within(loop)):
@@ -87,6 +105,15 @@ def _skips(module: SourceModule, save: ast.Call) -> bool:
     return any("sampler" in owner or "loader" in owner or "data" in owner for owner in owners) or not _is_over_data(
         loop
     )
+
+
+def _used(module: SourceModule) -> Iterator[str]:
+    """Yield the names that a file reads or calls; one that is only assigned does nothing."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
 
 
 def _is_over_data(loop: ast.For | ast.While) -> bool:
