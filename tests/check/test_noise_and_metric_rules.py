@@ -104,7 +104,7 @@ class TestEvaluation:
         observed = self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], length=9, num_drawn=5)
         (finding,) = judged(EvalPadding(), observed)
         assert (finding.severity, finding.line) == (Severity.WARNING, 1)
-        assert "10 samples, but only 9 different ones, of 9" in finding.evidence
+        assert "10 samples of a dataset that has 9" in finding.evidence
 
     @pytest.mark.parametrize(
         "sound",
@@ -113,6 +113,11 @@ class TestEvaluation:
     def test_padding_that_is_cut_off_again(self, sound: str) -> None:
         observed = self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], length=9, num_drawn=5)
         assert not judged(EvalPadding(), observed, SCRIPT + sound)
+
+    def test_batches_that_accelerate_fills(self) -> None:
+        filled = {"has_distributed_sampler": False, "sampler": "BatchSamplerShard", "length": 9, "num_drawn": -1}
+        (finding,) = judged(EvalPadding(), self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], **filled))
+        assert "10 samples, but only 9 different ones, of 9" in finding.evidence
 
     def test_every_rank_may_evaluate_everything(self) -> None:
         every = {"has_distributed_sampler": False, "length": 9, "num_drawn": 9}

@@ -143,7 +143,7 @@ class LoaderObserver(Observer):
         epochs = [sampler.epoch for sampler in samplers_of(loader) if isinstance(getattr(sampler, "epoch", None), int)]
         with self.log.unobserved():
             content, root = attempt(lambda: self._digests(loader.dataset)) or (Content("", ""), "")
-            members = (number == 0 and attempt(lambda: members_of(loader.dataset, loader.sampler))) or []
+            members = attempt(lambda: members_of(loader.dataset, loader.sampler)) or []
         self.log.write(
             PassBegan,
             loader=name,
@@ -152,7 +152,7 @@ class LoaderObserver(Observer):
             content=content.in_order,
             sorted_content=content.any_order,
             root=root,
-            members=members,
+            members=members if number == 0 else [],
             sampler_epoch=epochs[0] if epochs else -1,
             reductions=self._reductions,
         )

@@ -71,9 +71,12 @@ def _padded(group: Sequence[LoaderPass]) -> str:
     length = group[0].made.length
     if len(group) < 2 or any(one.made.length != length or not one.indices for one in group):
         return ""
+    drawn = sum(one.num_samples for one in group)
+    if all(one.made.has_distributed_sampler for one in group):
+        padding = f"the {len(group)} ranks evaluated {drawn} samples of a dataset that has {length}"
+        return padding if 0 < drawn - length < length else ""
     if len({one.began.content for one in group}) > 1 or max(len(set(one.indices)) for one in group) == length:
         return ""  # hand-made parts, or every rank evaluates everything
-    drawn = sum(one.num_samples for one in group)
     distinct = len({index for one in group for index in one.indices})
     if not 0 < drawn - distinct < distinct or any(len(set(one.indices)) < len(one.indices) // 2 for one in group):
         return ""
