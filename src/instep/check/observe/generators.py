@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from instep.check.observe.attempt import attempt
 from instep.check.observe.datasets import root_of
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.observer import Observer
@@ -58,9 +59,9 @@ class GeneratorObserver(Observer):
         if getattr(fetcher, "_instep_fetched", False):
             return original(fetcher, indices)
         fetcher._instep_fetched = True
-        before = {**default_states(), **held_states(fetcher.dataset)}
+        before = _states(fetcher.dataset)
         batch = original(fetcher, indices)
-        after = {**default_states(), **held_states(fetcher.dataset)}
+        after = _states(fetcher.dataset)
         worker = get_worker_info()
         for generator in sorted(name for name in before if after.get(name) != before[name]):
             self.log.write(
@@ -112,6 +113,10 @@ def held_states(dataset: Any) -> dict[str, int]:
         elif isinstance(value, random.Random):
             states[f"dataset.{name}"] = hash(value.getstate())
     return states
+
+
+def _states(dataset: Any) -> dict[str, int]:
+    return default_states() | (attempt(lambda: held_states(dataset)) or {})
 
 
 def _hash_torch(generator: torch.Generator) -> int:

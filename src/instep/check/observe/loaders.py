@@ -111,16 +111,17 @@ class LoaderObserver(Observer):
         """Return the loader's name; write the loader down when it gets one."""
         if loader not in self._loaders:
             self._loaders[loader] = self._names.next_here()
-            self.log.write(
-                LoaderMade,
-                loader=self._loaders[loader],
-                dataset=type(loader.dataset).__name__,
-                length=length_of(loader.dataset),
-                is_iterable=isinstance(loader.dataset, IterableDataset),
-                batch_size=loader.batch_size if isinstance(loader.batch_size, int) else 0,
-                num_workers=loader.num_workers,
-                **sampler_facts(loader),
-            )
+            if (facts := attempt(lambda: sampler_facts(loader))) is not None:
+                self.log.write(
+                    LoaderMade,
+                    loader=self._loaders[loader],
+                    dataset=type(loader.dataset).__name__,
+                    length=length_of(loader.dataset),
+                    is_iterable=isinstance(loader.dataset, IterableDataset),
+                    batch_size=loader.batch_size if isinstance(loader.batch_size, int) else 0,
+                    num_workers=loader.num_workers,
+                    **facts,
+                )
         return self._loaders[loader]
 
     def _began(self, original: Any, iterator: Any, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
@@ -245,6 +246,7 @@ def _indices(progress: _Pass) -> list[int]:
     if not progress.drawn:
         return []
     drawn = progress.drawn.popleft()
+    drawn = drawn.tolist() if hasattr(drawn, "tolist") else drawn
     batch = drawn if isinstance(drawn, list | tuple) else [drawn]
     if any(index is None for index in batch):
         return []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-MAX_ELEMENTS = 512
+MAX_ELEMENTS = 256
 """Elements of a tensor's row that go into its hash."""
 _MAX_DEPTH = 6
 

@@ -11,6 +11,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from instep.check.observe.attempt import UNREADABLE
+
 _MAX_DEPTH = 4
 
 
@@ -51,7 +53,7 @@ def length_of(value: Any) -> int:
     """Return a length; -1: there is none."""
     try:
         return len(value)
-    except (TypeError, NotImplementedError, AttributeError, ValueError):  # streams raise any of these
+    except UNREADABLE:
         return -1
 
 
