@@ -72,7 +72,12 @@ def one_pass(
     rows = samples if rows is None else rows
     place = {"file": FILE, "line": 4, "step": step}
     name = {"loader": loader.loader, "number": number}
-    defaults = {"num_batches": len(rows) // BATCH, "content": "c", "sorted_content": "s", "root": "c"}
+    defaults = {
+        "num_batches": -(-len(rows) // BATCH) if exhausted else 99,
+        "content": "c",
+        "sorted_content": "s",
+        "root": "c",
+    }
     first = {**defaults, "reductions": reductions} | (began or {})
     records: list[Observation] = [PassBegan(**name, **place, **first)]
     for batch, start in enumerate(range(0, len(rows), BATCH)):

@@ -272,6 +272,16 @@ class TestResume:
     def test_sound_ways(self, sound: str) -> None:
         assert not read(ResumeReplays(), sound)
 
+    def test_an_epoch_that_is_skipped_and_one_that_is_replayed(self) -> None:
+        loader, loaded = made(), EpochLoaded(epoch=0, step_in_file=-1, file=FILE, line=1, step=2)
+        broken_off = [loader, *one_pass(loader, EVEN[:8], exhausted=False), loaded]
+        skipped = [*broken_off, *one_pass(loader, [], number=1, step=2)]
+        assert "no batches" in judged(ResumeReplays(), ranks(skipped, skipped))[0].message
+        replayed = [*broken_off, *one_pass(loader, EVEN, number=1, step=2)]
+        assert "8 samples of the epoch came again" in judged(ResumeReplays(), ranks(replayed, replayed))[0].evidence
+        continued = [*broken_off, *one_pass(loader, EVEN[8:], number=1, step=2)]
+        assert not judged(ResumeReplays(), ranks(continued, continued))
+
     def test_the_epoch_of_the_file_and_of_the_sampler(self) -> None:
         loader, loaded = made(), EpochLoaded(epoch=3, step_in_file=-1, file=FILE, line=1)
         for sampler_epoch, number in ((0, 1), (4, 0)):

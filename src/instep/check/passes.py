@@ -26,8 +26,8 @@ class LoaderPass:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the loader had no more batches."""
-        return self.ended is not None and self.ended.is_exhausted
+        """Whether the loader had no more batches; frameworks count them and do not ask for one more."""
+        return (self.ended is not None and self.ended.is_exhausted) or 0 < self.began.num_batches == len(self.batches)
 
     @property
     def backwards(self) -> int:

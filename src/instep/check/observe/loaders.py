@@ -58,6 +58,8 @@ class _Pass:
     loader: str
     number: int
     dataset: Any
+    expected: int
+    """Batches that the loader says it has; -1: it does not say."""
     drawn: collections.deque[Any] = field(default_factory=collections.deque)
     num_batches: int = 0
     backwards: int = 0
@@ -139,7 +141,8 @@ class LoaderObserver(Observer):
         name = self._name(loader)
         number = self._numbers[name]
         self._numbers[name] += 1
-        progress = self._passes[iterator] = _Pass(name, number, loader.dataset)
+        expected = -1 if isinstance(loader.dataset, IterableDataset) else length_of(loader)
+        progress = self._passes[iterator] = _Pass(name, number, loader.dataset, expected)
         self._open[progress] = None
         epochs = [sampler.epoch for sampler in samplers_of(loader) if isinstance(getattr(sampler, "epoch", None), int)]
         with self.log.unobserved():
@@ -149,7 +152,7 @@ class LoaderObserver(Observer):
             PassBegan,
             loader=name,
             number=number,
-            num_batches=-1 if isinstance(loader.dataset, IterableDataset) else length_of(loader),
+            num_batches=expected,
             content=content.in_order,
             sorted_content=content.any_order,
             root=root,
@@ -210,6 +213,7 @@ class LoaderObserver(Observer):
             self._pending.add(progress)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._is_eval_mode = False  # that of a teacher, or one that a framework left without calling train()
         for progress in self._pending:
             progress.backwards += 1
             self._trained.add(progress.loader)
@@ -234,7 +238,7 @@ class LoaderObserver(Observer):
             backwards=progress.backwards,
             reductions=self._reductions,
         )
-        if is_exhausted and progress.num_batches:
+        if progress.num_batches and (is_exhausted or progress.num_batches == progress.expected):
             if progress.is_training:
                 self.log.write(EpochSeen)
             elif progress.num_evaluating and not progress.backwards:

@@ -62,9 +62,10 @@ class DataNotSharded(Rule):
             return None
         for other in group[1:]:
             if evidence := _ranks_repeat(group[0], other):
-                return self._report(
-                    modules, group[0], "Every rank trains on the same samples: the data is not divided.", evidence
-                )
+                message = "Every rank trains on the same samples: the data is not divided."
+                if _ignores_indices(group[0], other):
+                    message = "Ranks ask for different samples and get the same ones, drawn from equal seeds."
+                return self._report(modules, group[0], message, evidence)
         if evidence := _will_repeat(group):
             return self._report(
                 modules, group[0], "Every rank goes through the whole dataset.", evidence, Severity.WARNING
@@ -129,6 +130,11 @@ def _ranks_repeat(one: LoaderPass, other: LoaderPass) -> str:
     return ""
 
 
+def _ignores_indices(one: LoaderPass, other: LoaderPass) -> bool:
+    """Return whether the same rows came for different indices."""
+    return bool(one.indices) and not set(one.indices) & set(other.indices)
+
+
 def _will_repeat(group: Sequence[LoaderPass]) -> str:
     """Return what torch's own samplers will draw, if every rank draws all; empty: they do not, or it is not certain."""
     made = [one.made for one in group]
@@ -160,6 +166,10 @@ def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
         loops = [node for node in ast.walk(iterate) if isinstance(node, ast.For)] if iterate is not None else []
         if iterate is not None:
             return found[0].place(loops[-1] if loops else iterate)
+    if one.made.sampler == "BatchSamplerShard" and (found := class_named(modules, one.made.dataset)) is not None:
+        get = method(found[1], "__getitem__")
+        if get is not None:  # Accelerate divides the indices, so the dataset does not use them
+            return found[0].place(get.body[0])
     module = module_of(modules, one.made.file)
     prepare = _prepare_without(module, one.made.line) if module is not None else None
     return module.place(prepare) if module is not None and prepare is not None else one.place

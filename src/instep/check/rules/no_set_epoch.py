@@ -37,7 +37,7 @@ class NoSetEpoch(Rule):
                 continue
             repeated = True
             yield self.finding(
-                place_of_epochs(observed, modules) or repetition.again.place,
+                place_of_epochs(observed, modules) or (repetition.again.began.file, repetition.again.began.line),
                 f"The {_shuffler(made)} is never told the epoch, so every epoch has the same order.",
                 repetition.evidence,
                 _FIX,

@@ -58,7 +58,9 @@ def _is_adapted(modules: Sequence[SourceModule]) -> bool:
                 if _RECIPE.search(ast.unparse(statement).lower()):
                     return True
         sizes = [ast.unparse(call.argument("batch_size", 1) or call.node) for call in _loaders(module)]
-        if any(_AWARE.search(size) for size in sizes) or _assigns_by_world(module, set(sizes)):
+        if any(_AWARE.search(size) or _WORLD.search(size.lower()) for size in sizes):
+            return True
+        if _assigns_by_world(module, set(sizes)):
             return True
     return False
 

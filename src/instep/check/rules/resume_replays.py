@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observation, Observed
-from instep.check.passes import MIN_COMPARED, LoaderPass, training_passes
+from instep.check.passes import MIN_COMPARED, LoaderPass, passes_by_rank, training_passes
 from instep.check.records.data import EpochLoaded
 from instep.check.rule import Rule
 from instep.check.source.loops import function_around, loops_around, within
@@ -16,6 +18,7 @@ from instep.check.source.module import Call, SourceModule
 
 _SAVES = ("torch.save",)
 _SKIPS = ("islice", "skip_first_batches", "StatefulDataLoader", "consumed_samples", "start_index", "start_iter", "skip")
+_POSITION = re.compile(r"batch|sample|position|consumed|offset|skip|cursor")
 _MIDDLE = "A checkpoint from the middle of an epoch is resumed at the epoch's beginning."
 _SKIP = "+ for batch in itertools.islice(loader, checkpoint['batches_done'], None):  # in the first epoch"
 
@@ -31,6 +34,16 @@ class ResumeReplays(Rule):
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield that the order after a resume is not that of the epoch which the checkpoint names."""
         if not observed.world_size or not (loaded := observed.by_rank(EpochLoaded)[0]):
+            return
+        later = [one for one in passes_by_rank(observed)[0] if one.began.step >= loaded[-1].step]
+        if later and later[0].is_exhausted and not later[0].batches:
+            yield self.finding(
+                (later[0].began.file, later[0].began.line),
+                "The resumed training skips an epoch: its loader has no batches.",
+                f"the first iteration after {os.path.basename(loaded[-1].file)}:{loaded[-1].line} loaded a checkpoint "
+                "gave no batch",
+                "+ skip = 0  # for a checkpoint from an epoch's end, which continues with the next epoch",
+            )
             return
         passes = [group[0] for group in training_passes(observed)]
         before = [one for one in passes if one.began.step < loaded[-1].step]
@@ -96,7 +109,7 @@ def _only_weights(module: SourceModule, call: Call) -> bool:
 
 def _skips(module: SourceModule, save: ast.Call) -> bool:
     """Return whether the file has a way to go on in the middle of an epoch."""
-    if any(name in _SKIPS for name in _used(module)):
+    if any(name in _SKIPS for name in _used(module)) or any(_POSITION.search(key) for key in _keys_read(module)):
         return True
     loop = loops_around(module, save)[0]
     if any(isinstance(node, ast.Continue) for node in within(loop)):
@@ -114,6 +127,13 @@ def _used(module: SourceModule) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute):
             yield node.attr
+
+
+def _keys_read(module: SourceModule) -> Iterator[str]:
+    """Yield the texts that a file reads entries by, as in `checkpoint["batches_done"]`."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant):
+            yield str(node.slice.value)
 
 
 def _is_over_data(loop: ast.For | ast.While) -> bool:
