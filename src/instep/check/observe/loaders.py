@@ -217,6 +217,7 @@ class LoaderObserver(Observer):
         for progress in self._pending:
             progress.backwards += 1
             self._trained.add(progress.loader)
+        self._pending.clear()
         return original(*args, **kwargs)
 
     def _mode(self, original: Any, module: torch.nn.Module, mode: bool = True) -> Any:
