@@ -102,7 +102,7 @@ def _reports_after(module: SourceModule, node: ast.AST, line: int) -> Iterator[C
 
 
 def _report_of(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int] | None:
-    """Return the line that reports the metric after the loop over batches, or that calls its function and reports."""
+    """Return the line that reports the metric: after the loop over batches, or after the call of its function."""
     module = module_of(modules, one.began.file)
     statement = statement_at(module, one.began.line) if module is not None else None
     if module is None or statement is None:
@@ -112,8 +112,8 @@ def _report_of(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, i
         return module.place(report.node)
     for other, call in calls_of(modules, function.name) if function is not None else ():
         caller = function_around(other, call.node) or other.tree
-        if any(True for _ in _reports_after(other, caller, call.node.end_lineno or call.node.lineno)):
-            return other.place(call.node)
+        for report in _reports_after(other, caller, call.node.end_lineno or call.node.lineno):
+            return other.place(report.node)
     return None
 
 
