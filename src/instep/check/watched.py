@@ -30,9 +30,13 @@ from instep.world.world import place_here
 OBSERVERS = (
     "instep.check.observe.checkpoints:CheckpointObserver",
     "instep.check.observe.collectives:CollectiveObserver",
+    "instep.check.observe.generators:GeneratorObserver",
+    "instep.check.observe.loaders:LoaderObserver",
     "instep.check.observe.model_state:ModelStateObserver",
     "instep.check.observe.optimizers:GradientObserver",
+    "instep.check.observe.replicas:ReplicaObserver",
     "instep.check.observe.schedules:ScheduleObserver",
+    "instep.check.observe.splits:SplitObserver",
 )
 """As `module:class`. Hooks of a later one are called before those of an earlier one; the steps, which may end the
 script, are counted after all of them."""
