@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from instep.train.result import Result, load_model
     from instep.train.task import Task
     from instep.train.worker import start
+    from instep.tune.finders.finder import Finding
     from instep.tune.result import TuneResult
 
 __all__ = [
     "CheckpointError",
     "DataError",
     "EnvironmentFailed",
+    "Finding",
     "InstepError",
     "NumericsError",
     "RanksFailed",
@@ -73,6 +75,7 @@ __all__ = [
 _NOISE = ("bernoulli", "normal", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like")
 _LAZY = {
     **dict.fromkeys(_NOISE, "instep.parallel.row_noise"),
+    "Finding": "instep.tune.finders.finder",
     "Result": "instep.train.result",
     "Task": "instep.train.task",
     "TuneResult": "instep.tune.result",
@@ -97,17 +100,23 @@ def train(task: Any, **options: Any) -> Result:
     return train_here(task, **options)
 
 
-def tune(task: Any, space: Any = None, **options: Any) -> TuneResult:
-    """Search hyper-parameters of a Task, and return all trials and the best.
+def tune(task: Any, space: Any = None, *, find: str | None = None, **options: Any) -> TuneResult | Finding:
+    """Search hyper-parameters of a Task, and return all trials and the best; or find a setting by measurement.
 
     `space` gives a range or a list of choices by the name of a field or option: {"lr": "1e-5..1e-1:log", "hidden": [64,
     128]}. The options are those of `instep tune` (trials, metric, sampler, pruner, parallel, …) and of `instep.train`.
+    `find` names a setting (lr, batch-size, workers, threads, processes), with the options `over` and `rounds`.
     """
     state = random.getstate()
     from instep.cli.tune import tune_here
+    from instep.cli.tune_find import find_here
 
     random.setstate(state)  # some of what is imported draws a number
-    return tune_here(task, space or {}, **options)
+    if find is None:
+        return tune_here(task, space or {}, **options)
+    if space:
+        raise SpecError(f"find={find} measures one setting, and space is for a search. Give one of them.")
+    return find_here(task, find, **options)
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from instep.monitor.charts.bar_chart import Bar, BarChart, bar_chart
 from instep.monitor.charts.curve import make_curve
 from instep.monitor.charts.line_chart import LineChart, line_chart
 from instep.monitor.charts.svg import escape, standalone
+from instep.monitor.charts.text_chart import text_chart
 
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 DRAWN = st.floats(min_value=-1e280, max_value=1e280)
@@ -121,3 +122,35 @@ def _numbers(element: ElementTree.Element) -> list[str]:
     names = ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height")
     values = [value for name in names if (value := element.get(name)) is not None]
     return values + (element.get("d") or "").replace("M", " ").replace("L", " ").replace("Z", " ").split()
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-200, 1e200), ANY_FLOAT), min_size=1, max_size=30))
+def test_a_chart_of_text_fits_whatever_is_in_it(points: list[tuple[float, float]]) -> None:
+    lines = text_chart(*zip(*points, strict=True), marks=[points[0][0]], width=40, height=6)  # type: ignore[arg-type]
+    assert all(math.isfinite(y) and abs(y) <= LARGEST for _, y in points) <= bool(lines)
+    assert all(len(line) <= 40 + 2 + 12 for line in lines)
+
+
+def test_a_chart_of_text_falls_where_its_curve_falls() -> None:
+    xs = [10.0**power for power in range(-4, 1)]
+    lines = text_chart(xs, [4.0, 3.0, 2.0, 1.0, 0.0], marks=[1.0], width=20, height=5)
+    rows = [
+        next(i for i in range(5) if lines[i].partition("│")[2][column] != "\u2800") for column in (0, 5, 10, 14, 19)
+    ]
+    assert rows == [0, 1, 2, 3, 4]
+    assert lines[-2].rstrip().endswith("^")
+    assert len(lines[-2]) == len(lines[-1])
+    assert lines[-1].split() == ["1e−4", "1"] or lines[-1].split() == ["1e-4", "1"]
+
+
+def test_what_diverges_does_not_flatten_a_chart_of_text() -> None:
+    xs = [10.0**power for power in range(10)]
+    lines = text_chart(xs, [2, 2, 2, 1.8, 1.5, 1.2, 1, 1, 1, 1e9], width=20, height=6)
+    assert float(lines[0].split()[0]) < 10
+
+
+def test_a_logarithmic_axis() -> None:
+    drawn = line_chart(LineChart("by rate", [make_curve("loss", [1e-4, 1e-2, 1.0], [3.0, 2.0, 1.0])], log_x=True))
+    places = [float(circle.get("cx", "")) for circle in ElementTree.fromstring(drawn).iter() if "circle" in circle.tag]
+    assert abs((places[1] - places[0]) - (places[2] - places[1])) < 0.3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from instep.core.errors import EnvironmentFailed
+from instep.core.interval import estimate
 from instep.events.schema import PhasesRecord, StepRecord, to_line
+from instep.monitor.charts.svg import LIGHT
 from instep.monitor.scaling import texts
-from instep.monitor.scaling.interval import estimate
 from instep.monitor.scaling.model import EfficiencyModel, fit, limit
-from instep.monitor.scaling.page import to_html, to_svg
+from instep.monitor.scaling.page import to_html, to_png, to_svg
 from instep.monitor.scaling.piece import CAUSES, Piece, measure
 from instep.monitor.scaling.study import study
 from instep.monitor.scaling.table import speed_rows
@@ -193,3 +195,16 @@ def test_a_busy_machine_is_named() -> None:
 
     said = texts.sentences(study([{1: piece(1, 0), 2: piece(2, 0.5)}], {1: 64, 2: 64}, False), 2)
     assert any("Measure again on an idle machine" in text for text in said)
+
+
+def test_a_figure_as_png_has_its_colours() -> None:
+    """resvg draws black what it does not understand, so that a chart without its colours has few of them."""
+    png = pytest.importorskip("PIL.Image")
+    parts = dict.fromkeys(CAUSES, 0.0)
+    rounds = [{size: Piece(1 / size, parts | {"computation": 1 / size}, 64.0, 10) for size in (1, 2)}] * 3
+    image = png.open(io.BytesIO(to_png(study(rounds, {1: 64, 2: 64}, False), "Digits"))).convert("RGB")
+    assert image.size == (1856, 554)
+    names = {color: name for name, color in LIGHT.items()}
+    seen = {names.get(f"#{bytes(color).hex()}") for _, color in image.getcolors(1 << 20)}
+    assert {"page", "rule", "muted"} <= seen
+    assert image.getpixel((2, 2)) == (255, 255, 255)

@@ -120,7 +120,19 @@ def test_twenty_trials_and_five_kills(tmp_path: Path, seed: int) -> None:
     """Digits, two processes, pruned, killed at random moments: the search as a whole or one of its ranks."""
     digits = str(commands.ROOT / "examples" / "digits.py")
     space = ("lr=1e-5..1e-1:log", "hidden=16,64,128", "--batch-size", "64,128", "--trials", "20")
-    how = ("--metric", "accuracy:max", "--pruner", "asha", "--epochs", "3", "-n", "2", "--exact", "--save-every", "10")
+    how = (
+        "--metric",
+        "accuracy:max",
+        "--pruner",
+        "successivehalving",
+        "--epochs",
+        "3",
+        "-n",
+        "2",
+        "--exact",
+        "--save-every",
+        "10",
+    )
     words = ("instep", "tune", digits, *space, *how, "--seed", str(seed), "--json", "--run-dir")
     commands.result_of(commands.run(*words, str(tmp_path / "calm"), timeout_s=400))
     rng, kills, folder = random.Random(seed), 0, tmp_path / "killed"
@@ -172,7 +184,8 @@ def test_trials_that_fail(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_interrupted_and_continued(tmp_path: Path) -> None:
-    words = ("lr=0.01,0.1", "--sampler", "grid", "--steps", "500", "--eval-every", "250", "--metric", "accuracy:max")
+    words = ("lr=0.01,0.1", "--sampler", "grid", "--metric", "accuracy:max", "--steps", "1000", "--eval-every", "500")
+    words += ("--batch-size", "8", "--threads", "1")
     folder = tmp_path / "s"
     process = commands.start(*tune(folder, *words))
     commands.wait_for(lambda: running_trial(folder) is not None)
@@ -194,9 +207,9 @@ def test_from_a_program(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"constraint=steps_are is never reported. Metrics of this Task: eval_loss"):
         instep.tune(task, trials=1, steps=4, batch_size=8, run_dir=str(tmp_path / "a"), **options)
     options["constraint"] = ["accuracy>=0", "num_parameters<=1e6"]
-    result = instep.tune(
-        task, {"batch_size": [8, 16]}, trials=4, parallel=2, steps=4, run_dir=str(tmp_path / "b"), **options
-    )
+    more = {"trials": 4, "parallel": 2, "steps": 4, "run_dir": str(tmp_path / "b"), **options}
+    assert instep.tune(task, {"batch_size": [8, 16]}, time="0s", **more).status == "out-of-time"
+    result = instep.tune(task, {"batch_size": [8, 16]}, **more)
     assert [trial.state for trial in result.trials] == ["complete"] * 4
     assert {name: result.trials[0].params[name] for name in point} == point
     assert all(("momentum" in trial.params) == (trial.params["kind"] == "sgd") for trial in result.trials)

@@ -90,7 +90,7 @@ class Searching:
 @pytest.mark.parametrize(
     ("sampler", "pruner", "space"),
     [
-        ("tpe", "asha", SPACE),
+        ("tpe", "successivehalving", SPACE),
         ("tpe:multivariate=true,constant_liar=true", "hyperband", SPACE),
         ("random", "median:n_startup_trials=2", SPACE),
         ("qmc", "percentile:percentile=50.0,n_startup_trials=2", SPACE),
@@ -167,7 +167,7 @@ def _die(*_: Any) -> None:
 def test_all_of_optunas_names() -> None:
     assert {"tpe", "random", "cmaes", "gp", "qmc", "grid", "bruteforce", "nsgaii", "nsgaiii"} <= set(sampler_names())
     assert {"median", "successivehalving", "hyperband", "percentile", "threshold", "wilcoxon"} <= set(pruner_names())
-    assert isinstance(make_pruner("asha:reduction_factor=3"), optuna.pruners.SuccessiveHalvingPruner)
+    assert isinstance(make_pruner("successivehalving:reduction_factor=3"), optuna.pruners.SuccessiveHalvingPruner)
     assert isinstance(make_pruner("none"), optuna.pruners.NopPruner)
 
 
@@ -178,7 +178,7 @@ def test_all_of_optunas_names() -> None:
         (lambda: make_sampler("tpe:startup=3", 0, 0, SPACE), "tpe has no option 'startup'. It has consider_"),
         (lambda: make_sampler("grid", 0, 0, SPACE), "lr=1e-05..0.1:log has infinitely many"),
         (lambda: make_pruner("percentile"), "pruner='percentile'"),
-        (lambda: make_pruner("asha:reduction_factor=1"), "pruner='asha:reduction_factor=1'"),
+        (lambda: make_pruner("successivehalving:reduction_factor=1"), "pruner='successivehalving:reduction_factor=1'"),
     ],
 )
 def test_names_that_are_refused(make: Callable[[], Any], sentence: str) -> None:

@@ -27,7 +27,7 @@ def _run() -> None:
         is_local = launcher_here() == "none" and not any(word.startswith("--hosts") for word in sys.argv)
         if len(sys.argv) > 2 and not {"--quiet", "-q", "--help"} & {*sys.argv} and is_local:
             print("starting: loading PyTorch and the Task", file=sys.stderr, flush=True)  # it takes seconds
-    elif command == "run":
+    elif command in ("run", "check"):
         end_by_sigterm()
     from instep.cli.app import app
 

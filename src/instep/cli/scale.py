@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from instep.monitor.report.tables import Table
     from instep.monitor.scaling.study import Study
 
-_ENDINGS = (".html", ".htm", ".svg")
+_ENDINGS = (".html", ".htm", ".svg", ".png")
 
 
 @command(
@@ -42,7 +42,7 @@ _ENDINGS = (".html", ".htm", ".svg")
         "let the batch grow with the processes; --batch-size is that of the smallest number",
         "--weak",
     ),
-    option("output", Path | None, None, "write a page (.html) or a figure (.svg)", "-o", "--output"),
+    option("output", Path | None, None, "write a page (.html) or a figure (.svg, .png)", "-o", "--output"),
     spec=TrainSpec,
     takes=lambda option: option.in_verify or (option.group == PROCESSES and option.name != "processes"),
 )
@@ -90,11 +90,16 @@ def scale(
 
 def _check_output(output: Path) -> None:
     """Raise SpecError for a file that could not be written in the end."""
+    from instep.monitor.charts.png import require_png
     from instep.monitor.report.write import check_writable
 
     if output.suffix.lower() not in _ENDINGS:
-        raise SpecError(f"output={output} is neither a page (.html) nor a figure (.svg). Give one of these endings.")
+        raise SpecError(
+            f"output={output} is neither a page (.html) nor a figure (.svg, .png). Give one of these endings."
+        )
     check_writable(output)
+    if output.suffix.lower() == ".png":
+        require_png()
 
 
 def _read_worlds(text: str) -> list[int]:
@@ -108,9 +113,8 @@ def _show(outcome: Study, task: str, cores: int | None, output: Path | None, as_
     """Print the outcome, and write its file."""
     from rich.console import Console
 
-    from instep.monitor.report.write import write_text
+    from instep.monitor.report.write import write_bytes
     from instep.monitor.scaling import texts
-    from instep.monitor.scaling.page import to_html, to_svg
 
     console = Console(stderr=as_json, highlight=False)
     console.print(_rich(texts.speed_table(outcome)))
@@ -118,13 +122,21 @@ def _show(outcome: Study, task: str, cores: int | None, output: Path | None, as_
     for text in (*texts.sentences(outcome, cores), texts.method_text(outcome)):
         console.print(text, soft_wrap=True, markup=False)
     if output is not None:
-        is_figure = output.suffix.lower() == ".svg"
-        write_text(output, to_svg(outcome, task) if is_figure else to_html(outcome, task, cores, time.time()))
+        write_bytes(output, _file(outcome, task, cores, output.suffix.lower()))
         say(f"{output} is written")
     if as_json:
         print_json(
             {"status": "complete", "task": task, **outcome.to_json(), "text": " ".join(texts.sentences(outcome, cores))}
         )
+
+
+def _file(outcome: Study, task: str, cores: int | None, ending: str) -> bytes:
+    from instep.monitor.scaling.page import to_html, to_png, to_svg
+
+    if ending == ".png":
+        return to_png(outcome, task)
+    text = to_svg(outcome, task) if ending == ".svg" else to_html(outcome, task, cores, time.time())
+    return text.encode("utf-8", errors="replace")
 
 
 def _rich(table: Table) -> RichTable:

@@ -61,13 +61,14 @@ def plan_array(
     `text` and `words` name the Task and the space as on the command line, which each job gets again.
     """
     from instep.tune.folder import SEARCH, SearchFolder
+    from instep.tune.packing import read_parallel
 
     plan.check()
     name, spec = f"{type(plan.task).__name__.lower()}-tune", plan.spec
     run_dir = Path(spec.run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     if (run_dir / SEARCH).exists():
         SearchFolder(run_dir).check(plan.describe())
-    cores = cores_of([spec])
+    cores, parallel = cores_of([spec]), read_parallel(plan.tune.parallel) or 1
     return SubmitSpec(
         **{option: asked[option] for option in ("gpus_per_node", "time", "partition", "requeue")},
         name=name,
@@ -78,7 +79,7 @@ def plan_array(
         values=tuple(words),
         options=tuple(_words(options)),
         processes=spec.processes,
-        cpus_per_node=asked["cpus_per_node"] or (cores and cores * plan.tune.parallel),
+        cpus_per_node=asked["cpus_per_node"] or (cores and cores * parallel),
         env=tuple(asked["set_env"]),
         prelude=tuple(asked["prelude"]),
         searchers=asked["array"],

@@ -1,4 +1,4 @@
-"""`instep tune`: search for the hyper-parameters of a Task."""
+"""`instep tune`: search for the hyper-parameters of a Task, or find one setting by measurement."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.cli.command import TASK, argument, command, make_spec, option, print_json, say
+from instep.cli.tune_find import FIND_OPTIONS, find, refuse_without_find
 from instep.core.errors import EXIT_DONE, EXIT_USER, Interrupted, SpecError
 from instep.core.options import NODES, Option, options_of
 from instep.core.plural import plural
@@ -34,8 +35,9 @@ OWN = (
     option("trials", int, 30, "trials of the whole search; more continue a search that is complete"),
     option("metric", str, "eval_loss:min", "what to search for: accuracy:max; several, separated by commas"),
     option("sampler", str, "tpe", "a sampler of Optuna by name, with options: tpe:multivariate=true (docs/tune.md)"),
-    option("pruner", str, "none", "a pruner of Optuna by name, which ends bad trials early: asha, median, hyperband"),
-    option("parallel", int, 1, "trials at the same time, on this machine"),
+    option("pruner", str, "none", "ends bad trials early: asha, which continues the best; a pruner of Optuna: median"),
+    option("rung_processes", str | None, None, "with --pruner asha: processes of trials at each rung, such as 1,2,4"),
+    option("parallel", str, "1", "trials at the same time, on this machine; auto: as many as fit its cores and memory"),
     option("time", str | None, None, "end the search after this time (90s, 30m, 2h); the same command continues it"),
     option("constraint", list[str], (), "a limit to keep: memory_bytes<=2e9, wall_s<=60; may be repeated"),
     option("enqueue", list[str], (), "try these values first: 'lr=1e-3 hidden=64'; may be repeated"),
@@ -61,6 +63,7 @@ def takes(o: Option) -> bool:
     "Search for the hyper-parameters of a Task. The same command with the same --run-dir continues a search.",
     TASK,
     WORDS,
+    *FIND_OPTIONS,
     *OWN,
     *map(text_option, SEARCHABLE),
     spec=TrainSpec,
@@ -73,7 +76,11 @@ def takes(o: Option) -> bool:
     },
 )
 def tune(task: str, values: list[str] | None, **options: Any) -> int:
-    """Search the space of a file's Task."""
+    """Search the space of a file's Task, or find a setting of it."""
+    found = {o.name: options.pop(o.name) for o in FIND_OPTIONS}
+    if found["find"] is not None:
+        return _find(task, values or [], options, found)
+    refuse_without_find(**found)
     require_packages()
     fork_forkserver()
     plan = _divided(plan_search(task, values or [], options))
@@ -83,6 +90,20 @@ def tune(task: str, values: list[str] | None, **options: Any) -> int:
     if plan.spec.json:
         print_json(result.to_json())
     return _exit_code(result)
+
+
+def _find(task: str, words: Sequence[str], given: Mapping[str, Any], found: Mapping[str, Any]) -> int:
+    """Find a setting of a Task; return the exit code."""
+    from instep.tune.space import read_options
+
+    options = dict(given)
+    own = {o.name: options.pop(o.name) for o in OWN}
+    fixed, searched = read_options({o.name: options.pop(o.name) for o in SEARCHABLE})
+    if searched:
+        raise SpecError(f"--find measures one setting, and {min(searched)} is to be searched. Give one value.")
+    if unused := [o.name for o in OWN if own[o.name] != o.default and own[o.name] not in ([], ())]:
+        raise SpecError(f"{unused[0]}={own[unused[0]]} is for a search, which --find is not. Leave it out.")
+    return find(task, list(words), make_spec(TrainSpec, options | fixed), **found)
 
 
 def plan_search(task: str, words: Sequence[str], given: Mapping[str, Any]) -> SearchPlan:
@@ -144,9 +165,10 @@ def tune_here(task: Task, space: Mapping[str, Any], **options: Any) -> TuneResul
 
 def _divided(plan: SearchPlan) -> SearchPlan:
     """Return the plan with this machine's threads divided between the trials, and say how."""
+    from instep.tune.packing import read_parallel
     from instep.tune.plan import divide_cores
 
-    spec, sentence = divide_cores(plan.spec, plan.tune.parallel)
+    spec, sentence = divide_cores(plan.spec, read_parallel(plan.tune.parallel))
     if sentence and not spec.quiet:
         say(sentence)
     return dataclasses.replace(plan, spec=spec)
@@ -158,7 +180,7 @@ def _search(plan: SearchPlan, words: Sequence[str]) -> TuneResult:
     from instep.tune.search import search
 
     run_dir = Path(plan.spec.run_dir) if plan.spec.run_dir else None
-    with TuneDisplay(plan.tune.trials, plan.tune.parallel, plan.spec.quiet) as display:
+    with TuneDisplay(plan.tune.trials, plan.spec.quiet) as display:
         result, interrupted = search(plan, run_dir, plan.spec.fresh, display.show)
     if result.status == "running":
         num_left = sum(trial.state == "running" for trial in result.trials)
@@ -178,7 +200,9 @@ def _show_best(result: TuneResult) -> None:
         return
     values = ", ".join(f"{goal.name} {value:.6g}" for goal, value in zip(result.goals, best.values, strict=True))
     say(f"best: trial {best.number}, {values}  ({best.run_dir})\nto train it again:\n  {result.command}")
-    if result.status == "complete":
+    if result.speedup is not None:
+        say(f"trials at once: {result.speedup:.2f} times the samples a second of one alone")
+    if result.status != "preempted":
         say(f"plots: {result.run_dir}/report.html")
 
 

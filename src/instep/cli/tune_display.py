@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from instep.monitor.progress import duration
-from instep.tune.result import TrialRecord, TuneResult
+from instep.tune.result import GOING_ON, TrialRecord, TuneResult
 
 _MOST_ROWS = 20
 
@@ -19,8 +19,8 @@ _MOST_ROWS = 20
 class TuneDisplay:
     """Shows a search on standard error while the `with` block lasts."""
 
-    def __init__(self, num_trials: int, parallel: int, is_quiet: bool) -> None:
-        self._num_trials, self._parallel, self._is_quiet = num_trials, parallel, is_quiet
+    def __init__(self, num_trials: int, is_quiet: bool) -> None:
+        self._num_trials, self._is_quiet = num_trials, is_quiet
         self._console = Console(stderr=True, highlight=False)
         self._live: Live | None = None
         self._shown: set[int] = set()
@@ -46,9 +46,9 @@ class TuneDisplay:
         if self._is_first:
             self._is_first = False
             print(f"searching in {result.run_dir}", file=sys.stderr, flush=True)
-            self._shown = {trial.number for trial in result.trials if trial.state != "running"}
+            self._shown = {trial.number for trial in result.trials if trial.state not in GOING_ON}
         for trial in result.trials:
-            if trial.state != "running" and trial.number not in self._shown:
+            if trial.state not in GOING_ON and trial.number not in self._shown:
                 self._shown.add(trial.number)
                 print(self._line(trial, result), file=sys.stderr, flush=True)
 
@@ -68,15 +68,15 @@ class TuneDisplay:
     def _left(self, result: TuneResult) -> str:
         """Return the estimated time that is left, in words."""
         times = [trial.wall_s for trial in result.trials if trial.wall_s is not None]
-        ended = sum(trial.state != "running" for trial in result.trials)
+        ended = sum(trial.state not in GOING_ON for trial in result.trials)
         left = self._num_trials - ended
         if not times or left <= 0:
             return ""
-        return f"about {duration(sum(times) / len(times) * left / self._parallel)} left"
+        return f"about {duration(sum(times) / len(times) * left / result.at_once)} left"
 
     def _table(self, result: TuneResult) -> Table:
-        ended = sum(trial.state != "running" for trial in result.trials)
-        title = f"{result.run_dir}  {ended}/{self._num_trials} trials  {self._left(result)}"
+        ended = sum(trial.state not in GOING_ON for trial in result.trials)
+        title = f"{result.run_dir}  {ended}/{self._num_trials} trials  {self._left(result)}{_packed(result)}"
         names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
         table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
         for name in ("trial", "state", *(goal.name for goal in result.goals), *names, ""):
@@ -86,6 +86,13 @@ class TuneDisplay:
             params = [_short(trial.params.get(name, "")) for name in names]
             table.add_row(str(trial.number), trial.state, *values, *params, trial.sentence.partition("\n")[0])
         return table
+
+
+def _packed(result: TuneResult) -> str:
+    """Return in words what it brings to run several trials at once."""
+    if result.speedup is None:
+        return ""
+    return f"  {result.at_once} at once: {result.speedup:.2f} times the samples a second of one"
 
 
 def _values(trial: TrialRecord, result: TuneResult) -> list[str]:

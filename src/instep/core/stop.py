@@ -30,6 +30,8 @@ class StopRequest:
         self._asked_at: float = early.request._asked_at if early is not None else 0.0
         self.interrupted = False
         """Whether it was Ctrl-C that asked."""
+        self.ended = False
+        """Whether this process has ended what it asked to stop."""
         self._has_begun = False
         self._on_request: Callable[[], object] = lambda: None
         self._on_end: Callable[[], object] = lambda: None
@@ -48,7 +50,7 @@ class StopRequest:
 
     def end(self) -> None:
         """Ask to end at once, as a second signal does."""
-        self.asked = True
+        self.asked = self.ended = True
         self._on_end()
 
     def ask(self, number: int = signal.SIGTERM) -> bool:

@@ -43,6 +43,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_MEMORY_ERROR = re.compile(r"(\w+\.)*(MemoryError|OutOfMemoryError)\b")
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 
 _SIGNAL_HINTS = {
@@ -194,6 +195,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def ran_out_of_memory(failed: RanksFailed) -> bool:
+    """Return whether ranks failed because memory ran out; a rank that was killed is taken for one of those."""
+    own = [failure.summary for failure in failed.failures if not failure.consequence]
+    return any(_OUT_OF_MEMORY.search(text) or _MEMORY_ERROR.match(text) for text in own)
 
 
 def _classify(error: BaseException) -> tuple[int, bool]:

@@ -30,7 +30,7 @@ class LocalLauncher(Launcher):
                     if job.progress() > reached:
                         in_vain, reached, previous = 0, job.progress(), ()
                     plan = plan_restart(failed.failures, previous, in_vain, max_restarts, has_begun=reached >= 0)
-                    if not plan.restart:
+                    if not plan.restart or job.stop.ended:
                         raise RanksFailed(plan.failures) from None
                     attempt, in_vain, previous = attempt + 1, in_vain + 1, failed.failures
                     job.say(f"restart {in_vain} of {max_restarts} after {failed}")

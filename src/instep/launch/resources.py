@@ -59,6 +59,15 @@ def node_resources(environ: Mapping[str, str] = os.environ) -> NodeResources:
     )
 
 
+def available_memory_bytes() -> int:
+    """Return how much memory new processes may take: what is free on this node, and within the container's limit."""
+    available = int(psutil.virtual_memory().available)
+    limit, current = (_text(_CGROUP / name).strip() for name in ("memory.max", "memory.current"))
+    if limit.isdigit() and current.isdigit():
+        available = min(available, max(0, int(limit) - int(current)))
+    return available
+
+
 def check_folder(path: Path) -> Folder:
     """Return whether a file can be written in a folder, or where the folder would be made."""
     existing = path

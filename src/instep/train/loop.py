@@ -26,11 +26,15 @@ from instep.train.trial import copy_of, try_difficulty, try_loss, try_metrics
 
 
 class Loop:
-    """Makes the steps of a Task. Runs alike on all ranks."""
+    """Makes the steps of a Task. Runs alike on all ranks.
 
-    def __init__(self, run: Run, task: Task) -> None:
+    `saves`: whether there is a checkpoint at the end; a training that is only measured needs none.
+    """
+
+    def __init__(self, run: Run, task: Task, saves: bool = True) -> None:
         self._run = run
         self._task = task
+        self._saves = saves
         if "run_dir" not in field_names(type(task)):
             object.__setattr__(task, "run_dir", run.directory.path)  # a Task may be frozen
         files: list[SaveFiles] = [task.save_files] if overrides(task, "save_files") else []
@@ -121,7 +125,8 @@ class Loop:
             log_flops(run, last)
         run.close_data()
         self._evaluate()
-        run.save_last()
+        if self._saves:
+            run.save_last()
         run.finish_saving()
         self._report_saves()
 

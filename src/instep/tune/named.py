@@ -1,4 +1,4 @@
-"""Optuna's samplers and pruners by name: `tpe`, `tpe:multivariate=true`, `asha`, `hyperband:max_resource=27`.
+"""Optuna's samplers and pruners by name: `tpe`, `tpe:multivariate=true`, `median`, `hyperband:max_resource=27`.
 
 All classes of `optuna.samplers` and `optuna.pruners` are known by their names without the last word, in lower case. A
 sampler is made anew for each trial, with a seed of its own, and so is a pruner: what they decide depends on the seed,
@@ -21,7 +21,7 @@ from instep.core.errors import SpecError
 from instep.core.nearest import nearest
 from instep.tune.space import Dimension
 
-_ALIASES = {"asha": "successivehalving", "none": "nop", "brute": "bruteforce", "cma": "cmaes"}
+_ALIASES = {"none": "nop", "brute": "bruteforce", "cma": "cmaes"}
 _OF_ONE_SEQUENCE = ("GridSampler", "QMCSampler")
 """Samplers that go through one sequence of points, which their seed decides."""
 _FROM_US = {"self", "seed", "search_space", "constraints_func"}

@@ -22,15 +22,18 @@ from instep.core.options import check_at_least, options_of
 from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.launch.processes import check_process_count
+from instep.launch.resources import available_memory_bytes
 from instep.train.directory import describe_task
 from instep.train.source import TaskSource
 from instep.train.task import Task, field_names
 from instep.tune.ledger import JOURNAL
 from instep.tune.named import make_pruner, make_sampler
 from instep.tune.objective import Constraint, read_goals
+from instep.tune.packing import Packing, Room, read_parallel
+from instep.tune.promotion import Promotion, PromotionSpec, read_rung_processes
 from instep.tune.space import Dimension, Range, field_value
 from instep.tune.trial_run import TrialPlan
-from instep.world.device import device_count
+from instep.world.device import current_accelerator, device_count
 
 DEFAULT_METRIC = "eval_loss:min"
 _COMPARED = ("epochs", "steps", "eval_every", "stop_when", "patience")
@@ -45,17 +48,21 @@ class TuneSpec:
     metric: str = DEFAULT_METRIC
     sampler: str = "tpe"
     pruner: str = "none"
-    parallel: int = 1
+    parallel: int | str = 1
+    """Trials at the same time; auto: as many as fit."""
     time: str | None = None
     storage: str | None = None
     study: str | None = None
     constraints: tuple[str, ...] = ()
     points: tuple[Mapping[str, Any], ...] = ()
     """Parameters of the first trials."""
+    rung_processes: str | None = None
+    """With promotion, the number of processes of the trials at each rung."""
 
     def __post_init__(self) -> None:
         check_at_least("trials", self.trials, 1)
-        check_at_least("parallel", self.parallel, 1)
+        if (num_at_once := read_parallel(self.parallel)) is not None:
+            check_at_least("parallel", num_at_once, 1)
         if self.time is not None and seconds_of(self.time) is None:
             raise SpecError(f"time={self.time!r} is not a time. Write for instance 90s, 30m or 2h.")
         if len(self.goals) > 1 and self.pruner.partition(":")[0] not in ("none", "nop"):
@@ -63,6 +70,19 @@ class TuneSpec:
                 f"pruner={self.pruner} compares one metric, and metric={self.metric} names {len(self.goals)}. Leave "
                 "--pruner out, or all metrics but one."
             )
+
+        if self.by_rung and self.promotion is None:
+            raise SpecError(f"rung_processes={self.rung_processes} is for --pruner asha, which has rungs. Add it.")
+
+    @property
+    def promotion(self) -> PromotionSpec | None:
+        """How trials are promoted; None: they are not, but may be pruned."""
+        return PromotionSpec.parse(self.pruner)
+
+    @property
+    def by_rung(self) -> tuple[int, ...]:
+        """The number of processes at each rung, and at those that follow the last; empty: all have the same."""
+        return read_rung_processes(self.rung_processes)
 
     @property
     def goals(self) -> tuple[MetricGoal, ...]:
@@ -149,8 +169,27 @@ class SearchPlan:
         return make_sampler(self.tune.sampler, self.seed, number, self._fixed_space())
 
     def make_pruner(self) -> optuna.pruners.BasePruner:
-        """Return a pruner."""
-        return make_pruner(self.tune.pruner)
+        """Return a pruner; with promotion it prunes nothing."""
+        return make_pruner("none" if self.tune.promotion is not None else self.tune.pruner)
+
+    def make_promotion(self) -> Promotion | None:
+        """Return what promotes trials; None: nothing does."""
+        spec = self.tune.promotion
+        return None if spec is None else Promotion(spec, self.tune.goals[0].is_lowest_best)
+
+    def make_packing(self) -> Packing:
+        """Return what decides how many trials run at once."""
+        accelerator = current_accelerator()
+        free = available_memory_bytes() if accelerator is None else min(size for _, size in accelerator.devices())
+        return Packing(read_parallel(self.tune.parallel), Room(most_at_once(self.spec), free))
+
+    def at_rung(self, plan: TrialPlan, rung: int) -> TrialPlan:
+        """Return the plan of a trial on as many processes as trials of a rung have."""
+        if not (numbers := self.tune.by_rung):
+            return plan
+        return dataclasses.replace(
+            plan, spec=dataclasses.replace(plan.spec, processes=numbers[min(rung, len(numbers) - 1)])
+        )
 
     def trial(self, number: int, params: Mapping[str, Any], run_dir: Path) -> TrialPlan:
         """Return what a trial with these parameters trains; raise SpecError for parameters that cannot be set."""
@@ -208,25 +247,36 @@ class SearchPlan:
         return self.tune.study or type(self.task).__name__
 
 
-def divide_cores(spec: TrainSpec, parallel: int) -> tuple[TrainSpec, str]:
+def most_at_once(spec: TrainSpec) -> int:
+    """Return how many trials at once this machine has cores for."""
+    cores = len(os.sched_getaffinity(0))
+    processes = check_process_count(spec.processes, cores, device_count())
+    return max(1, cores // (processes * (1 if device_count() else spec.num_threads or 1)))
+
+
+def divide_cores(spec: TrainSpec, parallel: int | None) -> tuple[TrainSpec, str]:
     """Return the spec of one of several trials at once, with its share of the threads, and a sentence about it."""
     cores = len(os.sched_getaffinity(0))
     num_gpus = device_count()
     processes = check_process_count(spec.processes, cores, num_gpus)
     if parallel == 1:
         return spec, ""
-    threads = spec.num_threads or max(1, cores // (parallel * processes))
-    each = f"{plural(parallel, 'trial')} at once, each with {plural(processes, 'process', 'processes')} of " + plural(
-        threads, "thread"
-    )
+    threads = spec.num_threads or (1 if parallel is None else max(1, cores // (parallel * processes)))
+    spec = dataclasses.replace(spec, threads=threads)
+    each = f"each with {plural(processes, 'process', 'processes')} of {plural(threads, 'thread')}"
+    if parallel is None:
+        most = most_at_once(spec)
+        text = f"at most {plural(most, 'trial')} at once, {each}; the first runs alone until its memory is known."
+        return spec, text
     busy = parallel * processes * threads
+    each = f"{plural(parallel, 'trial')} at once, {each}"
     if num_gpus:
         text = f"{each}. They share {plural(num_gpus, 'GPU')}: its memory has to suffice for all of them."
     elif busy > cores:
         text = f"{each}: {busy} threads share {plural(cores, 'core')}, so that each takes longer. Use less --parallel."
     else:
         text = f"{each}, on {plural(cores, 'core')}."
-    return dataclasses.replace(spec, threads=threads), text
+    return spec, text
 
 
 def read_points(words: Sequence[str], space: Mapping[str, Dimension], hints: Mapping[str, Any]) -> list[dict[str, Any]]:

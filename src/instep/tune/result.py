@@ -7,9 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from optuna.trial import FrozenTrial, TrialState
+from typing import TYPE_CHECKING, Any, Literal
 
 from instep.core.metric_goal import MetricGoal
 from instep.core.options import OptionScope, options_of
@@ -17,16 +15,15 @@ from instep.core.spec import TrainSpec
 from instep.train.task import Task, fields_of
 from instep.tune.space import text_of
 
-State = Literal["running", "complete", "infeasible", "pruned", "failed"]
+if TYPE_CHECKING:  # a package that only a search needs
+    from optuna.trial import FrozenTrial
+
+State = Literal["running", "paused", "complete", "infeasible", "pruned", "failed"]
+GOING_ON = ("running", "paused")
+"""States of trials that have not ended."""
 Status = Literal["complete", "preempted", "out-of-time", "running"]
 """running: other processes that share the search still train trials, and nothing is left for this one."""
-_STATES: dict[TrialState, State] = {
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "running",
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-}
+_STATES: dict[str, State] = {"RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class TrialRecord:
             values = (trial.intermediate_values[max(trial.intermediate_values)],)
         return cls(
             number=trial.number,
-            state="infeasible" if is_infeasible else _STATES[trial.state],
+            state="infeasible" if is_infeasible else _STATES[trial.state.name],
             params=dict(trial.params),
             values=values,
             num_evaluations=len(trial.intermediate_values),
@@ -80,6 +77,10 @@ class TuneResult:
     """The folder of the search."""
     command: str = ""
     """Trains the best trial again; empty while the search runs, or for a Task that is in no file."""
+    at_once: int = 1
+    """How many trials may run at the same time."""
+    speedup: float | None = None
+    """How many times as many samples a second trials at once compute as one alone; None: it is not known."""
 
     @property
     def best(self) -> TrialRecord | None:
@@ -94,8 +95,8 @@ class TuneResult:
         return tuple(sorted(front, key=lambda trial: (-self._worth(trial)[0], trial.number)))
 
     def ranked(self) -> list[TrialRecord]:
-        """Return all trials: complete ones best first, then those that run, were pruned, are infeasible or failed."""
-        order = ("complete", "running", "pruned", "infeasible", "failed")
+        """Return all trials: complete ones best first, then by how they stand."""
+        order = ("complete", "running", "paused", "pruned", "infeasible", "failed")
         return sorted(
             self.trials,
             key=lambda t: (order.index(t.state), -self._worth(t)[0] if t.values else 0.0, t.number),
@@ -110,6 +111,8 @@ class TuneResult:
             "status": self.status,
             "run_dir": self.run_dir,
             "command": self.command,
+            "at_once": self.at_once,
+            "speedup": None if self.speedup is None else round(self.speedup, 3),
         }
         return data | ({"front": [_brief(trial) for trial in front]} if len(self.goals) > 1 else {})
 

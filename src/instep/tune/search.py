@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import threading
@@ -36,6 +35,7 @@ from instep.tune.folder import SearchFolder
 from instep.tune.ledger import Ledger, storage_url
 from instep.tune.objective import OUT_OF_MEMORY, check_names
 from instep.tune.plan import SearchPlan
+from instep.tune.promotion import Promotion
 from instep.tune.report import write_report
 from instep.tune.result import Status, TrialRecord, TuneResult, train_command
 from instep.tune.study import SearchStudy
@@ -47,6 +47,9 @@ _CLAIM_EVERY_S = 1.0
 Show = Callable[[TuneResult], object]
 """Shows how far a search is; called after each change."""
 
+StartTrial = Callable[[TrialPlan, Callable[[], object]], RunningTrial]
+"""Starts a trial's training; what it is given is to be called when that has ended."""
+
 
 @dataclass
 class _Slot:
@@ -55,22 +58,28 @@ class _Slot:
     trial: RunningTrial
     begun: float
     pruned_at: Evaluation | None = None
+    is_paused: bool = False
+    """Whether it has reached its rung, and was asked to stop there."""
 
 
 class Search:
     """A search in its folder."""
 
-    def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show) -> None:
-        self._plan, self._folder, self._show = plan, folder, show
-        self._claims = folder.claims()
-        with self._claims.deciding():
-            self._open()
+    def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show, start: StartTrial = LocalTrial) -> None:
+        self._plan, self._folder, self._show, self._start = plan, folder, show, start
+        self._promotion = plan.make_promotion()
+        self._packing = plan.make_packing()
+        self._paused: set[int] = set()
+        """Trials that wait at a rung ([Note: Promotion]), as known when this process last looked for a trial."""
         self._slots: dict[int, _Slot] = {}
         self._waiting: list[FrozenTrial] = []
         self._woken = threading.Event()
         self._stop = StopRequest()
         self._claim_at = 0.0
         self._status: Status = "complete"
+        self._claims = folder.claims()
+        with self._claims.deciding():
+            self._open()
 
     def _open(self) -> None:
         """Open the study, or make it."""
@@ -79,17 +88,20 @@ class Search:
         maximized = [StudyDirection.MINIMIZE if g.is_lowest_best else StudyDirection.MAXIMIZE for g in plan.tune.goals]
         url = storage_url(folder.path, plan.tune.storage)
         self._ledger = Ledger.open(url, plan.study_name, maximized, search_id)
-        self._study = SearchStudy(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner)
+        self._study = SearchStudy(
+            *(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner),
+            judges_again=self._promotion is None,
+        )
 
     def run(self) -> TuneResult:
         """Run all trials that are left, and return the outcome."""
         begun = time.monotonic()
         with self._signals_handled(), self._left_in_order():
             if not self._claims.is_shared:
-                self._waiting = self._study.unfinished()
+                self._restore()
             while True:
                 self._end_in_time(begun)
-                while len(self._slots) < self._plan.tune.parallel and (trial := self._claim()) is not None:
+                while len(self._slots) < self._packing.limit and (trial := self._claim()) is not None:
                     self._begin(trial)
                 if not self._slots:
                     break
@@ -97,7 +109,7 @@ class Search:
                 self._woken.clear()
                 for slot in list(self._slots.values()):
                     self._follow(slot)
-            self._leave()
+                self._packing.measure([slot.trial.evaluations.load for slot in self._slots.values()])
         return self.result()
 
     def _claim(self) -> FrozenTrial | None:
@@ -107,32 +119,61 @@ class Search:
         with self._claims.deciding():
             if self._claims.is_shared and not self._waiting:
                 self._study.sync()
-                left = (trial for trial in self._study.unfinished() if trial.number not in self._slots)
-                self._waiting = list(itertools.islice((t for t in left if self._claims.take(t.number)), 1))
+                self._restore()
             trial = self._next()
             if trial is not None:
                 self._claims.take(trial.number)
+            elif not self._slots:  # under the same lock: nobody can change what there is to do
+                self._leave()
         self._claim_at = 0.0 if trial is not None else time.monotonic() + _CLAIM_EVERY_S
         return trial
 
+    def _restore(self) -> None:
+        """Take in trials that nobody runs: the first one to continue (alone: all), and those that wait at a rung."""
+        self._paused.clear()
+        for trial in self._study.trials:
+            if (number := trial.number) in self._slots:
+                continue
+            is_paused = self._promotion is not None and self._promotion.begin(number, trial.intermediate_values)
+            if trial.state.is_finished() or not self._claims.take(number):
+                continue
+            if is_paused:
+                self._paused.add(number)
+            elif not (self._claims.is_shared and self._waiting):
+                self._waiting.append(trial)
+                continue
+            self._claims.release(number)
+
     def _leave(self) -> None:
-        """Take in how far the processes are that share the search."""
-        if self._claims.is_shared:
-            self._study.sync()
-            if self._status == "complete" and self._study.unfinished():
-                self._status = "running"
+        """Decide how a search ends for which this process finds nothing to do, and that others may still work on."""
+        if len(self._study.unfinished()) > len(self._paused):
+            self._status = "running"
+        elif self._promotion is not None:
+            self._end_paused(self._promotion)
+
+    def _end_paused(self, promotion: Promotion) -> None:
+        """Record the trials that nothing can promote any more as pruned."""
+        for number in sorted(self._paused):
+            at = promotion.allowed(number)
+            sentence = f"not promoted from rung {promotion.rung(number)}, after evaluation {at}"
+            self._study.end(number, TrialState.PRUNED, None, {"sentence": sentence}, {OUT_OF_MEMORY: 0.0})
+        self._paused.clear()
 
     def result(self) -> TuneResult:
         """Return what is known now."""
-        trials = [TrialRecord.of(trial, self._folder.trial(trial.number)) for trial in self._study.trials]
-        return TuneResult(self._plan.tune.goals, tuple(trials), self._status, str(self._folder.path))
+        records = (TrialRecord.of(trial, self._folder.trial(trial.number)) for trial in self._study.trials)
+        trials = [r if r.number not in self._paused else dataclasses.replace(r, state="paused") for r in records]
+        packing, path = self._packing, str(self._folder.path)
+        return TuneResult(
+            self._plan.tune.goals, tuple(trials), self._status, path, at_once=packing.limit, speedup=packing.speedup
+        )
 
     def conclude(self, result: TuneResult) -> TuneResult:
         """Return the outcome with the command that trains the best trial again, and write the page of the search."""
         if (best := result.best) is not None and self._plan.file is not None:
             plan = _as_begun(self._plan.trial(best.number, best.params, Path(best.run_dir)))
             result = dataclasses.replace(result, command=train_command(self._plan.file, plan.task, plan.spec))
-        if result.status == "complete":
+        if result.status in ("complete", "out-of-time"):
             write_report(self._folder.report, result, self._study.study)
         return result
 
@@ -147,10 +188,29 @@ class Search:
             return None
         if self._waiting:
             return self._waiting.pop(0)
+        if self._promotion is not None and (promoted := self._promotion.promote(self._paused)) is not None:
+            return self._resume(promoted)
         number, points = len(self._study.trials), self._plan.tune.points
         if number >= self._plan.num_trials or self._study.is_exhausted:
+            return self._last()
+        point = points[number] if number < len(points) else None
+        trial = self._study.next(self._plan.suggest, point, self._paused)
+        if self._promotion is not None:
+            self._promotion.begin(number, {})
+        return trial
+
+    def _resume(self, number: int) -> FrozenTrial:
+        """Return a trial that was promoted, to be continued."""
+        self._paused.discard(number)
+        return self._study.trials[number]
+
+    def _last(self) -> FrozenTrial | None:
+        """Return the trial that has to be trained to its end, if none is complete when all others are done."""
+        is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
+        if self._promotion is None or is_won or len(self._study.unfinished()) > len(self._paused):
             return None
-        return self._study.next(self._plan.suggest, points[number] if number < len(points) else None)
+        best = self._promotion.promote_best(self._paused)
+        return None if best is None else self._resume(best)
 
     def _begin(self, trial: FrozenTrial) -> None:
         """Start a trial's training; parameters that cannot be trained are a failed trial."""
@@ -158,13 +218,15 @@ class Search:
         try:
             plan = self._plan.trial(number, trial.params, self._folder.trial(number))
             plan = _as_begun(plan)
+            if self._promotion is not None:
+                plan = self._plan.at_rung(plan, self._promotion.rung(number))
             if isinstance(plan.spec.processes, int):
                 plan.spec.check_world(plan.spec.processes)
         except Exception as error:  # noqa: BLE001 - the Task's own checks may raise anything
             self._fail(number, str(error) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}")
             self._claims.release(number)
             return
-        self._slots[number] = slot = _Slot(LocalTrial(plan, self._woken.set), time.monotonic())
+        self._slots[number] = slot = _Slot(self._start(plan, self._woken.set), time.monotonic())
         self._read(slot)
         self._show(self.result())
 
@@ -188,6 +250,9 @@ class Search:
             check_names(goals, self._plan.tune.limits, evaluation.metrics)
             if slot.pruned_at is not None or len(goals) > 1 or goals[0].name not in evaluation.metrics:
                 continue
+            if self._promotion is not None:
+                changed |= self._climb(slot, self._promotion, evaluation)
+                continue
             changed = True
             if self._claims.is_shared:
                 self._study.sync()  # a pruner compares with the trials of all processes
@@ -195,6 +260,18 @@ class Search:
                 slot.pruned_at = evaluation
                 slot.trial.stop()
         return changed
+
+    def _climb(self, slot: _Slot, promotion: Promotion, evaluation: Evaluation) -> bool:
+        """Count an evaluation of a trial that may be promoted, and pause the trial at its rung."""
+        number, at = slot.trial.plan.number, evaluation.number
+        if at > promotion.allowed(number) or at in self._study.trials[number].intermediate_values:
+            return False
+        value = evaluation.metrics[self._plan.tune.goals[0].name]
+        self._study.evaluate(number, at, value)
+        if promotion.reach(number, at, value):
+            slot.is_paused = True
+            slot.trial.stop()
+        return True
 
     def _end(self, slot: _Slot) -> None:
         """Record how a trial ended; one that only was asked to stop stays as it is, to be continued."""
@@ -209,6 +286,8 @@ class Search:
             if failed.first.out_of_memory:
                 facts["sentence"] = f"out of memory: {sentence_of(failed.first)}"
                 self._study.end(number, TrialState.PRUNED, None, facts, {OUT_OF_MEMORY: 1.0})
+            elif slot.is_paused:
+                self._paused.add(number)
             elif slot.pruned_at is None:
                 self._fail(number, sentence_of(failed.first), facts)
             else:
@@ -217,7 +296,9 @@ class Search:
         except (CheckpointError, SpecError) as error:
             self._fail(number, str(error), facts)
             return
-        if slot.pruned_at is not None:
+        if slot.is_paused:
+            self._paused.add(number)
+        elif slot.pruned_at is not None:
             self._prune(slot, facts)
         elif result["status"] == "complete":
             self._complete(slot.trial.plan, result, facts)

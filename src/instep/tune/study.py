@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -48,13 +48,18 @@ class SearchStudy:
         ledger: Ledger,
         make_sampler: Callable[[int], BaseSampler],
         make_pruner: Callable[[], BasePruner],
+        judges_again: bool = True,
     ) -> None:
-        """`make_sampler` returns the sampler of the trial of a number."""
+        """`make_sampler` returns the sampler of the trial of a number.
+
+        `judges_again`: evaluations of trials that were running are forgotten, and will be reported again.
+        """
         self._ledger = ledger
         self._make_sampler, self._make_pruner = make_sampler, make_pruner
         self._storage = InMemoryStorage()
         self._study = optuna.create_study(storage=self._storage, study_name=name, directions=directions)
         self._study_id = self._storage.get_study_id_from_name(name)
+        self._judges_again = judges_again
         self._pruners: dict[int, BasePruner] = {}
         self.is_exhausted = False
         """Whether the sampler has tried everything that there is."""
@@ -64,7 +69,7 @@ class SearchStudy:
     def _take(self, stored: FrozenTrial) -> None:
         """Copy a trial from the ledger; one that was running is judged again from the beginning."""
         trial = copy.deepcopy(stored)
-        if not trial.state.is_finished():
+        if not trial.state.is_finished() and self._judges_again:
             trial.intermediate_values = {}
         self._storage.create_new_trial(self._study_id, template_trial=trial)
         for key, value in trial.system_attrs.get(_STUDY_STATE, {}).items():
@@ -77,9 +82,18 @@ class SearchStudy:
         for stored in self._ledger.trials():
             if stored.number >= len(known):
                 self._take(stored)
-            elif stored.state.is_finished() and not known[stored.number].state.is_finished():
-                write_end(self._storage, known[stored.number]._trial_id, stored)
-                self.is_exhausted |= _LAST in stored.user_attrs
+            elif not known[stored.number].state.is_finished():
+                self._follow(known[stored.number], stored)
+
+    def _follow(self, trial: FrozenTrial, stored: FrozenTrial) -> None:
+        """Take in what the ledger knows of a trial that has not ended here."""
+        if stored.state.is_finished():
+            write_end(self._storage, trial._trial_id, stored)
+            self.is_exhausted |= _LAST in stored.user_attrs
+        elif not self._judges_again:
+            for evaluation in stored.intermediate_values.keys() - trial.intermediate_values.keys():
+                value = stored.intermediate_values[evaluation]
+                self._storage.set_trial_intermediate_value(trial._trial_id, evaluation, value)
 
     @property
     def trials(self) -> list[FrozenTrial]:
@@ -95,8 +109,18 @@ class SearchStudy:
         """Return the trials that have not ended, by number."""
         return [trial for trial in self.trials if not trial.state.is_finished()]
 
-    def next(self, suggest: Callable[[Trial], None], point: Mapping[str, Any] | None = None) -> FrozenTrial:
-        """Draw the parameters of the next trial, and record it as running; `point`: values that are given."""
+    def next(
+        self,
+        suggest: Callable[[Trial], None],
+        point: Mapping[str, Any] | None = None,
+        paused: Collection[int] = (),
+    ) -> FrozenTrial:
+        """Draw the parameters of the next trial, and record it as running.
+
+        `point`: values that are given. `paused`: trials whose values the sampler may learn from as from pruned ones.
+        """
+        if paused:
+            return self._next_beside(suggest, point, paused)
         number = len(self.trials)
         if point is not None:
             self._study.enqueue_trial(dict(point))
@@ -109,6 +133,33 @@ class SearchStudy:
         begun = self.trials[number]
         self._ledger.begin(begun)
         return begun
+
+    def _next_beside(
+        self, suggest: Callable[[Trial], None], point: Mapping[str, Any] | None, paused: Collection[int]
+    ) -> FrozenTrial:
+        """Draw as `next` does, in a study in which trials that are paused have ended: samplers ignore running ones."""
+        storage, name, number = InMemoryStorage(), self._study.study_name, len(self.trials)
+        study = optuna.create_study(storage=storage, study_name=name, directions=self._study.directions)
+        study_id = storage.get_study_id_from_name(name)
+        for key, value in self._storage.get_study_system_attrs(self._study_id).items():
+            storage.set_study_system_attr(study_id, key, value)
+        for trial in self.trials:
+            shown = copy.deepcopy(trial)
+            if trial.number in paused:
+                shown.state, shown.datetime_complete = TrialState.PRUNED, shown.datetime_start
+            storage.create_new_trial(study_id, template_trial=shown)
+        if point is not None:
+            study.enqueue_trial(dict(point))
+        with _quiet():
+            study.sampler = self._make_sampler(number)
+            suggest(study.ask())
+        begun = copy.deepcopy(study.get_trials(deepcopy=False)[number])
+        begun.system_attrs[_STUDY_STATE] = storage.get_study_system_attrs(study_id)
+        for key, value in begun.system_attrs[_STUDY_STATE].items():
+            self._storage.set_study_system_attr(self._study_id, key, value)
+        self._storage.create_new_trial(self._study_id, template_trial=begun)
+        self._ledger.begin(self.trials[number])
+        return self.trials[number]
 
     def evaluate(self, number: int, evaluation: int, value: float) -> bool:
         """Record the value of an evaluation, counted from 1; return whether to prune the trial now."""

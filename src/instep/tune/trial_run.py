@@ -31,9 +31,10 @@ from instep.train.nodes import job_request
 from instep.train.source import TaskSource
 from instep.train.task import Task
 from instep.train.worker import launched_main, placed_main
+from instep.tune.packing import TrialLoad
 from instep.world.world import place_here
 
-_UNUSED = ("phases", "step", "memory", "epoch")
+_UNUSED = ("step", "epoch")
 """Kinds of events that a search does not read while a trial runs."""
 
 
@@ -65,7 +66,9 @@ class TrialPlan:
 class Evaluations:
     """The evaluations of a run, read from its events: each once, also if a restart made it again."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, processes: int) -> None:
+        self.load = TrialLoad(processes)
+        """What the training takes."""
         self._tail = EventTail(path_of(run_dir), without=_UNUSED)
         self._repeats = Repeats()
         self._count = 0
@@ -73,6 +76,7 @@ class Evaluations:
     def poll(self) -> Iterator[Evaluation]:
         """Yield those that were written since the last call."""
         for event in self._tail.poll():
+            self.load.take(event)
             if event["event"] == "eval" and not self._repeats.is_repeated(event):
                 self._count += 1
                 yield Evaluation(self._count, int(event["step"]), dict(event["metrics"]))
@@ -83,7 +87,8 @@ class RunningTrial(ABC):
 
     def __init__(self, plan: TrialPlan) -> None:
         self.plan = plan
-        self.evaluations = Evaluations(plan.run_dir)
+        processes = plan.spec.processes
+        self.evaluations = Evaluations(plan.run_dir, processes if isinstance(processes, int) else 1)
 
     @abstractmethod
     def is_done(self) -> bool:

@@ -80,6 +80,11 @@ class Accelerator(ABC):
         """Return the most memory of a device that this process has reserved so far, without waiting for it."""
         return int(self.module.max_memory_reserved(device))
 
+    def reset_peak_memory(self, device: torch.device) -> None:
+        """Release memory that no tensor uses, and let `peak_memory_bytes` begin anew."""
+        self.module.empty_cache()
+        self.module.reset_peak_memory_stats(device)
+
     def dump_memory(self, path: Path) -> bool:  # noqa: ARG002 - for subclasses
         """Write a snapshot of the memory that this process has on the devices; return whether there is one."""
         return False

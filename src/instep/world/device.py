@@ -150,6 +150,9 @@ class Mps(Accelerator):
     def peak_memory_bytes(self, _device: torch.device) -> int:
         return int(self.module.driver_allocated_memory())  # torch keeps no peak there
 
+    def reset_peak_memory(self, _device: torch.device) -> None:
+        self.module.empty_cache()
+
     def set_device(self, device: torch.device) -> None:
         """Do nothing: there is one."""
 

@@ -35,6 +35,8 @@ class LineChart:
     ideal: Sequence[tuple[float, float]] = ()
     """A dashed line through these points."""
     x_ticks: Sequence[float] = ()
+    log_x: bool = False
+    """Whether the horizontal axis is logarithmic."""
     colors: Sequence[int] = ()
     """The numbers of the curves' colours; unless given, 0, 1, 2, …"""
 
@@ -61,6 +63,8 @@ def line_chart(chart: LineChart) -> str:
 
 def _x_axis(chart: LineChart) -> Axis:
     xs = [point.x for curve in chart.curves for point in curve.points]
+    if chart.log_x:
+        return log_axis(xs)
     axis = linear_axis([*xs, *(x for x, _ in chart.ideal)], count=6)
     if not chart.x_ticks:
         return axis

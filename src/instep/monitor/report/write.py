@@ -23,8 +23,12 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> int:
+    """Write a text file in place of what has its name, as `write_bytes` does."""
+    return write_bytes(path, text.encode("utf-8", errors="replace"))
+
+
+def write_bytes(path: Path, data: bytes) -> int:
     """Write a file in place of what has its name, at once; return its size. Raise SpecError if it cannot be written."""
-    data = text.encode("utf-8", errors="replace")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     check_writable(path)
     try:

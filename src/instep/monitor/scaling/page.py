@@ -1,16 +1,17 @@
-"""A scaling measurement as an HTML page or an SVG figure. Pure."""
+"""A scaling measurement as an HTML page, or a figure as SVG or PNG."""
 
 from __future__ import annotations
 
+from instep.core.interval import Estimate
 from instep.core.version import __version__
 from instep.monitor.charts.bar_chart import Bar, BarChart, bar_chart
 from instep.monitor.charts.curve import Curve, Point, make_curve
 from instep.monitor.charts.line_chart import LineChart, line_chart
+from instep.monitor.charts.png import to_png as png_of
 from instep.monitor.charts.svg import drawing, element, escape, standalone
 from instep.monitor.report import page
 from instep.monitor.report.tables import clock_text
 from instep.monitor.scaling import texts
-from instep.monitor.scaling.interval import Estimate
 from instep.monitor.scaling.piece import CAUSES
 from instep.monitor.scaling.study import Study
 
@@ -24,7 +25,8 @@ COLORS = {
     "other": "other",
 }
 _MODEL_POINTS = 40
-_FIGURE = (440.0, 245.0)
+_FIGURE, _PAD = (440.0, 245.0), 16.0
+_FIGURE_WIDTH = 2 * _FIGURE[0] + 3 * _PAD
 
 
 def to_html(study: Study, task: str, cores: int | None, made_s: float) -> str:
@@ -49,8 +51,17 @@ _LEGEND = "Measured, with the 95 % interval as a band; in the second chart also 
 
 def to_svg(study: Study, task: str) -> str:
     """Return the two charts beside each other as one SVG file."""
+    return standalone(_figure(study, task))
+
+
+def to_png(study: Study, task: str) -> bytes:
+    """Return the same figure as a PNG file."""
+    return png_of(_figure(study, task), _FIGURE_WIDTH)
+
+
+def _figure(study: Study, task: str) -> str:
     width, height = _FIGURE
-    pad = 16.0
+    pad = _PAD
     size = f'width="{width:.0f}" height="{height:.0f}" preserveAspectRatio="xMinYMin"'
     charts = (line_chart(speedup_chart(study)), line_chart(efficiency_chart(study)))
     placed = [
@@ -58,8 +69,7 @@ def to_svg(study: Study, task: str) -> str:
         for number, chart in enumerate(charts)
     ]
     back = element("rect", width="100%", height="100%", fill="var(--page)")
-    both = drawing(2 * width + 3 * pad, height + 2 * pad, back + "".join(placed), f"{task}: scaling")
-    return standalone(both)
+    return drawing(_FIGURE_WIDTH, height + 2 * pad, back + "".join(placed), f"{task}: scaling")
 
 
 def speedup_chart(study: Study) -> LineChart:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instep.monitor.scaling.interval import Estimate, estimate
+from instep.core.interval import Estimate, estimate
 from instep.monitor.scaling.model import EfficiencyModel, Limit, fit, limit
 from instep.monitor.scaling.piece import CAUSES, Piece
 

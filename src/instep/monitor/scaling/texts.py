@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from instep.core.interval import Estimate
 from instep.core.plural import plural
 from instep.monitor.charts.axis import number_text
 from instep.monitor.report.tables import Table
-from instep.monitor.scaling.interval import Estimate
 from instep.monitor.scaling.piece import CAUSES, CORES, WARM_UP_STEPS
 from instep.monitor.scaling.study import Study
 

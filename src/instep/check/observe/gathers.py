@@ -1,0 +1,163 @@
+"""Watch whether what an all_gather returned is part of a loss: the gradient ends there.
+
+Ranks: all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from instep.check.observe.log import ObservationLog
+from instep.check.observe.loss_graph import nodes_of
+from instep.check.observe.observer import Observer
+from instep.check.observe.samples import is_plain
+from instep.check.observe.trained import Trained
+from instep.check.records.gradients import GatherUsed, TensorReduced
+
+_COUNTED = (
+    "all_gather_object",
+    "all_to_all_single",
+    "batch_isend_irecv",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+_MAX_LOSSES = 8
+"""How many losses are searched for gathered tensors."""
+_ALIKE = 1 - 1e-4
+
+
+@dataclass
+class _Gathered:
+    """An all_gather of a tensor that requires gradients."""
+
+    function: str
+    shape: list[int]
+    outputs: Any
+    """One tensor of all ranks' parts, or a list of them."""
+    place: tuple[str, int]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """What each rank contributed."""
+        if isinstance(self.outputs, torch.Tensor):
+            return list(self.outputs.reshape(-1, *self.shape))
+        return list(self.outputs)
+
+    def is_part_of(self, matrix: torch.Tensor) -> bool:
+        """Return whether a row or column of a matrix is, up to its length, the first row of another rank's part."""
+        rank = torch.distributed.get_rank()
+        others = [part for index, part in enumerate(self.parts) if index != rank]
+        if len(self.shape) < 2 or not others:
+            return False
+        row = others[0].detach().reshape(-1, self.shape[-1])[0].float()
+        rows = [side.detach().float() for side in (matrix, matrix.T) if side.shape[1] == row.numel()]
+        return row.numel() > 1 and any(
+            bool((torch.nn.functional.cosine_similarity(side, row[None]) > _ALIKE).any()) for side in rows
+        )
+
+    def holds_own_loss(self) -> bool:
+        """Return whether a single number was gathered, and the rank's own was put back with its gradient."""
+        return not self.shape and any(part.requires_grad for part in self.parts)
+
+
+class GatherObserver(Observer):
+    """Counts collectives, and writes down losses that depend on gathered tensors."""
+
+    def __init__(self, log: ObservationLog, trained: Trained) -> None:
+        super().__init__(log)
+        self._trained = trained
+        self._pending: list[_Gathered] = []
+        self._num_losses = 0
+        self._reduced: set[tuple[str, int]] = set()
+        self.num_collectives = 0
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        owner = torch.distributed
+        self.wrap(owner, "all_gather", self._gather)
+        self.wrap(owner, "all_gather_into_tensor", self._gather)
+        self.wrap(owner, "all_reduce", self._all_reduce)
+        for name in _COUNTED:
+            self.wrap(owner, name, self._count)
+
+    def _count(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_collectives += 1
+        return original(*args, **kwargs)
+
+    def _all_reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_collectives += 1
+        given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
+        tensor, operation = given[:2]
+        place = self.log.place(sys._getframe(1))
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and place not in self._reduced:
+            self._reduced.add(place)
+            name = str(operation or "SUM").rpartition(".")[2]
+            order = self._trained.tick()
+            self.log.write(TensorReduced, order=order, num_elements=tensor.numel(), operation=name)
+        return original(*args, **kwargs)
+
+    def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_collectives += 1
+        result = original(*args, **kwargs)
+        given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
+        outputs, source = given[:2]
+        if isinstance(source, torch.Tensor) and self._num_losses < _MAX_LOSSES and _needs_gradient(source):
+            place = self.log.place(sys._getframe(1))
+            self._pending.append(_Gathered(original.__name__, list(source.shape), outputs, place))
+        return result
+
+    def forget(self) -> None:
+        """Forget what was gathered before an optimizer step: later losses are made of other tensors."""
+        self._pending.clear()
+        self._reduced.clear()
+
+    def loss_made(self, loss: torch.Tensor) -> None:
+        """Write down which of the gathered tensors a loss depends on, just before its backward pass."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        self._num_losses += 1
+        saved = list(_saved_tensors(loss))
+        uses = [[(node, tensor) for node, tensor in saved if gathered.is_part_of(tensor)] for gathered in pending]
+        nodes = [node for used in uses for node, _ in used]
+        for gathered, used in zip(pending, uses, strict=True):
+            if used or gathered.holds_own_loss():
+                self.log.write_at(
+                    gathered.place,
+                    GatherUsed,
+                    order=self._trained.tick(),
+                    function=gathered.function,
+                    shape=gathered.shape,
+                    has_gradient=not used or any(tensor.requires_grad for _, tensor in used),
+                    is_whole=any(nodes.count(node) > 1 for node, _ in used),
+                )
+
+
+def _needs_gradient(source: torch.Tensor) -> bool:
+    """Return whether a gradient would be lost; inside an autograd.Function gradients are not enabled."""
+    return torch.is_grad_enabled() and source.requires_grad and is_plain(source)
+
+
+def _saved_tensors(loss: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield matrices that the graph of a loss has saved, with the number of their node."""
+    for number, node in enumerate(nodes_of(loss)):
+        for name in dir(node):
+            if not name.startswith("_saved_"):
+                continue
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # it was changed in place, or freed
+                continue
+            if isinstance(value, torch.Tensor) and is_plain(value) and value.squeeze().ndim == 2:
+                yield number, value.squeeze()

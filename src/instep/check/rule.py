@@ -1,0 +1,90 @@
+"""The seam for rules: one small class, one registry line for each.
+
+To add a rule, write a module in `check/rules` with a subclass of `Rule`, add its line to `RULES` in
+`check/rules/__init__.py`, a page `docs/check/ID.md`, and a script with the bug and its corrected twin to
+`tests/check/corpus/ID`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observation, Observed
+from instep.check.source.module import SourceModule
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that a rule may look at."""
+
+    modules: Sequence[SourceModule]
+    """The user's files, the script first."""
+    observed: Observed | None = None
+    """What the ranks did; None: the script was only read."""
+
+
+class Rule(ABC):
+    """One kind of mistake. A rule has no state."""
+
+    id: ClassVar[str]
+    severity: ClassVar[Severity]
+    """Of its findings, unless one says otherwise."""
+    effect: ClassVar[str]
+    """What the mistake does to the result, in one sentence."""
+    watches: ClassVar[dict[type[Observation], str]] = {}
+    """What has to be seen for a silent rule to mean something: in words, such as "a second epoch"."""
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+        """Yield what the run shows."""
+        return ()
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:  # noqa: ARG002
+        """Yield what the source of one file shows, without having run."""
+        return ()
+
+    def settled(
+        self,
+        observed: Observed,  # noqa: ARG002
+        modules: Sequence[SourceModule],  # noqa: ARG002
+    ) -> Iterable[tuple[str, int]]:
+        """Yield the places that the run has shown to be sound: what is read there is not reported."""
+        return ()
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Return whether the run has shown that what `read` suspects at a place does no harm."""
+        return False
+
+    def finding(
+        self, place: tuple[str, int], message: str, evidence: str, fix: str, severity: Severity | None = None
+    ) -> Finding:
+        """Return a finding of this rule."""
+        return Finding(
+            rule=self.id,
+            severity=severity or self.severity,
+            file=place[0],
+            line=place[1],
+            message=message,
+            evidence=evidence,
+            effect=self.effect,
+            fix=fix,
+        )
+
+
+def judge_all(rules: Iterable[Rule], evidence: Evidence) -> list[Finding]:
+    """Return the findings of all rules; where a rule saw a mistake happen at a line, it does not report it as read."""
+    findings: list[Finding] = []
+    for rule in rules:
+        seen = [] if evidence.observed is None else list(rule.judge(evidence.observed, evidence.modules))
+        places = {(finding.file, finding.line) for finding in seen}
+        places |= set() if evidence.observed is None else set(rule.settled(evidence.observed, evidence.modules))
+        read = [finding for module in evidence.modules for finding in rule.read(module)]
+        if evidence.observed is not None:
+            read = [finding for finding in read if not rule.excuses(evidence.observed, finding)]
+        findings += seen
+        findings += [finding for finding in read if (finding.file, finding.line) not in places]
+    order = list(Severity)
+    return sorted(findings, key=lambda finding: (order.index(finding.severity), finding.file, finding.line))

@@ -1,0 +1,101 @@
+"""batchnorm-not-synced: BatchNorm statistics that drift apart between the ranks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observed
+from instep.check.records.model_state import NormEntered
+from instep.check.replication import are_replicas
+from instep.check.rule import Rule
+from instep.check.source.module import SourceModule
+
+_FIX = (
+    "+ model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n"
+    "  model = DDP(model)  # on a CPU: without broadcast_buffers=False"
+)
+_OPTIONS = ("broadcast_buffers", "forward_sync_buffers")
+_WRAPPERS = ("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel")
+
+
+class BatchNormNotSynced(Rule):
+    """Compares the running statistics of BatchNorm across ranks, before each training step and each evaluation."""
+
+    id = "batchnorm-not-synced"
+    severity = Severity.WARNING
+    effect = (
+        "Each rank normalises with its own statistics: it evaluates another model, and a checkpoint holds one rank's."
+    )
+    watches: ClassVar = {NormEntered: "a BatchNorm layer"}
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield BatchNorm layers whose statistics differ between ranks."""
+        if not are_replicas(observed):
+            return
+        training, num_trained = _differing(observed, training=True)
+        evaluated, num_evaluated = _differing(observed, training=False)
+        is_averaged = num_evaluated > 0 and not evaluated  # before each evaluation, as timm does
+        if is_averaged or (len(training) < 2 and not evaluated):
+            return
+        seen = []
+        if training:
+            seen.append(f"before {len(training)} of {num_trained} training steps")
+        if evaluated:
+            seen.append(f"in {len(evaluated)} of {num_evaluated} evaluations")
+        shown = (evaluated or training)[0]
+        yield self.finding(
+            _wrapped_at(modules) or (shown.file, shown.line),
+            "The running statistics of BatchNorm differ between the ranks.",
+            f"they differed {' and '.join(seen)}",
+            _FIX,
+            Severity.ERROR if training and evaluated else None,
+        )
+
+    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:
+        """Yield the wrappers, if the statistics were seen to be the same on all ranks."""
+        differing, compared = _differing(observed, training=True)
+        if compared > 1 and not differing:
+            yield from (module.place(call.node) for module in modules for call in module.calls_of(*_WRAPPERS))
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield wrappers that do not broadcast buffers around a model with BatchNorm."""
+        has_norm = any("BatchNorm" in call.last and "Sync" not in call.last for call in module.calls)
+        if not has_norm or any(True for _ in module.calls_of("convert_sync_batchnorm")):
+            return
+        for call in module.calls_of(*_WRAPPERS):
+            if any(_is_false(call.argument(name)) for name in _OPTIONS) and not _averages_buffers(module):
+                yield self.finding(
+                    module.place(call.node),
+                    "With broadcast_buffers=False nothing keeps the statistics of BatchNorm the same on all ranks.",
+                    f"`{module.line(call.node.lineno)}`",
+                    _FIX,
+                )
+
+
+def _differing(observed: Observed, training: bool) -> tuple[list[NormEntered], int]:
+    """Return rank 0's entries whose statistics another rank did not have, and how many were compared."""
+    ranks = [
+        {entry.step: entry for entry in reversed(entries) if entry.training == training}
+        for entries in observed.by_rank(NormEntered)
+    ]
+    steps = sorted(set.intersection(*(set(rank) for rank in ranks))) if len(ranks) > 1 else []
+    differing = [ranks[0][step] for step in steps if len({rank[step].statistics for rank in ranks}) > 1]
+    return differing, len(steps)
+
+
+def _wrapped_at(modules: Sequence[SourceModule]) -> tuple[str, int] | None:
+    calls = [(module, call) for module in modules for call in module.calls_of(*_WRAPPERS)]
+    calls.sort(key=lambda item: not any(item[1].argument(name) for name in _OPTIONS))
+    return calls[0][0].place(calls[0][1].node) if calls else None
+
+
+def _is_false(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def _averages_buffers(module: SourceModule) -> bool:
+    """Return whether a file has to do with buffers itself, as `distribute_bn` of timm."""
+    return any(call.last in ("buffers", "named_buffers", "distribute_bn") for call in module.calls)

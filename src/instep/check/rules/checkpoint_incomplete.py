@@ -1,0 +1,101 @@
+"""checkpoint-incomplete: checkpoints from which a training cannot continue as it was."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observed
+from instep.check.records.files import CheckpointSaved
+from instep.check.rule import Rule
+from instep.check.source.functions import loops_around
+from instep.check.source.module import SourceModule
+from instep.check.source.saved_dicts import SavedDict, saved_dicts, scripts_parts
+
+_RESUMED = re.compile(r"ckpt|checkpoint|latest|last|resume|snapshot", re.IGNORECASE)
+_EXPORTED = re.compile(r"best|final|weights|export|model", re.IGNORECASE)
+_WORDS = {
+    "optimizer": "the optimizer's state",
+    "scheduler": "the schedule's state",
+    "scaler": "the GradScaler's state",
+    "progress": "the epoch or step",
+    "generator": "the random generators' states",
+}
+
+
+class CheckpointIncomplete(Rule):
+    """Compares what was saved with what the training has used."""
+
+    id = "checkpoint-incomplete"
+    severity = Severity.WARNING
+    effect = "A resumed training is another one: momentum, learning rate, loss scale or position begin anew."
+    watches: ClassVar = {CheckpointSaved: "a checkpoint that is saved"}
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield checkpoints that lack something."""
+        saved = {(save.file, save.line): save for saves in observed.by_rank(CheckpointSaved) for save in saves}
+        for place, save in saved.items():
+            if not _is_to_resume(save.path, save.holds, modules):
+                continue
+            lacks = [part for part in (*save.uses, "progress") if part not in save.holds]
+            written = [
+                _dict_place(module, item)
+                for module in modules
+                for item in saved_dicts(module)
+                if module.place(item.node) == place
+            ]
+            yield from self._report(
+                next(iter(written), place), lacks, save.holds, f"{os.path.basename(save.path)} holds"
+            )
+
+    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
+        """Yield the lines whose checkpoints were seen."""
+        return {(save.file, save.line) for saves in observed.by_rank(CheckpointSaved) for save in saves}
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield dicts that are saved without something that the file uses."""
+        for saved in saved_dicts(module):
+            if _is_written_to_resume(module, saved):
+                lacks = [part for part in (*scripts_parts(module), "progress") if part not in saved.holds]
+                yield from self._report(_dict_place(module, saved), lacks, sorted(saved.holds), "it holds")
+
+    def _report(self, place: tuple[str, int], lacks: list[str], holds: list[str], what: str) -> Iterable[Finding]:
+        if not lacks:
+            return
+        missing = " and ".join(_WORDS[part] for part in lacks)
+        held = ", ".join(holds) or "nothing that was recognised"
+        fix = "\n".join(f"+ {part!r}: {_value(part)}," for part in lacks)
+        message = f"The checkpoint lacks {missing}."
+        yield self.finding(place, message, f"{what}: {held}", fix)
+
+
+def _is_to_resume(path: str, holds: list[str], modules: Sequence[SourceModule]) -> bool:
+    """Return whether a file is meant to continue from, not an export of weights."""
+    if "model" not in holds:
+        return False
+    if set(holds) - {"model"}:
+        return True
+    name = os.path.basename(path)
+    resumes = any("resume" in line.lower() for module in modules for line in module.lines)
+    return bool(_RESUMED.search(name)) or (resumes and not _EXPORTED.search(name))
+
+
+def _is_written_to_resume(module: SourceModule, saved: SavedDict) -> bool:
+    if "model" not in saved.holds:
+        return False
+    if saved.holds - {"model"}:
+        return True
+    is_repeated = any(loops_around(module, saved.node))
+    return is_repeated and bool(_RESUMED.search(ast.unparse(saved.path))) if saved.path is not None else False
+
+
+def _value(part: str) -> str:
+    return {"progress": "epoch", "generator": "torch.get_rng_state()"}.get(part, f"{part}.state_dict()")
+
+
+def _dict_place(module: SourceModule, saved: SavedDict) -> tuple[str, int]:
+    return module.place(saved.saved)

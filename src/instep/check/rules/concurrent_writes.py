@@ -1,0 +1,133 @@
+"""concurrent-writes: several ranks that write one file, and collective states that only one rank gathers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observed
+from instep.check.records.files import FileWritten
+from instep.check.rule import Rule
+from instep.check.source.collective_calls import STATE_COLLECTIVES, is_distributed
+from instep.check.source.functions import Function, assignments, call_sites, function_around
+from instep.check.source.module import Call, SourceModule
+from instep.check.source.rank_guards import guard_of_callers, mentions_rank
+
+_SAVES = ("torch.save", "safetensors.torch.save_file", "save_file")
+_ONCE = "+ if dist.get_rank() == 0:\n      torch.save(...)"
+_SHARDING = ("FullyShardedDataParallel", "fully_shard")
+
+
+class ConcurrentWrites(Rule):
+    """Compares the files that the ranks wrote, and reads under which condition files are saved."""
+
+    id = "concurrent-writes"
+    severity = Severity.WARNING
+    effect = "The file may be damaged, or hold the state of whichever rank wrote last; a gathered state hangs."
+    watches: ClassVar = {FileWritten: "a file that is written"}
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+        """Yield files that several ranks wrote."""
+        writes: dict[str, dict[int, FileWritten]] = {}
+        for rank, files in enumerate(observed.by_rank(FileWritten)):
+            for file in files:
+                writes.setdefault(file.path, {}).setdefault(rank, file)
+        reported: set[tuple[str, int]] = set()
+        for path, ranks in writes.items():
+            first = next(iter(ranks.values()))
+            if len(ranks) > 1 and (first.file, first.line) not in reported:
+                reported.add((first.file, first.line))
+                yield self._shared(path, ranks, first)
+
+    def _shared(self, path: str, ranks: dict[int, FileWritten], first: FileWritten) -> Finding:
+        severity = Severity.WARNING
+        if all(file.appends for file in ranks.values()):
+            severity = Severity.NOTE
+        elif first.function == "torch.save":
+            severity = Severity.ERROR
+        return self.finding(
+            (first.file, first.line),
+            f"{len(ranks)} ranks write the same file.",
+            f"ranks {', '.join(map(str, sorted(ranks)))} wrote {path} by {first.function}",
+            _ONCE,
+            severity,
+        )
+
+    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
+        """Yield the lines whose writes were seen, by one rank or to different files."""
+        return {(file.file, file.line) for files in observed.by_rank(FileWritten) for file in files}
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield saves that all ranks make, or one on each node, and states that only one rank gathers."""
+        if not is_distributed(module):
+            return
+        for call in module.calls_of(*_SAVES):
+            yield from self._read_save(module, call)
+        for call in module.calls:
+            guard = guard_of_callers(module, call.node) if _gathers(module, call) else None
+            if guard is not None and guard.is_main:
+                yield self.finding(
+                    module.place(call.node),
+                    "The state is gathered from all ranks, but only one rank calls it.",
+                    f"`{module.line(call.node.lineno)}` under `{ast.unparse(guard.node).splitlines()[0]}`",
+                    "Gather the state on all ranks, then save it under `if rank == 0`.",
+                    Severity.ERROR,
+                )
+
+    def _read_save(self, module: SourceModule, call: Call) -> Iterable[Finding]:
+        path = call.argument("f" if call.last == "save" else "filename", 1)
+        guard = guard_of_callers(module, call.node)
+        if (
+            path is None
+            or _differs_by_rank(module, path)
+            or _is_buffer(module, path)
+            or _called_elsewhere(module, call)
+        ):
+            return
+        if guard is None:
+            message, fix = "Every rank saves to the same path.", _ONCE
+        elif guard.is_local and guard.is_main:
+            message = "Rank 0 of each node saves to the same path: on a shared file system they collide."
+            fix = "- if local_rank == 0:\n+ if rank == 0:"
+        else:
+            return
+        yield self.finding(module.place(call.node), message, f"`{module.line(call.node.lineno)}`", fix)
+
+
+def _called_elsewhere(module: SourceModule, call: Call) -> bool:
+    """Return whether a call is in a function that other files call, under conditions that are not known here."""
+    function = function_around(module, call.node)
+    return isinstance(function, Function) and not call_sites(module, function)
+
+
+def _gathers(module: SourceModule, call: Call) -> bool:
+    """Return whether a call needs all ranks: a gathered state, or the state_dict of a module that FSDP1 shards."""
+    if call.last in STATE_COLLECTIVES or call.name.startswith("torch.distributed.checkpoint.save"):
+        return True
+    if call.last != "state_dict" or not isinstance(call.node.func, ast.Attribute):
+        return False
+    return ast.unparse(call.node.func.value) in _sharded_names(module)
+
+
+def _sharded_names(module: SourceModule) -> set[str]:
+    """Return the variables that hold a model which FSDP shards."""
+    names: set[str] = set()
+    for call in module.calls_of(*_SHARDING):
+        statement = next((outer for outer in module.around(call.node) if isinstance(outer, ast.Assign)), None)
+        names |= {ast.unparse(target) for target in statement.targets} if statement is not None else set()
+        names |= {ast.unparse(call.node.args[0])} if call.last == "fully_shard" and call.node.args else set()
+    return names
+
+
+def _differs_by_rank(module: SourceModule, path: ast.expr) -> bool:
+    if mentions_rank(path):
+        return True
+    names = {node.id for node in ast.walk(path) if isinstance(node, ast.Name)}
+    return any(names & set_names and mentions_rank(value) for set_names, value in assignments(module.tree))
+
+
+def _is_buffer(module: SourceModule, path: ast.expr) -> bool:
+    names = {node.id for node in ast.walk(path) if isinstance(node, ast.Name)}
+    return any("BytesIO" in ast.unparse(value) for set_names, value in assignments(module.tree) if names & set_names)

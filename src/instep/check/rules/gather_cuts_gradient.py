@@ -1,0 +1,57 @@
+"""A loss of gathered tensors: all_gather returns copies without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observed
+from instep.check.records.gradients import BackwardRan, GatherUsed
+from instep.check.rule import Rule
+from instep.check.source.module import SourceModule
+
+_FIX = "gathered = torch.distributed.nn.functional.all_gather(features)"
+
+
+class GatherCutsGradient(Rule):
+    """Finds losses that depend on what all_gather returned for a tensor with gradients."""
+
+    id = "gather-cuts-gradient"
+    severity = Severity.ERROR
+    effect = "The gradient lacks the terms that went through other ranks, or is too small by the world size."
+    watches = {BackwardRan: "a backward pass"}  # noqa: RUF012
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+        """Yield one finding for each line that gathers for a loss."""
+        seen: set[tuple[str, int]] = set()
+        for used in (use for uses in observed.by_rank(GatherUsed) for use in uses):
+            if (used.file, used.line) not in seen:
+                seen.add((used.file, used.line))
+                yield self._finding(used, observed.world_size)
+
+    def _finding(self, used: GatherUsed, world_size: int) -> Finding:
+        place = used.file, used.line
+        what = f"{used.function} of a tensor of shape {used.shape} that requires gradients"
+        if not used.has_gradient:
+            return self.finding(
+                place,
+                f"The loss depends on what {used.function} returned, which carries no gradient.",
+                f"{what}: its rows are part of the loss, without a gradient",
+                _FIX,
+            )
+        if not used.shape or used.is_whole:
+            return self.finding(
+                place,
+                f"Every rank computes the whole loss from gathered tensors, and only its own part has a gradient: "
+                f"averaged over ranks, gradients are {world_size} times too small.",
+                f"{what}; the rank's own part was put back among the gathered ones",
+                _FIX,
+                Severity.WARNING,
+            )
+        return self.finding(
+            place,
+            "The loss compares local rows with gathered ones; other ranks' losses give no gradient to these rows.",
+            f"{what}; the rank's own part was put back among the gathered ones",
+            _FIX,
+            Severity.WARNING,
+        )

@@ -1,0 +1,162 @@
+"""Rule metric-of-one-shard: what is reported is the metric of one rank's samples, or the mean of the ranks' ratios."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observation, Observed
+from instep.check.passes import LoaderPass, evaluations, is_data_parallel, shared_share
+from instep.check.records.data import BatchYielded, EvaluationSeen, LoadersEnded, PassBegan
+from instep.check.rule import Rule
+from instep.check.source.loops import function_around, module_of, statement_at, within
+from instep.check.source.module import Call, SourceModule
+from instep.check.source.names import calls_of, mentions
+
+_REPORTS = ("print", "info", "log", "log_metrics", "add_scalar", "write", "report", "append")
+_REDUCES = ("all_reduce", "reduce")
+
+
+class MetricOfOneShard(Rule):
+    """Finds evaluations that ranks divide without bringing their results together."""
+
+    id = "metric-of-one-shard"
+    severity = Severity.WARNING
+    effect = "The number is that of a part of the data: noisier than it looks, and different on each rank."
+    watches: ClassVar[dict[type[Observation], str]] = {EvaluationSeen: "an evaluation to its end"}
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield evaluations of parts after which no collective combines anything."""
+        if not is_data_parallel(observed):
+            return
+        done: set[str] = set()
+        for group in evaluations(observed):
+            made = group[0].made
+            if made.loader in done or not _is_divided(group) or _was_reduced(observed, group):
+                continue
+            done.add(made.loader)
+            counts = " and ".join(str(one.num_samples) for one in group[:8])
+            yield self.finding(
+                _place(modules, group[0]),
+                "The metric is that of one rank's part of the data: nothing combines the parts.",
+                f"the ranks evaluated {counts} samples, and no collective was called before the next batch",
+                "+ dist.all_reduce(counts)  # sums of hits and of samples; divide afterwards",
+                Severity.ERROR if _is_reported(modules, group[0]) else None,
+            )
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield ratios that are averaged over ranks, in functions that do not train."""
+        for call in module.calls_of(*_REDUCES):
+            function = function_around(module, call.node)
+            if function is None or any(inner.last == "backward" for inner in _calls_in(module, function)):
+                continue
+            name = call.node.args[0].id if call.node.args and isinstance(call.node.args[0], ast.Name) else ""
+            ratio = _ratio(function, name, call.node.lineno) if name else None
+            if ratio is not None and _divides_by_ranks(function, name, call):
+                yield self.finding(
+                    module.place(call.node),
+                    f"`{name}` is the mean of the ranks' ratios, not the ratio of all samples.",
+                    f"line {ratio.lineno}: {module.line(ratio.lineno)}",
+                    "+ dist.all_reduce(counts)  # sum numerators and denominators, and divide afterwards",
+                )
+
+
+def _is_divided(group: Sequence[LoaderPass]) -> bool:
+    """Return whether ranks evaluated different samples."""
+    shares = [shared_share(group[0], other) for other in group[1:]]
+    return bool(shares) and all(total > 0 and shared * 2 < total for shared, total in shares)
+
+
+def _was_reduced(observed: Observed, group: Sequence[LoaderPass]) -> bool:
+    """Return whether any rank called a collective from the evaluation's first batch until the next loader's batch."""
+    return any(_reductions_after(observed, one) > one.began.reductions for one in group)
+
+
+def _reductions_after(observed: Observed, one: LoaderPass) -> int:
+    """Return the rank's count of collectives when it went on to another loader, or at its end."""
+    assert one.ended is not None
+    records: list[PassBegan | BatchYielded] = [
+        *observed.by_rank(PassBegan)[one.rank],
+        *observed.by_rank(BatchYielded)[one.rank],
+    ]
+    later = [
+        record.reductions
+        for record in records
+        if record.step > one.ended.step and record.reductions >= one.ended.reductions
+    ]
+    ends = [record.reductions for record in observed.by_rank(LoadersEnded)[one.rank]]
+    return min(later) if later else max([*ends, one.ended.reductions])
+
+
+def _calls_in(module: SourceModule, node: ast.AST) -> list[Call]:
+    inside = set(within(node))
+    return [call for call in module.calls if call.node in inside]
+
+
+def _reports_after(module: SourceModule, node: ast.AST, line: int) -> Iterator[Call]:
+    for call in _calls_in(module, node):
+        if call.node.lineno > line and call.last in _REPORTS:
+            yield call
+
+
+def _report_of(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int] | None:
+    """Return the line that reports the metric: after the loop over batches, or after the call of its function."""
+    module = module_of(modules, one.began.file)
+    statement = statement_at(module, one.began.line) if module is not None else None
+    if module is None or statement is None:
+        return None
+    function = function_around(module, statement)
+    for report in _reports_after(module, function or module.tree, statement.end_lineno or one.began.line):
+        return module.place(report.node)
+    for other, call in calls_of(modules, function.name) if function is not None else ():
+        caller = function_around(other, call.node) or other.tree
+        for report in _reports_after(other, caller, call.node.end_lineno or call.node.lineno):
+            return other.place(report.node)
+    return None
+
+
+def _is_reported(modules: Sequence[SourceModule], one: LoaderPass) -> bool:
+    """Return whether the script itself prints the metric: a framework may combine the parts in a way of its own."""
+    return not mentions(modules, "LightningModule", "TrainingArguments", "torchmetrics") and (
+        _report_of(modules, one) is not None
+    )
+
+
+def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
+    return _report_of(modules, one) or (one.began.file, one.began.line)
+
+
+def _ratio(function: ast.AST, name: str, line: int) -> ast.stmt | None:
+    """Return the last assignment before a line that makes `name` a ratio, directly or from names that are ratios."""
+    ratios: set[str] = set()
+    found: ast.stmt | None = None
+    for node in sorted((n for n in within(function) if isinstance(n, ast.Assign)), key=lambda n: n.lineno):
+        if node.lineno >= line or not isinstance(node.targets[0], ast.Name):
+            continue
+        used = {inner.id for inner in ast.walk(node.value) if isinstance(inner, ast.Name)}
+        if any(_is_ratio(inner) for inner in ast.walk(node.value)) or used & ratios:
+            ratios.add(node.targets[0].id)
+            found = node if node.targets[0].id == name else found
+    return found
+
+
+def _is_ratio(node: ast.AST) -> bool:
+    """Return whether a node divides by something that was counted, not by a constant or a length."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return False
+    divisor = ast.unparse(node.right)
+    return not isinstance(node.right, ast.Constant) and "len(" not in divisor and "world" not in divisor
+
+
+def _divides_by_ranks(function: ast.AST, name: str, call: Call) -> bool:
+    """Return whether the sum over ranks becomes a mean: by its operation, or by a division afterwards."""
+    if "AVG" in ast.unparse(call.node):
+        return True
+    for node in within(function):
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+            text = ast.unparse(node)
+            if node.lineno > call.node.lineno and name in text and ("world" in text or "num_processes" in text):
+                return True
+    return False

@@ -1,0 +1,114 @@
+"""rank-dependent-collective: control flow that may lead ranks past a collective that others wait in."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+from instep.check.collective_mismatch import mismatches
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observed
+from instep.check.records.collectives import CollectiveCalled
+from instep.check.rule import Rule
+from instep.check.source.collective_calls import has_group, is_collective, is_distributed
+from instep.check.source.functions import calls_below, functions_named, loops_around, trains
+from instep.check.source.local_conditions import (
+    collectives_over_local_keys,
+    collectives_under_local_conditions,
+    local_collectives,
+    skips_under_local_conditions,
+)
+from instep.check.source.module import Call, SourceModule
+from instep.check.source.rank_guards import rank_guard
+
+
+class RankDependentCollective(Rule):
+    """Reads conditions on a rank's own data around collectives, and compares what the ranks issued."""
+
+    id = "rank-dependent-collective"
+    severity = Severity.WARNING
+    effect = "As soon as the ranks take different ways, some wait in a collective that the others never issue."
+    watches: ClassVar = {CollectiveCalled: "a collective of the script's own"}
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield conditions by which the ranks have parted."""
+        places = {place for module in modules for place in local_collectives(module)}
+        for mismatch in mismatches(observed):
+            if mismatch.place in places:
+                message = "The ranks took different ways around a collective, by their own data."
+                yield self.finding(mismatch.place, message, mismatch.text, _FIX, Severity.ERROR)
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield collectives, and turns of a training loop, that depend on a rank's own data or on its rank."""
+        for item in collectives_under_local_conditions(module):
+            yield self.finding(
+                module.place(item.missed),
+                "A collective is issued only if this rank's own data says so.",
+                f"`{module.line(item.missed.lineno)}` under `if {ast.unparse(item.node.test)}`",
+                _FIX,
+            )
+        for loop, call in collectives_over_local_keys(module):
+            yield self.finding(
+                module.place(call.node),
+                "A collective is issued for each key that this rank's own data has: ranks may have different ones.",
+                f"`{module.line(call.node.lineno)}` in `{module.line(loop.lineno)}`",
+                "Agree on the keys first (all_gather_object), or reduce one tensor with a place for every key.",
+            )
+        if not is_distributed(module):
+            return
+        for item in skips_under_local_conditions(module):
+            yield self.finding(
+                module.place(item.missed),
+                "A rank skips its backward pass if its own data says so; the others wait for its gradients.",
+                f"`{module.line(item.missed.lineno)}` under `if {ast.unparse(item.node.test)}`",
+                "Agree on the condition first (all_reduce it), or let the rank go through backward with a zero loss.",
+            )
+        yield from self._by_rank(module)
+
+    def _by_rank(self, module: SourceModule) -> Iterator[Finding]:
+        """Yield functions with collectives that only some ranks call, and loops that only some ranks leave."""
+        for call, inner in _guarded_functions(module):
+            yield self.finding(
+                module.place(call.node),
+                f"Only some ranks call {call.last}, which issues {inner.last}.",
+                f"`{module.line(call.node.lineno)}` leads to line {inner.node.lineno}",
+                f"Call {call.last} on all ranks, and put the condition around what only one rank should do.",
+            )
+        for node in ast.walk(module.tree):
+            leaves = isinstance(node, ast.Break | ast.Continue) and _is_under_guard(module, node)
+            if leaves and any(trains(module, loop) for loop in loops_around(module, node)):
+                assert isinstance(node, ast.stmt)
+                yield self.finding(
+                    module.place(node),
+                    "Only some ranks leave a training loop here; the others wait for their gradients.",
+                    f"`{module.line(node.lineno)}` under a condition on the rank",
+                    "Let one rank decide, and broadcast the decision to all.",
+                )
+
+
+_FIX = "Issue the collective on all ranks: put the condition on what it gives, not around it."
+
+
+def _guarded_functions(module: SourceModule) -> Iterator[tuple[Call, Call]]:
+    """Yield calls under a condition on the rank, with a collective that the called function of this file issues."""
+    for call in module.calls:
+        if not isinstance(call.node.func, ast.Name) or rank_guard(module, call.node) is None:
+            continue
+        functions = functions_named(module, call.last)
+        if len(functions) != 1:
+            continue
+        inner = (
+            below
+            for below in calls_below(module, functions[0])
+            if is_collective(below) and not has_group(below) and rank_guard(module, below.node) is None
+        )
+        if (first := next(inner, None)) is not None:
+            yield call, first
+
+
+def _is_under_guard(module: SourceModule, node: ast.AST) -> bool:
+    """Return whether an `if` on the rank, inside the loop, is around a statement."""
+    loop = next(loops_around(module, node), None)
+    guard = rank_guard(module, node)
+    return loop is not None and guard is not None and guard.node in set(ast.walk(loop))

@@ -1,0 +1,80 @@
+"""same-noise: ranks that draw the same random numbers in training, or begin with different weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from instep.check.finding import Finding, Severity
+from instep.check.observations import Observed
+from instep.check.records.collectives import ModelSplit
+from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, SeedChosen
+from instep.check.replication import are_replicas
+from instep.check.rule import Rule
+from instep.check.source.module import SourceModule
+
+_RESTORES = ("load", "load_state_dict", "set_model_state_dict", "set_state_dict", "broadcast", "from_pretrained")
+
+
+class SameNoise(Rule):
+    """Compares the generators of the ranks in each step, and their weights before the first one."""
+
+    id = "same-noise"
+    severity = Severity.WARNING
+    effect = "The noise of a step averages out less than it should: N ranks regularise like one."
+    watches: ClassVar = {NoiseDrawn: "random numbers in a training step", FirstUpdate: "a first optimizer step"}
+
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield noise that all ranks share, and weights that they do not."""
+        if observed.world_size < 2 or observed.has(ModelSplit):
+            return
+        if are_replicas(observed):
+            yield from self._shared_noise(observed)
+        yield from self._different_weights(observed)
+        yield from self._different_shards(observed, modules)
+
+    def _shared_noise(self, observed: Observed) -> Iterable[Finding]:
+        ranks = [{drawn.step: drawn for drawn in noise} for noise in observed.by_rank(NoiseDrawn)]
+        steps = sorted(set.intersection(*(set(rank) for rank in ranks)))
+        same = [step for step in steps if len({(*rank[step].before, *rank[step].after) for rank in ranks}) == 1]
+        if len(same) < 2 or len(same) < 0.8 * len(steps) or ranks[0][same[0]].framework:
+            return  # a trainer of a framework seeds all ranks alike, and leaves no choice
+        drawn, seeds = ranks[0][same[0]], [seeds for seeds in observed.by_rank(SeedChosen) if seeds]
+        place, how = (drawn.file, drawn.line), ""
+        if seeds and seeds[0][-1].file:
+            chosen = next((seed for seed in reversed(seeds[0]) if seed.step <= same[0]), seeds[0][-1])
+            place, how = (chosen.file, chosen.line), f" after the seed {chosen.seed}"
+        yield self.finding(
+            place,
+            "All ranks draw the same noise in training (dropout, or what the script adds).",
+            f"in {len(same)} of {len(steps)} steps the generators of {len(ranks)} ranks were in the same state{how}",
+            "- torch.manual_seed(seed)\n+ torch.manual_seed(seed + rank)  # DDP sends rank 0's weights to the others",
+        )
+
+    def _different_weights(self, observed: Observed) -> Iterable[Finding]:
+        for updates in zip(*observed.by_rank(FirstUpdate), strict=False):
+            are_alike = len({(update.shapes, update.gradients) for update in updates}) == 1
+            if not are_alike or updates[0].gradients is None or updates[0].is_sharded:
+                continue
+            if len({update.weights for update in updates}) > 1:
+                yield self.finding(
+                    (updates[0].file, updates[0].line),
+                    "The ranks train different weights with the same gradients: they did not begin as replicas.",
+                    f"before the first step the {updates[0].num_parameters} parameters differed between the ranks, "
+                    "and their gradients were equal",
+                    "Broadcast rank 0's parameters before training, or use DDP, which does.",
+                    Severity.ERROR,
+                )
+
+    def _different_shards(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        if any(call.last in _RESTORES for module in modules for call in module.calls):
+            return  # weights may be set afterwards
+        for shards in zip(*observed.by_rank(BeforeSharding), strict=False):
+            if len({shard.weights for shard in shards}) > 1 and not shards[0].syncs and not shards[0].package:
+                yield self.finding(
+                    (shards[0].file, shards[0].line),
+                    "FSDP shards a module whose weights differ between the ranks: the result is a mixture of them.",
+                    f"the weights of module {shards[0].number} differed before it was sharded",
+                    "Seed all ranks alike before the model is made; seed them apart afterwards.",
+                )
+                return

@@ -1,0 +1,1 @@
+"""Read a script's files, without running them. Pure."""

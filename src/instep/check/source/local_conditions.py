@@ -1,0 +1,110 @@
+"""Conditions that may differ by rank because they depend on the rank's own data: `if num_positives > 0:`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from instep.check.source.collective_calls import has_group, is_collective
+from instep.check.source.functions import assignments, calls_in, function_around, loops_around, names_in, trains
+from instep.check.source.module import Call, SourceModule
+
+_VALUES = frozenset(
+    (
+        *("any", "all", "count_nonzero", "isfinite", "isinf", "isnan", "item", "max", "mean", "min", "nonzero", "norm"),
+        *("numel", "sum", "tolist", "rand", "random", "randint", "uniform"),
+    )
+)
+"""Functions whose result is a value of this rank's data, or drawn."""
+
+
+@dataclass(frozen=True)
+class LocalCondition:
+    """An `if` that ranks may take differently, and what they would miss."""
+
+    node: ast.If
+    missed: ast.stmt | ast.expr
+    """A collective that only some ranks issue, or the statement by which some ranks leave the loop's turn."""
+
+
+def collectives_under_local_conditions(module: SourceModule) -> Iterator[LocalCondition]:
+    """Yield collectives that a rank issues only if its own data says so."""
+    for call in module.calls:
+        node = _local_if(module, call.node) if is_collective(call) and not has_group(call) else None
+        if node is not None and not _other_branch_has(module, node, call):
+            yield LocalCondition(node, call.node)
+
+
+def collectives_over_local_keys(module: SourceModule) -> Iterator[tuple[ast.For, Call]]:
+    """Yield loops over a dict that has the keys which this rank has met, with a collective inside."""
+    met = {name for names, value in assignments(module.tree) if _fills_itself(value) for name in names}
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.For) or not names_in(node.iter) & met:
+            continue
+        if calls := [call for call in calls_in(module, node) if is_collective(call) and not has_group(call)]:
+            yield node, calls[0]
+
+
+def _fills_itself(value: ast.expr) -> bool:
+    return (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("defaultdict", "Counter")
+    )
+
+
+def local_collectives(module: SourceModule) -> set[tuple[str, int]]:
+    """Return the places of collectives that depend on a rank's own data."""
+    under = {module.place(item.missed) for item in collectives_under_local_conditions(module)}
+    return under | {module.place(call.node) for _, call in collectives_over_local_keys(module)}
+
+
+def skips_under_local_conditions(module: SourceModule) -> Iterator[LocalCondition]:
+    """Yield where a rank leaves a turn of a training loop before backward because its own data says so."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Continue) or not any(trains(module, loop) for loop in loops_around(module, node)):
+            continue
+        condition = _local_if(module, node)
+        loop = next(loops_around(module, node))
+        later = any(call.last == "backward" and call.node.lineno > node.lineno for call in calls_in(module, loop))
+        if condition is not None and later:
+            yield LocalCondition(condition, node)
+
+
+def _local_if(module: SourceModule, node: ast.AST) -> ast.If | None:
+    inner = node
+    for outer in module.around(node):
+        if isinstance(outer, ast.If) and inner is not outer.test and _is_local(module, outer):
+            return outer
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            return None
+        inner = outer
+    return None
+
+
+def _is_local(module: SourceModule, node: ast.If) -> bool:
+    """Return whether a test depends on a value of this rank's data that no collective has seen before."""
+    if isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Is | ast.IsNot):
+        return False  # whether there is a value, not which
+    scope = function_around(module, node)
+    names = {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
+    sources = [value for set_names, value in assignments(scope) if set_names & names and value.lineno < node.lineno]
+    agreed = [call for call in calls_in(module, scope) if is_collective(call) and call.node.lineno < node.lineno]
+    if any(names & names_in(argument) for call in agreed for argument in call.node.args):
+        return False
+    if any(is_collective(call) for source in sources for call in calls_in(module, source)):
+        return False
+    return any(_is_value(module, expression) for expression in [node.test, *sources])
+
+
+def _is_value(module: SourceModule, expression: ast.expr) -> bool:
+    for call in calls_in(module, expression):
+        is_builtin = isinstance(call.node.func, ast.Name) and call.last in ("max", "min", "sum", "any", "all")
+        if call.last in _VALUES and not is_builtin and not call.name.startswith(("os.", "math.", "args.")):
+            return True
+    return False
+
+
+def _other_branch_has(module: SourceModule, node: ast.If, call: Call) -> bool:
+    branches = [node.body, node.orelse]
+    others = next(branch for branch in branches if not any(call.node in set(ast.walk(item)) for item in branch))
+    return any(other.last == call.last for item in others for other in calls_in(module, item))

@@ -1,0 +1,1 @@
+"""Finders: settings that are measured on this machine, one module each (finder.py has the seam)."""
