@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from optuna.study import StudyDirection
@@ -21,9 +23,13 @@ from instep.tune.claims import SharedClaims
 from instep.tune.folder import SearchFolder
 from instep.tune.ledger import Ledger, storage_url
 from instep.tune.named import make_pruner, make_sampler
+from instep.tune.packing import TrialLoad
 from instep.tune.plan import SearchPlan, TuneSpec
-from instep.tune.space import Choice
+from instep.tune.result import TuneResult
+from instep.tune.search import Search
+from instep.tune.space import Choice, Range
 from instep.tune.study import SearchStudy
+from instep.tune.trial_run import Evaluation, RunningTrial, TrialPlan
 
 FILE = commands.TESTS / "tune" / "tunable.py"
 
@@ -103,6 +109,79 @@ def test_claims_and_the_folder(tmp_path: Path) -> None:
             pass
         with pytest.raises(CheckpointError, match="is in use"), SearchFolder.opened(tmp_path / "s", "it", True, True):
             pass
+
+
+class Pretended(RunningTrial):
+    """A trial without a training: it evaluates once whenever it is looked at, and continues where it was stopped."""
+
+    num_evaluations = 9
+    reached: ClassVar[dict[int, int]] = {}
+    running: ClassVar[set[int]] = set()
+
+    def __init__(self, plan: TrialPlan, wake: Callable[[], object]) -> None:
+        super().__init__(plan)
+        assert plan.number not in self.running, f"trial {plan.number} runs twice"
+        self.running.add(plan.number)
+        (plan.run_dir / "events").mkdir(parents=True, exist_ok=True)
+        (plan.run_dir / "events" / "rank-0.jsonl").touch()
+        self.wake, self.seen, self.is_asked = wake, 0, False
+        self.evaluations: Any = self
+        self.load = TrialLoad(1)
+
+    def poll(self) -> Iterator[Evaluation]:
+        self.wake()
+        number = self.plan.number
+        if not self.is_asked:
+            self.reached[number] = min(self.reached.get(number, 0) + 1, self.num_evaluations)
+        while self.seen < self.reached[number]:
+            self.seen += 1
+            yield Evaluation(self.seen, self.seen, {"accuracy": number / 10})
+
+    def is_done(self) -> bool:
+        return self.is_asked or self.seen == self.num_evaluations
+
+    def result(self) -> dict[str, Any]:
+        self.running.discard(self.plan.number)
+        status = "complete" if self.seen == self.num_evaluations else "preempted"
+        metrics = {"accuracy": self.plan.number / 10}
+        return {"status": status, "metrics": metrics, "loss": 0.0, "wall_s": 0.0, "weights_sha256": "", "steps": 9}
+
+    def stop(self) -> None:
+        self.is_asked = True
+
+    def kill(self) -> None:
+        raise AssertionError("nothing is left running")
+
+
+@pytest.mark.timeout(60)
+def test_processes_promote_each_others_trials(tmp_path: Path) -> None:
+    """Three searches in threads: the rungs are those of one search, and no trial is continued twice at once."""
+    Pretended.reached.clear()
+    space = {"lr": Range("lr", 0.1, 0.2)}
+    tune = TuneSpec(trials=9, metric="accuracy:max", pruner="asha:eta=3", sampler="random", storage="journal")
+    plan = SearchPlan(load_file(FILE).Plain(), FILE, TrainSpec(steps=9), tune, space, 0)
+    results: list[TuneResult] = []
+
+    def search() -> None:
+        with SearchFolder.opened(tmp_path / "s", "it", False, is_shared=True) as folder:
+            results.append(Search(plan, folder, lambda _: None, Pretended).run())
+
+    threads = [threading.Thread(target=search) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    assert {result.status for result in results} <= {"complete", "running"}
+    trials = next(result.trials for result in results if result.status == "complete")
+    assert sorted({trial.state for trial in trials}) == ["complete", "pruned"]
+    reached = sorted((trial.num_evaluations for trial in trials), reverse=True)
+    assert len(reached) == 9
+    assert reached[0] == 9
+    assert 3 <= sum(count >= 3 for count in reached) < 9
+    assert trials[8].num_evaluations >= 3  # the best of all, whoever trained it
+    assert {trial.number: trial.num_evaluations for trial in trials} == Pretended.reached  # nothing was begun in vain
+    assert not Pretended.running
 
 
 def starts_in(trial: Path) -> int:

@@ -5,7 +5,8 @@ With a journal as its storage, a search may have several processes, on one machi
 No process leads. Each of them, whenever it is free:
 
 - locks the folder's decisions, so that one process at a time decides, and takes in what the others have recorded;
-- continues a trial that nobody runs, if there is one: a trial that has not ended and whose claim is free;
+- continues a trial that nobody runs, if there is one: a trial whose claim is free and which, as is looked up again when
+  this process has the claim, has not ended;
 - or else draws the parameters of a new trial, over the trials of all processes, records it, and claims it.
 
 Both are locks of files, which the kernel releases when a process ends in whichever way. So a trial of a process that

@@ -131,17 +131,20 @@ class Search:
     def _restore(self) -> None:
         """Take in trials that nobody runs: the first one to continue (alone: all), and those that wait at a rung."""
         self._paused.clear()
+        others = [trial.number for trial in self._study.unfinished() if trial.number not in self._slots]
+        free = {number for number in others if self._claims.take(number)}
+        if self._claims.is_shared:
+            self._study.sync()  # after the claims: whoever had one before has recorded all that it ever will
         for trial in self._study.trials:
             if (number := trial.number) in self._slots:
                 continue
             is_paused = self._promotion is not None and self._promotion.begin(number, trial.intermediate_values)
-            if trial.state.is_finished() or not self._claims.take(number):
-                continue
-            if is_paused:
-                self._paused.add(number)
-            elif not (self._claims.is_shared and self._waiting):
-                self._waiting.append(trial)
-                continue
+            if number in free and not trial.state.is_finished():
+                if is_paused:
+                    self._paused.add(number)
+                elif not (self._claims.is_shared and self._waiting):
+                    self._waiting.append(trial)
+                    continue
             self._claims.release(number)
 
     def _leave(self) -> None:
