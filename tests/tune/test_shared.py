@@ -216,6 +216,23 @@ def test_two_processes_one_is_killed(tmp_path: Path) -> None:
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.timeout(120)
+def test_asked_to_leave_before_it_has_begun(tmp_path: Path) -> None:
+    """As a job of SLURM that is requeued: the outcome says so, whenever the signal comes."""
+    words = ("lr=0.01..0.1", "--trials", "2", "--storage", "journal", "--run-dir", str(tmp_path / "s"), "--json")
+    process = commands.start("instep", "tune", f"{FILE}:Paced", *words)
+    commands.wait_for(lambda: handles_usr1(process.pid))
+    process.send_signal(signal.SIGUSR1)
+    outcome = commands.result_of(end_of(process))
+    assert (outcome["status"], outcome["trials"]) == ("preempted", [])
+
+
+def handles_usr1(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
 def end_of(process: Any) -> subprocess.CompletedProcess[str]:
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -21,7 +21,7 @@ def main() -> None:
 
 def _run() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command in ("train", "tune"):
+    if command == "train" or (command == "tune" and not any(word.startswith("--find") for word in sys.argv)):
         keep_early_stops()
     if command in ("train", "evaluate", "predict"):
         is_local = launcher_here() == "none" and not any(word.startswith("--hosts") for word in sys.argv)
