@@ -66,7 +66,7 @@ def main():
     trainer = Trainer(model=model, args=args, train_dataset=Palindromes(512, 1), eval_dataset=Palindromes(128, 2), compute_metrics=metrics)
     trainer.train()
     result = trainer.evaluate()
-    trainer.model.save_pretrained(f"{cli.output_dir}/final")
+    torch.save(trainer.model.state_dict(), f"{cli.output_dir}/final.pt")
     if trainer.is_world_process_zero():
         print(f"accuracy {result['eval_accuracy']:.3f}")
     if torch.distributed.is_initialized():

@@ -66,7 +66,8 @@ def main():
     trainer = Trainer(model=model, args=args, train_dataset=Palindromes(512, 1), eval_dataset=Palindromes(128, 2), compute_metrics=metrics)
     trainer.train()
     result = trainer.evaluate()
-    trainer.save_model(f"{cli.output_dir}/final")
+    if trainer.is_world_process_zero():
+        torch.save(trainer.model.state_dict(), f"{cli.output_dir}/final.pt")
     if trainer.is_world_process_zero():
         print(f"accuracy {result['eval_accuracy']:.3f}")
     if torch.distributed.is_initialized():

@@ -63,7 +63,7 @@ def cli_main():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    L.seed_everything(42 + trainer.global_rank, workers=True)
+    L.seed_everything(42, workers=True)
     model = LitMLP()
     trainer.fit(model, DigitsDataModule(args.batch_size // trainer.world_size))
     if trainer.is_global_zero:
