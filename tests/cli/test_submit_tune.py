@@ -50,7 +50,7 @@ def test_the_script_of_an_array(tmp_path: Path, capsys: Any) -> None:
     [
         (("lr=0.1",), "there is nothing to search"),
         (("lr=1..2", "--pruner", "ash"), "pruner='ash' is unknown"),
-        (("lr=1..2", "--array", "0"), "searchers=0 is too small"),
+        (("lr=1..2", "--array", "0"), "array=0 is too small"),
         (("lr=1..2", "--", "--array=0-3"), "--array=0-3 after -- and instep's --array set the same"),
         (("lr=1..2", "--seed", "4"), "seed: 3 there, 4 now"),
     ],

@@ -15,6 +15,7 @@ import typer
 from instep.cli.command import TASK, command, make_spec, option
 from instep.cli.submit_slurm import OPTIONS, WithSbatchOptions, cores_of, send, with_processes, words_after_dashes
 from instep.cli.tune import OWN, SEARCHABLE, WORDS, plan_search, require_packages, takes, text_option
+from instep.core.options import check_at_least
 from instep.core.spec import TrainSpec
 from instep.launch.slurm.job import SubmitSpec
 
@@ -63,6 +64,7 @@ def plan_array(
     from instep.tune.folder import SEARCH, SearchFolder
     from instep.tune.packing import read_parallel
 
+    check_at_least("array", asked["array"], 1)
     plan.check()
     name, spec = f"{type(plan.task).__name__.lower()}-tune", plan.spec
     run_dir = Path(spec.run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()

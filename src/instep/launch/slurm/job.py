@@ -90,7 +90,7 @@ class SubmitSpec:
     sbatch_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "cpus_per_node", "signal_before_s", "searchers"):
+        for name in ("nodes", "gpus_per_node", "cpus_per_node", "signal_before_s"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise SpecError(f"{name}={value} is too small. Use at least 1.")
         if self.on_node_failure not in ("requeue", "continue"):
