@@ -10,6 +10,7 @@ from instep.check.records.gradients import (
     WrapperBypassed,
     WrapperChanged,
 )
+from instep.check.records.replicas import Joined
 from instep.check.records.run import Ended
 from instep.check.rules.ddp_options import DdpOptions
 from instep.check.rules.forward_bypasses_ddp import ForwardBypassesDdp
@@ -91,6 +92,9 @@ class TestOneCauseEach:
 
     def test_unknown(self):
         assert _rules_that_speak(*_ranks(FORWARD, BACKWARD)) == ["gradients-differ"]
+
+    def test_with_join_ranks_are_at_different_steps(self):
+        assert not _rules_that_speak(*([*rank, Joined()] for rank in _ranks(FORWARD, BACKWARD)))
 
     def test_a_communication_hook_may_do_as_it_likes(self):
         hook = event(CommHookRegistered, wrapper=0)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from instep.check.observations import Observed
 from instep.check.records.gradients import GradientEvent, ModelWrapped, StepTaken
+from instep.check.records.replicas import Joined
 
 E = TypeVar("E", bound=GradientEvent)
 
@@ -55,7 +56,12 @@ def steps_of(observed: Observed, rank: int) -> dict[int, list[TrainingStep]]:
 
 
 def steps_together(observed: Observed) -> Iterator[list[TrainingStep]]:
-    """Yield each step that all ranks have made, as rank 0, 1, … made it, of optimizers that are alike on them."""
+    """Yield each step that all ranks have made, as rank 0, 1, … made it, of optimizers that are alike on them.
+
+    None where `Join` was used: a rank with fewer batches is at another epoch's step.
+    """
+    if observed.has(Joined):
+        return
     by_rank = [steps_of(observed, rank) for rank in range(observed.world_size)]
     for optimizer in by_rank[0] if by_rank else ():
         steps = [of_rank.get(optimizer, []) for of_rank in by_rank]
