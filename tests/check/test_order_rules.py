@@ -136,6 +136,8 @@ class TestNotSharded:
             "part = data[rank::world_size]\nloader = DataLoader(part)\n",
             "part = data[node_rank::nodes]\nDistributedSampler(part, num_replicas=local_size, rank=local_rank)\n",
             "valid = data[rank::world_size]\nsampler = DistributedSampler(train)\n",
+            "train, valid = data[:9], data[9 + rank :: world_size]\nsampler = DistributedSampler(train)\n",
+            "def load():\n    return data, data[rank::2]\ntrain, valid = load()\nsampler = DistributedSampler(train)\n",
         ],
     )
     def test_data_that_is_divided_once_is_right(self, text: str) -> None:

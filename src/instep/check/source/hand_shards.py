@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from instep.check.source.functions import (
     Function,
-    assignments,
     call_sites,
     calls_in,
     function_around,
@@ -16,6 +15,7 @@ from instep.check.source.functions import (
 )
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import is_rank, mentions_rank
+from instep.check.source.reaching import definitions
 
 _SPLITS = frozenset(("array_split", "chunk", "split", "tensor_split", "random_split"))
 _DEPTH = 5
@@ -57,8 +57,10 @@ def _of_lightning(module: SourceModule) -> Iterator[tuple[Call, ast.expr]]:
                 yield call, data
 
 
-def _part(module: SourceModule, data: ast.expr, use: ast.expr, depth: int) -> ast.expr | None:
-    """Return the code that makes data a rank's part; None: it is not known to be one."""
+def _part(module: SourceModule, data: ast.expr, use: ast.expr, depth: int, index: int | None = None) -> ast.expr | None:
+    """Return the code that makes data, or one element of it, a rank's part; None: it is not known to be one."""
+    if index is not None and isinstance(data, ast.Tuple) and index < len(data.elts):
+        data = data.elts[index]
     for node in ast.walk(data):
         if isinstance(node, ast.expr) and _takes_part(node):
             return node
@@ -68,7 +70,7 @@ def _part(module: SourceModule, data: ast.expr, use: ast.expr, depth: int) -> as
         for function in functions_named(module, call.last) if "." not in call.name else ():
             returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
             for value in returned:
-                if (part := _part(module, value, value, depth - 1)) is not None:
+                if (part := _part(module, value, value, depth - 1, index if call.node is data else None)) is not None:
                     return part
         if (part := _part_of_class(module, call)) is not None:
             return part
@@ -77,9 +79,9 @@ def _part(module: SourceModule, data: ast.expr, use: ast.expr, depth: int) -> as
 
 def _part_of_names(module: SourceModule, data: ast.expr, use: ast.expr, depth: int) -> ast.expr | None:
     scope, names = function_around(module, use), _data_names(data)
-    for set_names, value in assignments(scope):
-        is_source = set_names & names and value.lineno < use.lineno and value is not data
-        if is_source and (part := _part(module, value, value, depth - 1)) is not None:
+    for one in (found for name in sorted(names) for found in definitions(scope, name)):
+        is_source = one.value.lineno < use.lineno and one.value is not data
+        if is_source and (part := _part(module, one.value, one.value, depth - 1, one.index)) is not None:
             return part
     if isinstance(scope, Function):
         for number, parameter in enumerate(item.arg for item in scope.args.args):
