@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
@@ -55,7 +56,7 @@ class ConcurrentWrites(Rule):
                 yield self._shards(place, f"{evidence} ranks", Severity.ERROR)
 
     def _shards(self, place: tuple[str, int], evidence: str, severity: Severity) -> Finding:
-        return self.finding(
+        found = self.finding(
             place,
             "The saved state holds one rank's shards only: the weights of the other ranks are lost.",
             evidence,
@@ -63,6 +64,7 @@ class ConcurrentWrites(Rule):
             "+ state = get_model_state_dict(model, options=options)  # on all ranks; then save under `if rank == 0`",
             severity,
         )
+        return replace(found, effect="The checkpoint lacks most of the weights, and cannot be resumed from.")
 
     def _shared(self, path: str, ranks: dict[int, FileWritten], first: FileWritten) -> Finding:
         severity = Severity.WARNING
