@@ -173,6 +173,11 @@ class TestEvaluation:
         decomposes = self.AVERAGED.format(before="", after=after).replace("roc_auc_score", "accuracy_score")
         assert not read(MetricOfOneShard(), decomposes)
 
+    def test_the_mean_of_medians(self) -> None:
+        text = "import torch\ndef f():\n    t = torch.median(errors)\n    dist.all_reduce(t)\n    t /= world_size\n"
+        assert [found.line for found in read(MetricOfOneShard(), text)] == [4]
+        assert not read(MetricOfOneShard(), text.replace("errors", "step_times"))
+
     def test_the_mean_of_perplexities(self) -> None:
         text = "def f():\n    ppl = math.exp(mean)\n    t = tensor(ppl)\n    dist.all_reduce(t)\n    t /= world_size\n"
         assert [found.line for found in read(MetricOfOneShard(), text)] == [4]

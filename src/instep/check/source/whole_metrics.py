@@ -27,6 +27,8 @@ _METRICS = re.compile(
     r"|pearson_corrcoef|spearman_corrcoef|explained_variance(_score)?|v_measure_score|calibration_error)$"
 )
 """Functions whose value of all samples is not the mean of their values of parts."""
+_TIME = re.compile(r"time|duration|latency|elapsed|seconds", re.IGNORECASE)
+"""Medians of times are no metrics of the samples."""
 _PERPLEXITY = re.compile(r"ppl|perplex", re.IGNORECASE)
 _OWNERS = ("sklearn", "torchmetrics", "torcheval", "scipy", "numpy", "torch", "statistics", "evaluate")
 _GATHERS = frozenset(
@@ -139,7 +141,7 @@ def _perplexity(module: SourceModule, names: set[str], source: ast.expr) -> Call
 
 def _is_whole(call: Call) -> bool:
     """Return whether a call is one of a metric that is not a mean over samples."""
-    if not _METRICS.match(call.last):
+    if not _METRICS.match(call.last) or (call.last == "median" and _TIME.search(ast.unparse(call.node))):
         return False
     owner, _, _ = call.name.partition(".")
     return (
