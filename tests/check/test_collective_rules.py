@@ -8,7 +8,7 @@ from instep.check.collective_mismatch import mismatches
 from instep.check.finding import Severity
 from instep.check.observations import Observation, Observed
 from instep.check.records.collectives import CollectiveCalled, ProcessGroupJoined, ProcessGroupLeft
-from instep.check.records.run import OptimizerStepped
+from instep.check.records.run import Began, OptimizerStepped
 from instep.check.rules.collective_order import CollectiveOrder
 from instep.check.rules.device_sync import DeviceSync
 from instep.check.rules.process_group_setup import ProcessGroupSetup
@@ -120,7 +120,17 @@ class TestProcessGroupSetup:
     def test_what_is_missing(self) -> None:
         joined = ProcessGroupJoined(backend="gloo", init_method="tcp://localhost:29500", file=SCRIPT, line=4)
         findings = judge(ProcessGroupSetup(), [[joined]] * 2)
-        assert [finding.severity for finding in findings] == [Severity.WARNING, Severity.NOTE, Severity.NOTE]
+        assert [finding.severity for finding in findings] == [Severity.WARNING, Severity.NOTE]
+        assert "Also: The process group has no timeout" in findings[1].evidence
+
+    def test_a_missing_timeout_alone(self) -> None:
+        for backend, found in (("gloo", 0), ("nccl", 1)):
+            joined = ProcessGroupJoined(backend=backend, has_device=True, file=SCRIPT, line=4)
+            assert len(judge(ProcessGroupSetup(), [[joined, ProcessGroupLeft()]] * 2)) == found
+            text = f"torch.cuda.set_device(0)\ndist.init_process_group('{backend}')\ndist.destroy_process_group()"
+            assert len(read(ProcessGroupSetup(), text)) == found
+        joined = ProcessGroupJoined(backend="gloo", file=SCRIPT, line=4)
+        assert not judge(ProcessGroupSetup(), [[joined, ProcessGroupLeft()]] * 2, text)  # nccl is only named
 
     def test_nothing_is_missing(self) -> None:
         joined = ProcessGroupJoined(backend="gloo", has_timeout=True, file=SCRIPT, line=4)
@@ -192,3 +202,8 @@ class TestDeviceSync:
         text = "device = 'cuda'\nloader = torch.utils.data.DataLoader(data{})"
         assert len(read(DeviceSync(), text.format(""))) == 1
         assert not read(DeviceSync(), text.format(", num_workers=2"))
+        (finding,) = read(DeviceSync(), f"{text.format('')}\nvalid = torch.utils.data.DataLoader(data)")
+        assert "1 more place (line 6)" in finding.evidence
+        for device, found in (("cpu", 0), ("cuda", 1)):
+            began = Began(world_size=2, script=SCRIPT, device=device)
+            assert len(judge(DeviceSync(), [[began]] * 2, text.format(""))) == found

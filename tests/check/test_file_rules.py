@@ -62,6 +62,24 @@ class TestConcurrentWrites:
         right = "state = get_model_state_dict(model)\nif rank == 0:\n    torch.save(state, 'a.pt')"
         assert not read(ConcurrentWrites(), right)
 
+    def test_shards_that_one_rank_saves(self) -> None:
+        shard = FileWritten(path="a.pt", function="torch.save", num_shards=2, file=SCRIPT, line=7)
+        other = FileWritten(path="b.pt", function="torch.save", num_shards=2, file=SCRIPT, line=7)
+        (finding,) = judge(ConcurrentWrites(), [[shard], []])
+        assert (finding.severity, finding.line) == (Severity.ERROR, 7)
+        assert "only rank 0" in finding.evidence
+        assert not judge(ConcurrentWrites(), [[shard], [other]])  # a file each
+        assert not judge(ConcurrentWrites(), [[shard], [other], [], []])  # a second replica has the same shards
+
+    SHARDED = "fully_shard(model)\nstate = {'model': model.state_dict()}\nif rank == 0:\n    torch.save(state, 'a.pt')"
+
+    def test_shards_that_one_rank_saves_are_read(self) -> None:
+        (finding,) = read(ConcurrentWrites(), self.SHARDED)
+        assert (finding.severity, finding.line) == (Severity.WARNING, line_of(self.SHARDED, "torch.save"))
+        gathered = self.SHARDED.replace("model.state_dict()", "get_model_state_dict(model, options=options)")
+        assert not read(ConcurrentWrites(), gathered)
+        assert not read(ConcurrentWrites(), self.SHARDED.replace("model.state", "scheduler.state"))
+
     def test_what_one_rank_was_seen_to_write_is_not_read(self) -> None:
         text = "\n\n\ntorch.save(state, 'a.pt')"
         assert line_of(text, "torch.save") == 7

@@ -1,5 +1,7 @@
 """Rules on what makes gradients equal on all ranks: planted observations, and small texts."""
 
+import pytest
+
 from instep.check.finding import Severity
 from instep.check.records.gradients import (
     BackwardRan,
@@ -171,6 +173,25 @@ class TestReadBypass:
         assert [f.line for f in read(ForwardBypassesDdp(), f"{DDP}loss = model.module(x)\nloss.backward()\n")] == [3]
         evaluated = f"{DDP}with torch.no_grad():\n    y = model.module(x)\nloss = model(x)\nloss.backward()\n"
         assert not read(ForwardBypassesDdp(), evaluated)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "y = model.module(x).detach()\nloss = model(x) - y\nloss.backward()\n",
+            "with torch.set_grad_enabled(False):\n    y = model.module(x)\nloss = model(x) - y\nloss.backward()\n",
+            "loss = model(x)\nloss.backward()\nscore = model.module(x).mean()\nprint(score)\n",
+            "score = model.module(x).mean()\nprint(score)\nloss = model(x)\nloss.backward()\n",
+            "loss = model(x) + penalty(model.module(x))\nloss.backward()\n",
+            "model.module.requires_grad_(False)\nloss = student(x) - model.module(x)\nloss.backward()\n",
+            "loss = model.module(x)\nloss.backward()\nfor p in parameters:\n    dist.all_reduce(p.grad)\n",
+        ],
+    )
+    def test_sound_calls_of_the_module(self, text):
+        assert not read(ForwardBypassesDdp(), "import torch.distributed as dist\n" + DDP + text)
+
+    def test_a_loss_that_comes_a_long_way(self):
+        text = f"{DDP}y = model.module(x)\nlogits = head(y)\nloss = f(logits)\n(loss / 2).backward()\n"
+        assert [finding.line for finding in read(ForwardBypassesDdp(), text)] == [3]
 
     def test_excused_where_it_ran_without_harm(self):
         source = f"{DDP}loss = model.module(x)\nloss.backward()\n"

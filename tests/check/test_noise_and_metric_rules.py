@@ -147,3 +147,74 @@ class TestEvaluation:
         assert [found.line for found in read(MetricOfOneShard(), text)] == [3]
         assert not read(MetricOfOneShard(), text.replace("hits / count", "hits"))
         assert not read(MetricOfOneShard(), text.replace("return acc", "loss.backward(); return acc"))
+
+    AVERAGED = (
+        "from sklearn.metrics import roc_auc_score\nimport torch.distributed as dist\n"
+        "def evaluate(model, loader):\n    scores, labels = predict(model, loader)\n{before}"
+        "    return roc_auc_score(labels, scores)\n"
+        "def main():\n    auc = torch.tensor(evaluate(model, loader))\n{after}    print(auc)\n"
+    )
+
+    @pytest.mark.parametrize(
+        "after",
+        [
+            "    dist.all_reduce(auc)\n    auc /= world_size\n",
+            "    dist.all_reduce(auc, op=dist.ReduceOp.AVG)\n",
+            "    dist.all_gather(parts, auc)\n    auc = torch.stack(parts).mean()\n",
+            "    dist.all_gather_object(parts, auc)\n    auc = sum(parts) / len(parts)\n",
+            "    auc = accelerator.gather(auc).mean()\n",
+        ],
+    )
+    def test_the_mean_of_a_metric_that_only_all_samples_have(self, after: str) -> None:
+        (finding,) = read(MetricOfOneShard(), self.AVERAGED.format(before="", after=after))
+        assert (finding.line, finding.severity) == (8, Severity.WARNING)
+        gathered = "    dist.all_gather_object(parts, (scores, labels))\n    scores, labels = join(parts)\n"
+        assert not read(MetricOfOneShard(), self.AVERAGED.format(before=gathered, after=after))
+        decomposes = self.AVERAGED.format(before="", after=after).replace("roc_auc_score", "accuracy_score")
+        assert not read(MetricOfOneShard(), decomposes)
+
+    def test_the_mean_of_medians(self) -> None:
+        text = "import torch\ndef f():\n    t = torch.median(errors)\n    dist.all_reduce(t)\n    t /= world_size\n"
+        assert [found.line for found in read(MetricOfOneShard(), text)] == [4]
+        assert not read(MetricOfOneShard(), text.replace("errors", "step_times"))
+
+    def test_the_mean_of_perplexities(self) -> None:
+        text = "def f():\n    ppl = math.exp(mean)\n    t = tensor(ppl)\n    dist.all_reduce(t)\n    t /= world_size\n"
+        assert [found.line for found in read(MetricOfOneShard(), text)] == [4]
+        right = "def f():\n    dist.all_reduce(total)\n    total /= world_size\n    ppl = math.exp(total)\n"
+        assert not read(MetricOfOneShard(), right)
+
+
+class TestLightningLogs:
+    MODULE = (
+        "import lightning as L\nimport torchmetrics\nclass Net(L.LightningModule):\n"
+        "    def __init__(self):\n        self.accuracy = torchmetrics.Accuracy()\n"
+        "    def {step}(self, batch, index):\n        loss = self.loss(batch)\n        {log}\n{trainer}"
+    )
+
+    def found(self, log: str, step: str = "validation_step", trainer: str = "") -> list[int]:
+        return [one.line for one in read(MetricOfOneShard(), self.MODULE.format(log=log, step=step, trainer=trainer))]
+
+    def test_a_value_of_one_rank(self) -> None:
+        assert self.found("self.log('val_loss', loss)") == [8]
+        assert self.found("self.log_dict({'loss': loss}, sync_dist=False)", "test_step") == [8]
+        assert self.found("self.log('a', loss); self.log('b', loss)") == [8]
+
+    @pytest.mark.parametrize(
+        "log",
+        [
+            "self.log('val_loss', loss, sync_dist=True)",
+            "self.log('accuracy', self.accuracy)",
+            "accuracy = self.accuracy(batch); self.log('accuracy', accuracy)",
+            "self.log('accuracy', self.accuracy.compute())",
+            "loss = self.all_gather(loss).mean(); self.log('val_loss', loss)",
+            "self.log('val_loss', loss, **options)",
+        ],
+    )
+    def test_values_of_all_ranks_are_right(self, log: str) -> None:
+        assert not self.found(log)
+
+    def test_training_steps_and_one_device_are_right(self) -> None:
+        assert not self.found("self.log('loss', loss)", "training_step")
+        assert not self.found("self.log('loss', loss)", trainer="L.Trainer(devices=1)\n")
+        assert self.found("self.log('loss', loss)", trainer="L.Trainer(devices=2)\n")

@@ -97,6 +97,52 @@ class TestNotSharded:
     def test_shares_are_sound(self) -> None:
         assert not judged(DataNotSharded(), ranks(*self.both(EVEN, ODD)))
 
+    def test_parts_that_are_divided_again(self) -> None:
+        loader = made(length=16, num_drawn=8)
+        halves = [
+            [loader, *one_pass(loader, part[:8], began={"root": "r", "members": sorted(part)})] for part in (EVEN, ODD)
+        ]
+        (finding,) = judged(DataNotSharded(), ranks(*halves))
+        assert (finding.severity, finding.line) == (Severity.ERROR, 2)
+        assert "draws 8 of them" in finding.evidence
+        own = made(length=16, num_drawn=16, has_distributed_sampler=False, sampler="RandomSampler")
+        parts = [[own, *one_pass(own, part, began={"root": "r", "members": sorted(part)})] for part in (EVEN, ODD)]
+        assert not judged(DataNotSharded(), ranks(*parts))
+        same = [
+            [loader, *one_pass(loader, half, began={"root": "r", "members": sorted(EVEN)})]
+            for half in (EVEN[:8], EVEN[8:])
+        ]
+        assert not judged(DataNotSharded(), ranks(*same))  # every rank has the same part, for training
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "part = data[rank::world_size]\nsampler = DistributedSampler(part)\n",
+            "part = Subset(data, range(rank, len(data), world_size))\nsampler = DistributedSampler(part)\n",
+            "part = data.shard(num_shards=world_size, index=rank)\ntrain = Loader(part)\naccelerator.prepare(train)\n",
+            "rows = np.array_split(rows, world_size)[rank]\nsampler = DistributedSampler(Data(rows))\n",
+            "def load():\n    x = read()\n    x = x[rank * n : (rank + 1) * n]\n    return TensorDataset(x)\n"
+            "data = load()\nsampler = DistributedSampler(data, shuffle=True)\n",
+        ],
+    )
+    def test_parts_that_are_divided_again_are_read(self, text: str) -> None:
+        (finding,) = read(DataNotSharded(), text)
+        assert (finding.severity, finding.line) == (Severity.WARNING, text.count("\n"))
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "sampler = DistributedSampler(data, num_replicas=world_size, rank=rank)\n",
+            "part = data[rank::world_size]\nloader = DataLoader(part)\n",
+            "part = data[node_rank::nodes]\nDistributedSampler(part, num_replicas=local_size, rank=local_rank)\n",
+            "valid = data[rank::world_size]\nsampler = DistributedSampler(train)\n",
+            "train, valid = data[:9], data[9 + rank :: world_size]\nsampler = DistributedSampler(train)\n",
+            "def load():\n    return data, data[rank::2]\ntrain, valid = load()\nsampler = DistributedSampler(train)\n",
+        ],
+    )
+    def test_data_that_is_divided_once_is_right(self, text: str) -> None:
+        assert not read(DataNotSharded(), text)
+
     def test_equal_rows_prove_nothing(self) -> None:
         loader = made()
         passes = [[loader, *one_pass(loader, mine, rows=[7] * 16)] for mine in (EVEN, ODD)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from instep.check.finding import Severity
@@ -160,3 +162,130 @@ class TestLocalMetricDecides:
                     return {{"lr_scheduler": {{"scheduler": plateau, "monitor": "val_loss"}}}}
         """
         assert len(read(LocalMetricDecides(), text)) == found
+
+    EVALUATE = """
+        def evaluate(model, loader):
+            total, count = 0.0, 0
+            for x, y in loader:
+                total += model(x).sum().item()
+                count += len(x)
+            return total / count
+        def train_one_epoch(model, loader):
+            for x in loader:
+                model(x).backward()
+    """
+    FLAG = """
+        def main():
+            stop, best, stale = False, float("inf"), 0
+            val_loader = torch.utils.data.DataLoader(data, sampler=shard)
+            while not stop:
+                train_one_epoch(model, loader)
+                current = evaluate(model, val_loader)
+                {reduce}
+                if current < best - 1e-4:
+                    best, stale = current, 0
+                else:
+                    stale += 1
+                    if stale > 3:
+                        stop = True
+    """
+    LATER = """
+        def main():
+            best, bad = 1e9, 0
+            for epoch in range(9):
+                train_one_epoch(model, loader)
+                val_loss = evaluate(model, val_loader)
+                if val_loss < best:
+                    best, bad = val_loss, 0
+                else:
+                    bad += 1
+                shown = torch.tensor([val_loss])
+                dist.all_reduce(shown)
+                if rank == 0:
+                    print(shown.item() / world_size)
+                if bad >= 3:
+                    break
+    """
+    AGREED = """
+        def main():
+            for epoch in range(9):
+                train_one_epoch(model, loader)
+                val_loss = evaluate(model, val_loader)
+                flag = torch.tensor(float(val_loss > best))
+                if world_size > 1:
+                    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+                if flag.item():
+                    break
+    """
+    CLASSES = """
+        class Stopper:
+            def __init__(self, patience):
+                self.patience, self.best, self.bad_epochs = patience, None, 0
+            def __call__(self, value):
+                if self.best is None or value < self.best:
+                    self.best = value
+                    self.bad_epochs = 0
+                else:
+                    self.bad_epochs += 1
+                return self.bad_epochs >= self.patience
+        class Trainer:
+            def train_epoch(self):
+                self.model(x).backward()
+            def validate(self):
+                losses = [self.model(x).item() for x in self.val_loader]
+                return sum(losses) / len(losses), {accuracy}
+            def fit(self):
+                stopper = Stopper(3)
+                for epoch in range(9):
+                    self.train_epoch()
+                    val_loss, accuracy = self.validate()
+                    if stopper({metric}):
+                        break
+    """
+    METHODS = """
+        class Trainer:
+            def update(self, val_loss):
+                if val_loss < self.best:
+                    self.best, self.bad_epochs = val_loss, 0
+                else:
+                    self.bad_epochs += 1
+            def fit(self):
+                for epoch in range(9):
+                    train_one_epoch(model, loader)
+                    loss = {evaluate}
+                    self.update(loss)
+                    if self.bad_epochs > self.patience:
+                        return
+    """
+
+    @pytest.mark.parametrize(
+        ("text", "line"),
+        [
+            (FLAG.format(reduce="pass"), "while not stop"),
+            (FLAG.format(reduce="dist.all_reduce(torch.tensor(current))"), "while not stop"),
+            (LATER, "if bad >= 3"),
+            (CLASSES.format(accuracy="self.reduce_mean(hits)", metric="val_loss"), "if stopper("),
+            (METHODS.format(evaluate="evaluate(model, val_loader)"), "if self.bad_epochs >"),
+        ],
+    )
+    def test_local_metrics_that_come_a_long_way(self, text: str, line: str) -> None:
+        text = textwrap.dedent(self.EVALUATE) + textwrap.dedent(text)
+        (finding,) = read(LocalMetricDecides(), text)
+        assert finding.line == line_of(text, line)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            FLAG.format(reduce="current = average_over_ranks(current)"),
+            FLAG.format(reduce="current = torch.tensor(current); dist.all_reduce(current)"),
+            FLAG.replace("sampler=shard", "batch_size=4").format(reduce="pass"),
+            AGREED,
+            CLASSES.format(accuracy="self.reduce_mean(hits)", metric="accuracy"),
+            METHODS.format(evaluate="self.reduce_mean(evaluate(model, val_loader))"),
+            METHODS.format(evaluate="accelerator.gather(evaluate(model, val_loader)).mean()"),
+            LATER.replace("if bad >= 3", "if epoch >= 3"),
+            LATER.replace("if bad >= 3", "if shown.item() < args.target_loss"),
+        ],
+    )
+    def test_averaged_metrics_that_come_a_long_way_are_right(self, text: str) -> None:
+        assert not read(LocalMetricDecides(), textwrap.dedent(self.EVALUATE) + textwrap.dedent(text))

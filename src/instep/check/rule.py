@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
@@ -75,7 +75,10 @@ class Rule(ABC):
 
 
 def judge_all(rules: Iterable[Rule], evidence: Evidence) -> list[Finding]:
-    """Return the findings of all rules; where a rule saw a mistake happen at a line, it does not report it as read."""
+    """Return the findings of all rules; where a rule saw a mistake happen at a line, it does not report it as read.
+
+    A rule has at most one note on a file: the first, which names the other places.
+    """
     findings: list[Finding] = []
     for rule in rules:
         seen = [] if evidence.observed is None else list(rule.judge(evidence.observed, evidence.modules))
@@ -84,7 +87,29 @@ def judge_all(rules: Iterable[Rule], evidence: Evidence) -> list[Finding]:
         read = [finding for module in evidence.modules for finding in rule.read(module)]
         if evidence.observed is not None:
             read = [finding for finding in read if not rule.excuses(evidence.observed, finding)]
-        findings += seen
-        findings += [finding for finding in read if (finding.file, finding.line) not in places]
+        found = [*seen, *(finding for finding in read if (finding.file, finding.line) not in places)]
+        findings += _merge_notes(found)
     order = list(Severity)
     return sorted(findings, key=lambda finding: (order.index(finding.severity), finding.file, finding.line))
+
+
+def _merge_notes(findings: Sequence[Finding]) -> list[Finding]:
+    notes: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.severity is Severity.NOTE:
+            notes.setdefault(finding.file, []).append(finding)
+    others = [finding for finding in findings if finding.severity is not Severity.NOTE]
+    return [*others, *(_merged(sorted(group, key=lambda finding: finding.line)) for group in notes.values())]
+
+
+def _merged(notes: Sequence[Finding]) -> Finding:
+    """Return the first of some notes, with what the others say and where."""
+    first, rest = notes[0], notes[1:]
+    evidence = first.evidence
+    for message in dict.fromkeys(note.message for note in rest if note.message != first.message):
+        evidence += f". Also: {message.rstrip('.')}"
+    lines = sorted({note.line for note in rest} - {first.line})
+    if lines:
+        more = "1 more place" if len(lines) == 1 else f"{len(lines)} more places"
+        evidence += f"; and {more} (line {', '.join(map(str, lines))})"
+    return replace(first, evidence=evidence)

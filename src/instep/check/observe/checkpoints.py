@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from instep.check.observe.callers import calling_package
-from instep.check.observe.contents import devices_in, parts_in
+from instep.check.observe.contents import devices_in, parts_in, shards_in
 from instep.check.observe.observer import Observer
 from instep.check.records.files import CheckpointLoaded, CheckpointSaved, FileWritten
 
@@ -45,7 +45,7 @@ class CheckpointObserver(Observer):
     def _save(self, save: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path(f)
         if path:
-            self.log.write(FileWritten, path=path, function="torch.save")
+            self.log.write(FileWritten, path=path, function="torch.save", num_shards=shards_in(obj))
         if path and not calling_package(self.log, sys._getframe(2)):
             self.log.write(CheckpointSaved, path=path, holds=sorted(parts_in(obj)), uses=sorted(self._uses))
         with self.log.unobserved():

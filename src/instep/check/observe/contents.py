@@ -5,7 +5,9 @@ Ranks: each its own.
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,6 +63,21 @@ def _state_dict(state: Mapping[Any, Any]) -> str | None:
 def devices_in(obj: Any, depth: int = _DEPTH) -> set[str]:
     """Return the devices of the tensors in an object."""
     return {str(tensor.device) for tensor in _tensors(obj, depth)}
+
+
+def shards_in(obj: Any, depth: int = _DEPTH) -> int:
+    """Return over how many ranks the DTensors in an object are divided; 1: there are none, or each rank has all."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:  # nothing has made a DTensor
+        return 1
+    sharded = (tensor for tensor in _tensors(obj, depth) if isinstance(tensor, tensors.DTensor))
+    return max((_num_shards(tensor) for tensor in sharded), default=1)
+
+
+def _num_shards(tensor: Any) -> int:
+    mesh = tensor.device_mesh
+    sizes = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    return math.prod(sizes)
 
 
 def _tensors(obj: Any, depth: int) -> Iterator[torch.Tensor]:

@@ -13,6 +13,8 @@ class FileWritten(Observation):
     function: str
     """What wrote it: `torch.save`, `open`."""
     appends: bool = False
+    num_shards: int = 1
+    """Over how many ranks the tensors that were saved are divided: this file holds one part; 1: they are whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

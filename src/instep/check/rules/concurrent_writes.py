@@ -1,9 +1,10 @@
-"""concurrent-writes: several ranks that write one file, and collective states that only one rank gathers."""
+"""concurrent-writes: several ranks that write one file, and states of all ranks that only one gathers or saves."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
@@ -11,13 +12,12 @@ from instep.check.observations import Observed
 from instep.check.records.files import FileWritten
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import STATE_COLLECTIVES, is_distributed
-from instep.check.source.functions import Function, assignments, call_sites, function_around
+from instep.check.source.functions import Function, assignments, call_sites, calls_in, function_around, names_in
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import guard_of_callers, mentions_rank
 
 _SAVES = ("torch.save", "safetensors.torch.save_file", "save_file")
 _ONCE = "+ if dist.get_rank() == 0:\n      torch.save(...)"
-_SHARDING = ("FullyShardedDataParallel", "fully_shard")
 
 
 class ConcurrentWrites(Rule):
@@ -29,7 +29,7 @@ class ConcurrentWrites(Rule):
     watches: ClassVar = {FileWritten: "a file that is written"}
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
-        """Yield files that several ranks wrote."""
+        """Yield files that several ranks wrote, and shards that not all of their ranks saved."""
         writes: dict[str, dict[int, FileWritten]] = {}
         for rank, files in enumerate(observed.by_rank(FileWritten)):
             for file in files:
@@ -40,6 +40,31 @@ class ConcurrentWrites(Rule):
             if len(ranks) > 1 and (first.file, first.line) not in reported:
                 reported.add((first.file, first.line))
                 yield self._shared(path, ranks, first)
+        yield from self._judge_shards(observed, reported)
+
+    def _judge_shards(self, observed: Observed, reported: set[tuple[str, int]]) -> Iterable[Finding]:
+        savers: dict[tuple[str, int], dict[int, FileWritten]] = {}
+        for rank, files in enumerate(observed.by_rank(FileWritten)):
+            for file in files:
+                if file.num_shards > 1:
+                    savers.setdefault((file.file, file.line), {}).setdefault(rank, file)
+        for place, ranks in savers.items():
+            first = next(iter(ranks.values()))
+            if len(ranks) < first.num_shards and place not in reported:
+                who = f"only rank {', '.join(map(str, sorted(ranks)))} saved"
+                evidence = f"{who} at this line, to {first.path}, and its tensors are divided over {first.num_shards}"
+                yield self._shards(place, f"{evidence} ranks", Severity.ERROR)
+
+    def _shards(self, place: tuple[str, int], evidence: str, severity: Severity) -> Finding:
+        found = self.finding(
+            place,
+            "The saved state holds one rank's shards only: the weights of the other ranks are lost.",
+            evidence,
+            "+ options = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
+            "+ state = get_model_state_dict(model, options=options)  # on all ranks; then save under `if rank == 0`",
+            severity,
+        )
+        return replace(found, effect="The checkpoint lacks most of the weights, and cannot be resumed from.")
 
     def _shared(self, path: str, ranks: dict[int, FileWritten], first: FileWritten) -> Finding:
         severity = Severity.WARNING
@@ -65,7 +90,10 @@ class ConcurrentWrites(Rule):
             return
         for call in module.calls_of(*_SAVES):
             yield from self._read_save(module, call)
+        unread = {id(call.node) for call in _saves_shards(module)}
         for call in module.calls:
+            if id(call.node) in unread:
+                yield self._shards(module.place(call.node), f"`{module.line(call.node.lineno)}`", Severity.WARNING)
             guard = guard_of_callers(module, call.node) if _gathers(module, call) else None
             if guard is not None and guard.is_main:
                 yield self.finding(
@@ -103,7 +131,10 @@ def _called_elsewhere(module: SourceModule, call: Call) -> bool:
 
 
 def _gathers(module: SourceModule, call: Call) -> bool:
-    """Return whether a call needs all ranks: a gathered state, or the state_dict of a module that FSDP1 shards."""
+    """Return whether a call needs all ranks: a gathered state, or the state_dict of a module that FSDP1 shards.
+
+    FSDP2's state_dict does not: it returns this rank's shards.
+    """
     if call.last in STATE_COLLECTIVES or call.name.startswith("torch.distributed.checkpoint.save"):
         return True
     if call.last != "state_dict" or not isinstance(call.node.func, ast.Attribute):
@@ -112,13 +143,34 @@ def _gathers(module: SourceModule, call: Call) -> bool:
 
 
 def _sharded_names(module: SourceModule) -> set[str]:
-    """Return the variables that hold a model which FSDP shards."""
+    """Return the variables that hold a model which FSDP1 shards."""
     names: set[str] = set()
-    for call in module.calls_of(*_SHARDING):
+    for call in module.calls_of("FullyShardedDataParallel"):
         statement = next((outer for outer in module.around(call.node) if isinstance(outer, ast.Assign)), None)
         names |= {ast.unparse(target) for target in statement.targets} if statement is not None else set()
-        names |= {ast.unparse(call.node.args[0])} if call.last == "fully_shard" and call.node.args else set()
     return names
+
+
+def _saves_shards(module: SourceModule) -> Iterable[Call]:
+    """Yield the saves of one rank whose object is a state_dict of what FSDP2 shards, in files that gather nothing."""
+    is_fsdp2 = any(True for _ in module.calls_of("fully_shard"))
+    if not is_fsdp2 or any(True for _ in module.calls_of(*STATE_COLLECTIVES)):
+        return
+    for call in module.calls_of("torch.save"):
+        guard, saved = guard_of_callers(module, call.node), call.argument("obj", 0)
+        if guard is None or not guard.is_main or saved is None:
+            continue
+        scope, names = function_around(module, call.node), names_in(saved)
+        sources = [saved, *(value for set_names, value in assignments(scope) if set_names & names)]
+        calls = [inner for source in sources for inner in calls_in(module, source)]
+        if any(inner.last == "state_dict" and _is_sharded_state(inner) for inner in calls):
+            yield call
+
+
+def _is_sharded_state(call: Call) -> bool:
+    """Return whether a state_dict is one of a model or of its optimizer, by its owner's name."""
+    owner = call.name.removesuffix(".state_dict").rpartition(".")[2].lower()
+    return not any(word in owner for word in ("sched", "scaler", "sampler", "loader", "ema", "stateful"))
 
 
 def _differs_by_rank(module: SourceModule, path: ast.expr) -> bool:

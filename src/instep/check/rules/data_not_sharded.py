@@ -1,9 +1,10 @@
-"""Rule data-not-sharded: every rank, or every worker of a rank, goes through all the training data."""
+"""Rule data-not-sharded: every rank, or every worker of a rank, sees all the training data; or it is divided twice."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
@@ -20,6 +21,7 @@ from instep.check.passes import (
 from instep.check.records.data import PassBegan
 from instep.check.records.replicas import ReplicaForward
 from instep.check.rule import Rule
+from instep.check.source.hand_shards import divided_twice
 from instep.check.source.loops import module_of
 from instep.check.source.module import SourceModule
 from instep.check.source.names import class_named, mentions, method, shares_input
@@ -30,7 +32,7 @@ _MIN_INPUTS = 3
 
 
 class DataNotSharded(Rule):
-    """Finds training data that several ranks or workers read alike."""
+    """Finds training data that several ranks or workers read alike, and data that is divided twice."""
 
     id = "data-not-sharded"
     severity = Severity.ERROR
@@ -66,11 +68,33 @@ class DataNotSharded(Rule):
                 if _ignores_indices(group[0], other):
                     message = "Ranks ask for different samples and get the same ones, drawn from equal seeds."
                 return self._report(modules, group[0], message, evidence)
+        if evidence := _is_divided_twice(group):
+            return self._twice(group[0].place, evidence, Severity.ERROR)
         if evidence := _will_repeat(group):
             return self._report(
                 modules, group[0], "Every rank goes through the whole dataset.", evidence, Severity.WARNING
             )
         return None
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield data that the source divides by rank, and a sampler or framework again."""
+        for call, part in divided_twice(module):
+            evidence = f"line {part.lineno}: {module.line(part.lineno)}"
+            yield self._twice(module.place(call), evidence, Severity.WARNING)
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse what is read where there is only one rank, and where it was seen: that is reported."""
+        return observed.world_size < 2 or any(_is_divided_twice(group) for group in training_passes(observed))
+
+    def _twice(self, place: tuple[str, int], evidence: str, severity: Severity) -> Finding:
+        found = self.finding(
+            place,
+            "The data is divided twice: each rank has its part, and gets a part of that.",
+            evidence,
+            "Give the sampler or framework the whole dataset, or use no DistributedSampler for a rank's own part.",
+            severity,
+        )
+        return replace(found, effect="Of N ranks, each trains on 1/N² of the data: most samples are never used.")
 
     def _report(
         self,
@@ -133,6 +157,24 @@ def _ranks_repeat(one: LoaderPass, other: LoaderPass) -> str:
 def _ignores_indices(one: LoaderPass, other: LoaderPass) -> bool:
     """Return whether the same rows came for different indices."""
     return bool(one.indices) and not set(one.indices) & set(other.indices)
+
+
+def _is_divided_twice(group: Sequence[LoaderPass]) -> str:
+    """Return what a rank's sampler takes of the rank's own part; empty: it takes all, or the parts overlap."""
+    made, members = [one.made for one in group], [set(one.began.members) for one in group]
+    drawn = [one.made.num_drawn if one.made.num_drawn > 0 else one.num_samples * one.is_exhausted for one in group]
+    is_cut = all(
+        (m.has_distributed_sampler or m.sampler == "BatchSamplerShard") and 0 < num * 2 <= m.length * 1.5
+        for m, num in zip(made, drawn, strict=True)
+    )
+    if not is_cut or not has_same_root(group) or min(map(len, members)) < MIN_COMPARED:
+        return ""
+    if any(members[0] & other for other in members[1:]):
+        return ""
+    return (
+        f"the datasets of ranks {', '.join(str(one.rank) for one in group)} have no sample in common ({made[0].length} "
+        f"on rank {group[0].rank}), and the {made[0].sampler} draws {drawn[0]} of them"
+    )
 
 
 def _will_repeat(group: Sequence[LoaderPass]) -> str:

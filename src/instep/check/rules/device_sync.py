@@ -6,11 +6,14 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from instep.check.finding import Finding, Severity
+from instep.check.observations import Observed
+from instep.check.records.run import Began
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import mentions_accelerator
 from instep.check.source.functions import Loop, calls_in, function_around, loops_around
 from instep.check.source.module import Call, SourceModule
 
+_NO_WORKERS = "The DataLoader has no workers: the device waits while batches are made."
 _WAITS = ("item", "cpu", "tolist", "numpy")
 _WAITS_ON_DEVICE = ("synchronize", "empty_cache")
 
@@ -41,10 +44,15 @@ class DeviceSync(Rule):
             if not unknown and _is_zero(call.argument("num_workers", 5)):
                 yield self.finding(
                     module.place(call.node),
-                    "The DataLoader has no workers: the device waits while batches are made.",
+                    _NO_WORKERS,
                     f"`{module.line(call.node.lineno)}`",
                     "DataLoader(…, num_workers=4, pin_memory=True)",
                 )
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse loaders without workers where the ranks had no device that could wait for them."""
+        devices = {began.device for records in observed.by_rank(Began) for began in records}
+        return finding.message == _NO_WORKERS and devices <= {"cpu"}
 
 
 def _waits(module: SourceModule) -> Iterator[Call]:

@@ -11,11 +11,14 @@ from instep.check.observations import Observation, Observed
 from instep.check.passes import LoaderPass, evaluations, is_data_parallel, shared_share
 from instep.check.records.data import BatchYielded, EvaluationSeen, LoadersEnded, PassBegan
 from instep.check.rule import Rule
+from instep.check.source.lightning_logs import local_logs
 from instep.check.source.loops import function_around, module_of, statement_at, within
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.names import calls_of, mentions
+from instep.check.source.whole_metrics import averaged_metrics
 
 _REPORTS = ("print", "info", "log", "log_metrics", "add_scalar", "write", "report", "append")
+_LOGGED = "Lightning logs the metric of each rank's own batches, and reports that of rank 0."
 _REDUCES = ("all_reduce", "reduce")
 
 
@@ -46,8 +49,34 @@ class MetricOfOneShard(Rule):
                 Severity.ERROR if _is_reported(modules, group[0]) else None,
             )
 
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse logs of a run in one process, and of evaluations in which every rank went through everything."""
+        seen = evaluations(observed)
+        is_undivided = bool(seen) and not any(_is_divided(group) for group in seen)
+        return observed.world_size < 2 or (finding.message == _LOGGED and is_undivided)
+
+    def _read_logs(self, module: SourceModule) -> Iterable[Finding]:
+        calls = list(local_logs(module))
+        if calls:
+            more = f", and {len(calls) - 1} more places" if len(calls) > 1 else ""
+            yield self.finding(
+                module.place(calls[0].node),
+                _LOGGED,
+                f"`{module.line(calls[0].node.lineno)}`{more}",
+                "self.log(..., sync_dist=True)  # or log a torchmetrics object",
+            )
+
     def read(self, module: SourceModule) -> Iterable[Finding]:
-        """Yield ratios that are averaged over ranks, in functions that do not train."""
+        """Yield ratios that are averaged over ranks, in functions that do not train, and what Lightning logs of one."""
+        yield from self._read_logs(module)
+        for averaged in averaged_metrics(module):
+            line = averaged.metric.node.lineno
+            yield self.finding(
+                module.place(averaged.node),
+                f"`{averaged.metric.last}` of each rank's samples is averaged, which is not that of all samples.",
+                f"line {line}: {module.line(line)}",
+                "+ dist.all_gather_object(parts, (predictions, targets))  # then compute the metric once, of all",
+            )
         for call in module.calls_of(*_REDUCES):
             function = function_around(module, call.node)
             if function is None or any(inner.last == "backward" for inner in _calls_in(module, function)):

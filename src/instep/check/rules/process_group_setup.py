@@ -15,6 +15,7 @@ from instep.check.rule import Rule
 from instep.check.source.module import Call, SourceModule
 
 _PORT = re.compile(r"^tcp://.*:\d+$")
+_NO_TIMEOUT = "The process group has no timeout of its own: a hang is noticed after 10 (nccl) or 30 minutes (gloo)."
 _CHOOSES_DEVICE = ("set_device", "set_device_index", "device")
 
 
@@ -32,8 +33,14 @@ class ProcessGroupSetup(Rule):
         if not joins:
             return
         place = (joins[0].file, joins[0].line)
-        if not joins[0].has_timeout:
+        found = list(self._judge_join(observed, joins, place))
+        yield from found
+        if not joins[0].has_timeout and (found or "nccl" in joins[0].backend):
             yield self._no_timeout(place, f"backend {joins[0].backend or 'by default'}, no timeout given")
+
+    def _judge_join(
+        self, observed: Observed, joins: Sequence[ProcessGroupJoined], place: tuple[str, int]
+    ) -> Iterator[Finding]:
         if _PORT.match(joins[0].init_method):
             yield self._fixed_port(place, f"init_method={joins[0].init_method!r}")
         if not all(join.has_device for join in joins) and len(joins) > 1:
@@ -45,16 +52,24 @@ class ProcessGroupSetup(Rule):
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield what the source of init_process_group shows, and fixed ports."""
         for call in module.calls_of("torch.distributed.init_process_group", "init_process_group"):
-            yield from self._read_join(module, call)
+            found = list(self._read_join(module, call))
+            yield from found
+            unknown = any(keyword.arg is None for keyword in call.node.keywords)
+            is_nccl = "nccl" in ast.unparse(call.argument("backend", 0) or call.node)
+            if call.argument("timeout", 2) is None and not unknown and (found or is_nccl):
+                yield self._no_timeout(module.place(call.node), f"`{module.line(call.node.lineno)}`")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Assign) and _sets_port(node) and isinstance(node.value, ast.Constant):
                 yield self._fixed_port(module.place(node), f"`{module.line(node.lineno)}`")
 
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse a missing timeout where the ranks were seen to join with another backend than nccl."""
+        joins = [join for joins in observed.by_rank(ProcessGroupJoined) for join in joins]
+        return finding.message == _NO_TIMEOUT and bool(joins) and not any("nccl" in join.backend for join in joins)
+
     def _read_join(self, module: SourceModule, call: Call) -> Iterator[Finding]:
         place, code = module.place(call.node), f"`{module.line(call.node.lineno)}`"
         unknown = any(keyword.arg is None for keyword in call.node.keywords)
-        if call.argument("timeout", 2) is None and not unknown:
-            yield self._no_timeout(place, code)
         method = call.argument("init_method", 1)
         if isinstance(method, ast.Constant) and _PORT.match(str(method.value)):
             yield self._fixed_port(place, code)
@@ -65,8 +80,7 @@ class ProcessGroupSetup(Rule):
             yield self._no_destroy(place, f"{code}, and no destroy_process_group in this file")
 
     def _no_timeout(self, place: tuple[str, int], evidence: str) -> Finding:
-        message = "The process group has no timeout of its own: a hang is noticed after 10 (nccl) or 30 minutes (gloo)."
-        return self.finding(place, message, evidence, "dist.init_process_group(…, timeout=timedelta(minutes=5))")
+        return self.finding(place, _NO_TIMEOUT, evidence, "dist.init_process_group(…, timeout=timedelta(minutes=5))")
 
     def _fixed_port(self, place: tuple[str, int], evidence: str) -> Finding:
         message = "The rendezvous port is fixed: a second job on the node fails, or joins the first."

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.check.source.collective_calls import STATE_COLLECTIVES, agrees, is_collective
-from instep.check.source.functions import (
-    assignments,
-    calls_below,
-    calls_in,
-    function_around,
-    functions_named,
-    loops_around,
-    names_in,
-    trains,
-)
+from instep.check.source.collective_calls import STATE_COLLECTIVES, is_collective
+from instep.check.source.functions import Function, Loop, calls_below, loops_around, trains
+from instep.check.source.local_metrics import local_metric
 from instep.check.source.module import SourceModule
-
-_METRIC = re.compile(
-    r"loss|acc(uracy)?$|metric|score|f1|auc|ppl|perplexity|patience|bad_epochs|wait|improve|best|early|stop", re.I
-)
-_MEASURED = re.compile(r"loss|acc(uracy)?$|metric|score|f1|auc|ppl|perplexity|rmse|mse|mae|error", re.I)
-_SYNCED = (
-    "gather_for_metrics",
-    "all_reduce",
-    "sync",
-    "average_over_ranks",
-    "reduce_mean",
-    "reduce_dict",
-    "reduce_tensor",
-)
-"""Parts of names of functions that average over the ranks."""
 
 
 @dataclass(frozen=True)
 class LocalDecision:
     """A condition in a training loop on a metric that may differ by rank."""
 
-    node: ast.If
+    node: ast.If | ast.While
     metric: str
     stops: bool
     """Whether the loop is left; otherwise, collectives follow."""
@@ -49,15 +25,40 @@ class LocalDecision:
 def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
     """Yield where a training loop is left, or collectives are issued, by a metric that nothing has averaged."""
     for node in ast.walk(module.tree):
-        if not isinstance(node, ast.If) or not any(_METRIC.search(name) for name in names_in(node.test)):
+        if isinstance(node, ast.While):
+            stops, gathers = trains(module, node), False
+        elif isinstance(node, ast.If):
+            stops = _leaves_training(module, node)
+            gathers = not stops and _issues_collectives(module, node) and _is_in_training(module, node)
+        else:
             continue
-        stops = any(isinstance(item, ast.Break | ast.Return) for item in node.body)
-        gathers = not stops and _issues_collectives(module, node)
-        if not (stops or gathers) or not any(trains(module, loop) for loop in loops_around(module, node)):
+        if not (stops or gathers):
             continue
-        metric = _local_metric(module, node.test)
+        metric = next((found for test in _tests(module, node) if (found := local_metric(module, test))), "")
         if metric:
             yield LocalDecision(node, metric, stops)
+
+
+def _leaves_training(module: SourceModule, node: ast.If) -> bool:
+    """Return whether a branch leaves a loop that trains: `break` the innermost one, `return` all."""
+    leaving = [item for item in [*node.body, *node.orelse] if isinstance(item, ast.Break | ast.Return)]
+    loops = list(loops_around(module, node))
+    left = loops[:1] if all(isinstance(item, ast.Break) for item in leaving) else loops
+    return bool(leaving) and any(trains(module, loop) for loop in left)
+
+
+def _is_in_training(module: SourceModule, node: ast.If) -> bool:
+    return any(trains(module, loop) for loop in loops_around(module, node))
+
+
+def _tests(module: SourceModule, node: ast.If | ast.While) -> Iterator[ast.expr]:
+    """Yield the conditions under which a node is executed within its loop, its own first."""
+    yield node.test
+    for outer in module.around(node) if isinstance(node, ast.If) else ():
+        if isinstance(outer, Loop | Function):
+            return
+        if isinstance(outer, ast.If):
+            yield outer.test
 
 
 def _issues_collectives(module: SourceModule, node: ast.If) -> bool:
@@ -82,63 +83,5 @@ def monitored_logs(module: SourceModule) -> Iterator[ast.Call]:
             yield call.node
 
 
-def _local_metric(module: SourceModule, test: ast.expr) -> str:
-    """Return the metric that a test depends on; empty: it depends on none, or on one that is the same on all ranks."""
-    scope = function_around(module, test)
-    wanted, values = names_in(test), [test]
-    for _ in range(4):
-        for names, value in [*assignments(scope), *_conditional_counts(scope)]:
-            if names & wanted and value not in values:
-                values.append(value)
-                wanted |= names_in(value)
-    if any(_synced(module, value) for value in values) or _reduced_in_place(module, scope, wanted):
-        return ""
-    if any(_same_everywhere(module, value) for value in values):
-        return ""
-    return next((name for name in sorted(wanted) if _MEASURED.search(name)), "")
-
-
-def _conditional_counts(scope: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
-    """Yield what is set under an `if`, with the test: `if loss < best: bad = 0` makes `bad` depend on the loss."""
-    for node in ast.walk(scope):
-        if isinstance(node, ast.If):
-            for statement in [*node.body, *node.orelse]:
-                for names, _ in assignments(statement):
-                    yield names, node.test
-
-
-def _synced(module: SourceModule, value: ast.expr) -> bool:
-    return any(agrees(call) or any(word in call.last for word in _SYNCED) for call in calls_below(module, value))
-
-
-def _reduced_in_place(module: SourceModule, scope: ast.AST, names: set[str]) -> bool:
-    return any(
-        agrees(call) and any(names_in(argument) & names for argument in call.node.args)
-        for call in calls_in(module, scope)
-    )
-
-
-def _same_everywhere(module: SourceModule, value: ast.expr) -> bool:
-    """Return whether a metric comes from a function of this file over loaders without a sampler: every rank has all."""
-    if not isinstance(value, ast.Call) or not functions_named(module, _last(value.func)):
-        return False
-    names = {name for argument in value.args for name in names_in(argument)}
-    loaders = [v for set_names, v in assignments(module.tree) if set_names & names and _is_loader(v)]
-    return bool(loaders) and not any(_is_sharded(loader) for loader in loaders)
-
-
-def _is_loader(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and _last(value.func).endswith("DataLoader")
-
-
-def _is_sharded(value: ast.expr) -> bool:
-    keywords = value.keywords if isinstance(value, ast.Call) else []
-    return any(item.arg in ("sampler", "batch_sampler", None) for item in keywords)
-
-
 def _text(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-
-
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

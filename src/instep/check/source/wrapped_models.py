@@ -51,8 +51,17 @@ def _contexts(module: SourceModule, node: ast.AST) -> Iterator[ast.expr]:
 def _ends_with(module: SourceModule, expression: ast.expr, names: tuple[str, ...]) -> bool:
     if isinstance(expression, ast.IfExp):  # nullcontext() if … else model.no_sync()
         return _ends_with(module, expression.body, names) or _ends_with(module, expression.orelse, names)
+    if isinstance(expression, ast.Call) and _turns_off(module, expression):
+        return "no_grad" in names
     called = expression.func if isinstance(expression, ast.Call) else expression
     return module.name_of(called).rpartition(".")[2] in names
+
+
+def _turns_off(module: SourceModule, call: ast.Call) -> bool:
+    """Return whether a call is `torch.set_grad_enabled(False)`."""
+    value = call.args[0] if call.args else None
+    is_switch = module.name_of(call.func).rpartition(".")[2] == "set_grad_enabled"
+    return is_switch and isinstance(value, ast.Constant) and value.value is False
 
 
 def scope_of(module: SourceModule, node: ast.AST) -> ast.AST:
