@@ -241,8 +241,8 @@ class TestResult:
         assert CheckResult(findings=[], status=Status.INTERRUPTED).exit_code(None) == 130
 
     def test_json_is_what_the_design_promises(self) -> None:
-        result = CheckResult(findings=[finding(file="/work/train.py")], status=Status.WATCHED, watched=["2 ranks"])
-        values = result.relative_to("/work").to_json(Severity.ERROR)
+        result = CheckResult(findings=[finding(file="/project/train.py")], status=Status.WATCHED, watched=["2 ranks"])
+        values = result.relative_to("/project").to_json(Severity.ERROR)
         assert {"findings", "watched", "not_seen", "status"} <= values.keys()
         (entry,) = values["findings"]
         assert {"rule", "severity", "file", "line", "message", "evidence", "fix", "docs"} <= entry.keys()

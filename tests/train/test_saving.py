@@ -17,6 +17,7 @@ from instep.checkpoint.files import Checkpoint
 from instep.checkpoint.rundir import RunDirectory
 from instep.checkpoint.snapshot import FlatState, HostBuffer
 from instep.core.errors import CheckpointError, SpecError, TaskError
+from instep.events import write
 from instep.events.read import read_events
 from instep.train import saver
 from tasks import Small
@@ -63,6 +64,28 @@ def test_a_save_does_not_hold_up_the_steps(tmp_path: Path, monkeypatch: pytest.M
     assert steps[-1]["time"] < first["time"]
     assert last["step"] == 12
     assert "step 6 is skipped" in events(tmp_path, "notice")[0]["text"]
+
+
+class Killable(Small):
+    """Notes in the step after a checkpoint which steps a kill would leave in the log."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(num_samples=400)  # no epoch ends, which would be written at once
+        self.run_dir = run_dir
+        self.logged: list[int] = []
+
+    def on_step(self, record: Any) -> None:
+        if record.step == 5:
+            self.logged = [event["step"] for event in read_events(self.run_dir) if event["event"] == "step"]
+
+
+def test_the_steps_of_a_checkpoint_are_in_the_log_when_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "FLUSH_S", 3600.0)
+    task = Killable(tmp_path / "run")
+    instep.train(task, run_dir=str(tmp_path / "run"), steps=6, batch_size=4, save_every="4", quiet=True)
+    assert task.logged[:4] == [1, 2, 3, 4]
 
 
 def test_or_the_next_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

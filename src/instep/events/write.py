@@ -42,6 +42,11 @@ class EventLog:
         """Write a record now."""
         self._flush(json.dumps(to_line(record, time.time())) + "\n")
 
+    def flush(self) -> None:
+        """Write the collected steps now."""
+        if self._pending:
+            self._flush()
+
     def close(self) -> None:
         """Write the collected steps and close the file."""
         self._flush()

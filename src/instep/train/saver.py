@@ -222,6 +222,7 @@ class Saver:
         self.saved_step, self._retry_at, self._reserved = step, None, True
         if self._keeping.best_by is not None and self._keeping.best_by.name in scores:
             self._best = max(-math.inf if self._best is None else self._best, self._keeping.worth(scores))
+        self._log.flush()  # a run that continues from this checkpoint does not make its steps again
         self._background.start(partial(self._write, step, snapshot, shared, dict(scores), begun, stall_s))
 
     def _state(self) -> FlatState:
