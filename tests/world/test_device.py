@@ -162,5 +162,7 @@ def test_names_are_read_without_torch():
 
 def test_no_other_module_names_a_device_type_or_its_backend():
     word = re.compile(r"cuda|nccl|nvidia|cublas|cudnn|\bxpu\b|xccl|oneapi|\bmps\b", re.IGNORECASE)
-    files = [path for path in SOURCE.rglob("*.py") if word.search(path.read_text())]
+    # What check says of a stranger's script names what the script names.
+    paths = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "check"]
+    files = [path for path in paths if word.search(path.read_text())]
     assert files == [Path(device.__file__)]
