@@ -54,9 +54,9 @@ def test_what_is_refused() -> None:
     done = commands.run("instep", "scale", TASK, "--worlds", "1,x", "--json")
     assert done.returncode == 2
     assert "worlds='1,x' is not a list of numbers" in json.loads(done.stdout)["error"]
-    done = commands.run("instep", "scale", TASK, "-o", "s.png")
+    done = commands.run("instep", "scale", TASK, "-o", "s.pdf")
     assert done.returncode == 2
-    assert "output=s.png is neither a page (.html) nor a figure (.svg)" in done.stderr
+    assert "output=s.pdf is neither a page (.html) nor a figure (.svg, .png)" in done.stderr
     done = commands.run("instep", "scale", TASK, "-o", "/nowhere/s.svg")
     assert done.returncode == 2
     assert done.stderr.strip().endswith("cannot be written: there is no directory /nowhere. Give another file with -o.")
