@@ -22,7 +22,7 @@ from instep.check.source.project import find_module, read_folder, read_project
 from instep.check.suppression import suppress
 from instep.check.task_file import defines_task
 from instep.check.worlds import compare_worlds, merge_results
-from instep.cli.check import read_worlds
+from instep.cli.check import worlds_to_compare
 from instep.cli.check_report import show
 from instep.core.errors import SpecError
 from planted_rules import PrintRule, StepRule, finding, steps
@@ -222,11 +222,11 @@ class TestWorlds:
         assert merged.status == Status.WATCHED
 
     def test_what_is_no_list_of_worlds(self) -> None:
-        assert read_worlds("2,1") == [1, 2]
-        assert read_worlds("") == []
+        assert worlds_to_compare("2,1") == [1, 2]
+        assert worlds_to_compare("") == []
         for text in ("2", "1,two", "0,1", ","):
             with pytest.raises(SpecError):
-                read_worlds(text)
+                worlds_to_compare(text)
 
 
 class TestResult:

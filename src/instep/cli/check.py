@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from instep.cli.command import argument, command, make_spec, option, print_json, say
+from instep.cli.command import argument, command, make_spec, option, print_json, read_worlds, say
 from instep.core.errors import SpecError
 from instep.core.launch_spec import LaunchSpec
 from instep.launch.preload import fork_forkserver
@@ -75,7 +75,7 @@ def _run(words: list[str], json: bool, options: dict[str, Any]) -> tuple[CheckRe
     from instep.check.plan import WatchPlan
 
     select, ignore, static = options.pop("select"), options.pop("ignore"), options.pop("static")
-    worlds = read_worlds(options.pop("worlds"))
+    worlds = worlds_to_compare(options.pop("worlds"))
     module, plan = options.pop("module"), WatchPlan.parse(options.pop("steps"), options.pop("time"))
     spec = make_spec(LaunchSpec, options)
     if not static:
@@ -108,12 +108,12 @@ def _watch(
         return check_worlds(script, specs, plan, stdout, sys.stderr, rules, source)
 
 
-def read_worlds(text: str) -> list[int]:
-    """Return the numbers of processes that `--worlds` names, the smallest first; none: it is not given."""
-    sizes = [word.strip() for word in text.split(",") if text]
-    if not all(size.isdigit() and int(size) for size in sizes) or len(sizes) == 1:
+def worlds_to_compare(text: str) -> list[int]:
+    """Return the numbers of processes to compare, the smallest first; none: --worlds is not given."""
+    sizes = sorted(set(read_worlds(text))) if text else []
+    if sizes and (len(sizes) == 1 or sizes[0] < 1):
         raise SpecError(f"worlds={text!r} is no list of numbers of processes. Use for instance --worlds 1,2.")
-    return sorted({int(size) for size in sizes})
+    return sizes
 
 
 def _severity(fail_on: str) -> Severity | None:

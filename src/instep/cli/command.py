@@ -168,6 +168,14 @@ def option(name: str, kind: Any, default: Any, help: str, *flags: str, **more: A
     )
 
 
+def read_worlds(text: str) -> list[int]:
+    """Return the numbers of processes that `--worlds` names; raise SpecError for anything else."""
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise SpecError(f"worlds={text!r} is not a list of numbers. Use for instance --worlds 1,2,4.") from None
+
+
 def argument(name: str, kind: Any, metavar: str, help: str, **more: Any) -> inspect.Parameter:
     """Return a positional argument of a command."""
     annotation = Annotated[kind, typer.Argument(metavar=metavar, help=help)]

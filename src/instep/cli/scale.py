@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option, print_json, say
-from instep.core.errors import EXIT_DONE, SpecError
+from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option, print_json, read_worlds, say
+from instep.core.errors import EXIT_DONE
 from instep.core.options import PROCESSES
 from instep.core.spec import TrainSpec
 from instep.launch.preload import fork_forkserver
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from instep.monitor.report.tables import Table
     from instep.monitor.scaling.study import Study
-
-_ENDINGS = (".html", ".htm", ".svg", ".png")
 
 
 @command(
@@ -60,7 +58,7 @@ def scale(
     if output is not None:
         _check_output(output)
     spec = make_spec(TrainSpec, options)
-    sizes = _read_worlds(worlds)
+    sizes = read_worlds(worlds)
     fork_forkserver()
     made, path = find_task(task, values)
 
@@ -91,22 +89,11 @@ def scale(
 def _check_output(output: Path) -> None:
     """Raise SpecError for a file that could not be written in the end."""
     from instep.monitor.charts.png import require_png
-    from instep.monitor.report.write import check_writable
+    from instep.monitor.report.write import check_output
 
-    if output.suffix.lower() not in _ENDINGS:
-        raise SpecError(
-            f"output={output} is neither a page (.html) nor a figure (.svg, .png). Give one of these endings."
-        )
-    check_writable(output)
+    check_output(output, (".svg", ".png"))
     if output.suffix.lower() == ".png":
         require_png()
-
-
-def _read_worlds(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError:
-        raise SpecError(f"worlds={text!r} is not a list of numbers. Use for instance --worlds 1,2,4.") from None
 
 
 def _show(outcome: Study, task: str, cores: int | None, output: Path | None, as_json: bool) -> None:

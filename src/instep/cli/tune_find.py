@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from instep.train.task import Task
     from instep.tune.finders.finder import Finding
 
-_ENDINGS = (".html", ".htm", ".svg")
 _ROUNDS = 4
 _LEFT_OUT = ("run_dir", "fresh", "json", "quiet", "steps", "epochs", "keep")
 """Options of this command that say nothing about the training it is about."""
@@ -56,7 +55,9 @@ def find(
 ) -> int:
     """Find a setting of a file's Task, and show it; return the exit code."""
     if output is not None:
-        _check_output(output)
+        from instep.monitor.report.write import check_output
+
+        check_output(output, (".svg",))
     check_finder(find)  # before torch is imported
     fork_forkserver()
     made, path = find_task(task, list(values))
@@ -113,15 +114,6 @@ def _find(
     spec = resolve_precision(dataclasses.replace(spec, processes=processes), place.device)
     request = FindRequest(source, spec, over or "", _ROUNDS if rounds is None else rounds, report or (lambda _: None))
     return finder.find(request)
-
-
-def _check_output(output: Path) -> None:
-    """Raise SpecError for a file that could not be written in the end."""
-    from instep.monitor.report.write import check_writable
-
-    if output.suffix.lower() not in _ENDINGS:
-        raise SpecError(f"output={output} is neither a page (.html) nor a figure (.svg). Give one of these endings.")
-    check_writable(output)
 
 
 def _command(finding: Finding, words: Sequence[str], spec: TrainSpec) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option, print_json, say
+from instep.cli.command import TASK, VALUES, command, find_task, make_spec, option, print_json, read_worlds, say
 from instep.core.errors import EXIT_DONE, EXIT_USER, SpecError
 from instep.core.spec import TrainSpec
 from instep.launch.preload import fork_forkserver
@@ -54,17 +54,10 @@ def verify(
     spec = make_spec(TrainSpec, {**options, "steps": (150 if chaos else 20) if steps is None else steps})
     fork_forkserver()
     made, path = find_task(task, values)
-    sizes = _read_worlds(worlds or ("1,2,3,4" if chaos else "1,2,3"))
+    sizes = read_worlds(worlds or ("1,2,3,4" if chaos else "1,2,3"))
     if chaos:
         return _disturb(made, path, values or [], spec, sizes, 100 if faults is None else faults)
     return _compare(made, path, spec, sizes)
-
-
-def _read_worlds(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError:
-        raise SpecError(f"worlds={text!r} is not a list of numbers. Use for instance --worlds 1,2,3.") from None
 
 
 def _compare(task: Task, path: Path, spec: TrainSpec, worlds: list[int]) -> int:

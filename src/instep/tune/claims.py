@@ -42,7 +42,7 @@ class Claims(ABC):
 
     @abstractmethod
     def release(self, number: int) -> None:
-        """Give a claim back."""
+        """Release a claim."""
 
 
 class SoleClaims(Claims):

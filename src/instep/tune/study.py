@@ -198,7 +198,7 @@ class SearchStudy:
         return ended
 
     def _equip(self, number: int) -> None:
-        """Give the study the sampler and the pruner of a trial."""
+        """Set the sampler and the pruner of a trial in the study."""
         with _quiet():
             self._study.sampler = self._make_sampler(number)
             self._study.pruner = self._pruners.setdefault(number, self._make_pruner())

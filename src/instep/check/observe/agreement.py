@@ -77,7 +77,7 @@ class Agreement:
             self._write_row(step, epochs, bool(evaluated), state)
 
     def release(self) -> None:
-        """Let all ranks leave wherever they are."""
+        """Allow all ranks to leave wherever they are."""
         with self._locked():
             self._write_head(self._head()[0], 1)
 

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +18,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from instep.check.observations import Observation
-
-_LIBRARIES = tuple(
-    {str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "purelib", "platlib")}
-    | {str(Path(__file__).parents[2].resolve()) + os.sep}
-)
+from instep.core.frames import is_users
 
 
 class ObservationLog:
@@ -77,7 +72,7 @@ class ObservationLog:
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Let hooks of this thread ignore what an observer does itself while the block runs."""
+        """Make hooks of this thread ignore what an observer does itself while the block runs."""
         before, self._quiet.on = self.is_quiet, True
         try:
             yield
@@ -110,7 +105,4 @@ class ObservationLog:
 @functools.lru_cache(maxsize=4096)
 def _is_users(name: str, script: str) -> bool:
     """Return whether a file is the user's: the script itself, or anything that is not installed."""
-    if name.startswith("<"):
-        return False
-    path = os.path.realpath(name)
-    return path == script or not path.startswith(_LIBRARIES)
+    return not name.startswith("<") and (is_users(name) or os.path.realpath(name) == script)

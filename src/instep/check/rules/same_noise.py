@@ -22,7 +22,7 @@ class SameNoise(Rule):
     id = "same-noise"
     severity = Severity.WARNING
     effect = "The noise of a step averages out less than it should: N ranks regularise like one."
-    watches: ClassVar = {NoiseDrawn: "random numbers in a training step", FirstUpdate: "a first optimizer step"}
+    watches: ClassVar = {NoiseDrawn: "random numbers in a training step", FirstUpdate: "an optimizer step"}
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield noise that all ranks share, and weights that they do not."""

@@ -37,7 +37,7 @@ class WrongDevice(Rule):
     id = "wrong-device"
     severity = Severity.WARNING
     effect = "Ranks of a node use one GPU: it runs out of memory, or every step waits for copies between devices."
-    watches = {ForwardRan: "a call of a wrapped model"}  # noqa: RUF012
+    watches = {ForwardRan: "a forward pass under DDP or FSDP"}  # noqa: RUF012
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
         """Yield models that share a device while others are free, and inputs of another device than their model's."""

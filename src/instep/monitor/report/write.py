@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from instep.core.errors import SpecError
@@ -20,6 +21,15 @@ def check_writable(path: Path) -> None:
         reason = f"no permission to write to {path.parent}"
     if reason is not None:
         raise SpecError(f"{path} cannot be written: {reason}. Give another file with -o.")
+
+
+def check_output(path: Path, figures: Sequence[str]) -> None:
+    """Raise SpecError for a file that is neither a page nor one of these figures (.svg, …), or could not be written."""
+    if path.suffix.lower() not in (".html", ".htm", *figures):
+        raise SpecError(
+            f"output={path} is neither a page (.html) nor a figure ({', '.join(figures)}). Give one of these endings."
+        )
+    check_writable(path)
 
 
 def write_text(path: Path, text: str) -> int:
