@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import BIN, TESTS, descendants, start, steps_in, wait_for
+from commands import BIN, TESTS, descendants, run, start, steps_in, wait_for
 from instep.core.stop import SIGNALS, StopRequest, keep_stops, taking_over
 from rings import unless
 
@@ -25,7 +25,7 @@ OPTIONS = ("--steps", "400", "--batch-size", "12", "pause_s=0.05", "--save-every
 @contextmanager
 def started(*words: str) -> Iterator[subprocess.Popen[str]]:
     """Start a command, and see that it and its processes are gone afterwards."""
-    process = start(*words)
+    process = start(*words, fresh=True)
     try:
         yield process
     finally:
@@ -116,6 +116,29 @@ def test_what_ends_at_once(tmp_path: Path, command: str, number: signal.Signals,
         assert job.returncode == code, err
         assert "Traceback" not in err
     assert steps_in(tmp_path) == []
+
+
+IN_A_CALLBACK = """
+import signal, weakref
+from instep.cli.early import end_by_every_interrupt, end_by_sigterm
+class Imported: pass
+def callback(_):
+    signal.raise_signal({number})
+    pass  # the handler runs here, where Python ignores what it raises
+end_by_sigterm()
+end_by_every_interrupt()
+imported = Imported()
+reference = weakref.ref(imported, callback)
+del imported
+print("runs on")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 3)])
+def test_where_python_ignores_exceptions(number: signal.Signals, code: int) -> None:
+    done = run("python", "-c", IN_A_CALLBACK.format(number=int(number)))
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 ALONE = """

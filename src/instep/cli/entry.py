@@ -2,7 +2,7 @@
 
 import sys
 
-from instep.cli.early import end_by_sigterm, keep_early_stops
+from instep.cli.early import end_by_every_interrupt, end_by_sigterm, keep_early_stops
 from instep.core.errors import EXIT_INTERRUPTED
 from instep.world.environment import launcher_here
 
@@ -20,6 +20,7 @@ def main() -> None:
 
 
 def _run() -> None:
+    end_by_every_interrupt()
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "train" or (command == "tune" and not any(word.startswith("--find") for word in sys.argv)):
         keep_early_stops()
