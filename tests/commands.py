@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_server
 import patience
 from instep.events.read import read_events
 
@@ -19,16 +20,21 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
 
-def start(*words: str, **more: Any) -> subprocess.Popen[str]:
-    """Start a command of the environment (instep, torchrun, python) in the background."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTEST_"))}
-    return patience.Popen(
+def start(*words: str, fresh: bool = False, **more: Any) -> subprocess.Popen[str]:
+    """Start a command of the environment (instep, torchrun, python) in the background.
+
+    `instep` is forked from a process that has imported torch, see command_server.py, unless it must be `fresh`.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTEST_"))}
+    cwd, env = more.pop("cwd", ROOT), inherited | more.pop("env", {})
+    is_forked = not fresh and command_server.can_serve(words, env, more)
+    return (command_server.ForkedCommand if is_forked else patience.Popen)(
         [str(BIN / words[0]), *words[1:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=more.pop("cwd", ROOT),
-        env=env | more.pop("env", {}),
+        cwd=cwd,
+        env=env,
         start_new_session=True,
         **more,
     )

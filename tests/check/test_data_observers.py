@@ -150,7 +150,7 @@ dist.destroy_process_group()
 def test_a_script_and_its_corrected_twin(bug: bool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("BUG", str(bug)))
-    done = commands.run("python", "-m", "instep", "check", "-n", "2", "--json", str(script), timeout_s=60)
+    done = commands.run("instep", "check", "-n", "2", "--json", str(script), timeout_s=60)
     assert done.stdout.strip(), done.stderr
     ours = {"no-set-epoch", "set-epoch-swallowed", "split-differs", "eval-padding", "metric-of-one-shard", "seeds"}
     found = {name for name in ours if f'"{name}"' in done.stdout.strip().splitlines()[-1]}

@@ -142,7 +142,7 @@ def test_the_command(tmp_path: Path) -> None:
     """Options, JSON as the last line, SARIF, exit codes; the script's output goes to standard error."""
     sarif = tmp_path / "check.sarif"
     words = ("-n", "2", "--steps", "6", "--json", "--sarif", str(sarif), str(SCRIPTS / "noisy.py"))
-    done = run("python", "-m", "instep", "check", *words, cwd=tmp_path)
+    done = run("instep", "check", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout)
     assert values["status"] == "watched"

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from commands import run
 from instep.cli import findings
 from instep.cli.doctor import report
 from instep.cli.findings import GIB, MIB, Finding, TorchBuild
@@ -17,7 +16,6 @@ from instep.core.topology import Place
 from instep.launch.probe import ProbeResult
 from instep.launch.resources import Folder, NodeResources, check_folder, free_ports, node_resources, parse_cpu_max
 
-COMMAND = Path(sys.executable).with_name("instep")
 MACHINE = NodeResources(cores=8, memory_bytes=32 * GIB, available_bytes=16 * GIB, shared_memory_bytes=8 * GIB)
 CPU_BUILD = TorchBuild(version="2.13.0+cpu")
 CUDA_BUILD = TorchBuild(version="2.12.1+cu128", toolkit="CUDA 12.8", gpus=(("NVIDIA X", 80 * GIB),))
@@ -26,9 +24,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_R
 
 def doctor(cwd, *options, **variables):
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    return subprocess.run(
-        [COMMAND, "doctor", *options], cwd=cwd, env={**environ, **variables}, capture_output=True, text=True
-    )
+    return run("instep", "doctor", *options, cwd=cwd, env={**environ, **variables})
 
 
 def levels(done):

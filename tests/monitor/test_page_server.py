@@ -400,10 +400,10 @@ def test_the_command_without_runs_or_packages(tmp_path: Path) -> None:
     hidden = "import sys; sys.modules.update(starlette=None, uvicorn=None)\n"
     (tmp_path / "sitecustomize.py").write_text(hidden)
     env = {"PYTHONPATH": f"{tmp_path}:{commands.ROOT / 'src'}"}
-    without = commands.run("instep", "watch", cwd=tmp_path, env=env)
+    without = commands.run("instep", "watch", cwd=tmp_path, env=env, fresh=True)
     assert without.returncode == 2
     assert "pip install 'instep[page]'" in without.stderr
     Writer(tmp_path / "runs" / "one", world_size=1).start()
-    shown = commands.run("instep", "watch", "--terminal", cwd=tmp_path, env=env)
+    shown = commands.run("instep", "watch", "--terminal", cwd=tmp_path, env=env, fresh=True)
     assert shown.returncode == 0, shown.stderr
     assert "one" in shown.stdout

@@ -68,6 +68,11 @@ def fork_forkserver() -> None:
         return
     for name in MODULES:
         importlib.import_module(name)
+    fork_forkserver_now()
+
+
+def fork_forkserver_now() -> None:
+    """Fork the forkserver from this process, which has imported what workers need, and nothing of the user's."""
     _start_resource_tracker()  # before `spawnv_passfds` is replaced: it starts this process too
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
