@@ -19,8 +19,10 @@ one of the two without drawing, or puts it back, sees that of the epoch, at any 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -31,6 +33,7 @@ import torch
 T = TypeVar("T")
 BeginRow = Callable[[int], None]
 _NO_SAMPLE = -1
+_FIRST_8 = struct.Struct("<Q8x")
 _LOOKED_AT = 16
 """Samples after which a process looks whether they have drawn."""
 
@@ -53,7 +56,8 @@ class SampleSeeds:
             return read(lambda row: seed_sample(self._seed, epoch, numbers[row]))
         parked = self._park(epoch)
         try:
-            batch = read(lambda row: _seed_torch(_digest(self._seed, epoch, numbers[row])))
+            begun = _begun_digest(self._seed, epoch)
+            batch = read(lambda row: _seed_torch(_digest(begun, numbers[row])))
         except Exception:
             if _states() == parked:
                 raise
@@ -94,18 +98,26 @@ class SampleSeeds:
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the global generators for one sample of one epoch."""
-    digest = _digest(seed, epoch, index)
+    digest = _digest(_begun_digest(seed, epoch), index)
     _seed_torch(digest)
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[8:12], "little"))
 
 
-def _digest(seed: int, epoch: int, index: int) -> bytes:
-    return hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16, person=b"instep.sample").digest()
+@functools.lru_cache(maxsize=4)
+def _begun_digest(seed: int, epoch: int) -> hashlib.blake2b:
+    """Return the digest of `seed/epoch/`, which those of all samples begin with."""
+    return hashlib.blake2b(f"{seed}/{epoch}/".encode(), digest_size=16, person=b"instep.sample")
+
+
+def _digest(begun: hashlib.blake2b, index: int) -> bytes:
+    own = begun.copy()
+    own.update(b"%d" % index)
+    return own.digest()
 
 
 def _seed_torch(digest: bytes) -> None:
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    torch.default_generator.manual_seed(_FIRST_8.unpack(digest)[0])
 
 
 def _states() -> tuple[Any, ...]:
