@@ -29,6 +29,7 @@ ON_CPU = {
     "exact_cost": ("--rounds", "4"),
     "network": ("--links", "1gbit", "10gbit"),
     "accelerate_examples": (),
+    "tune_search": (),
 }
 ON_GPU = {"gpt2_speed": (), "resnet_speed": (), "peak_memory": (), "input": ("--device", "cuda")}
 QUICK = {
@@ -42,7 +43,9 @@ QUICK = {
     "exact_cost": ("--rounds", "1"),
     "network": ("--links", "1gbit", "--rounds", "1"),
     "accelerate_examples": ("--repeats", "1"),
+    "tune_search": ("--rounds", "1", "--trials", "2", "--epochs", "2"),
 }
+ON_MNIST = ("mnist_speed", "tune_search")
 
 
 def main():
@@ -61,11 +64,11 @@ def main():
         if name == "network" and os.geteuid():
             left_out.append("network: run as root, it makes network namespaces")
             continue
-        if name == "mnist_speed" and not (ROOT / args.mnist).is_dir():
-            left_out.append(f"mnist_speed: there is no {args.mnist}; give --mnist FOLDER with MNIST's files")
+        if name in ON_MNIST and not (ROOT / args.mnist).is_dir():
+            left_out.append(f"{name}: there is no {args.mnist}; give --mnist FOLDER with MNIST's files")
             continue
         words = QUICK.get(name, ()) if args.quick else words
-        if name == "mnist_speed":
+        if name in ON_MNIST:
             words = ("--root", args.mnist, *words)
         begun = time.monotonic()
         print(f"== {name} {' '.join(words)}", flush=True)
