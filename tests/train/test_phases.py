@@ -22,6 +22,7 @@ from instep.events.schema import PHASES
 from instep.guard.pulse import Phase, Pulse
 from instep.train import flops
 from instep.train.worker import worker_main
+from instep.world.waits import Waits
 from instep.world.world import World
 from ranks import run_ranks
 
@@ -182,15 +183,17 @@ def test_model_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pulse_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, waited = [100.0], [5.0]
+    now, waits = [100.0], Waits()
+    waits.seconds = 5.0
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pulse = Pulse(bytearray(64))
-    pulse.watch_waits(lambda: waited[0])
+    pulse.watch_waits(waits)
     heard: list[Phase] = []
     pulse.listener = heard.append
     now[0] += 1.0
     pulse.beat(Phase.FORWARD)
-    now[0], waited[0] = now[0] + 4.0, waited[0] + 3.0
+    now[0] += 4.0
+    waits.seconds += 3.0
     with pulse.during(Phase.EVALUATE):
         now[0] += 0.5
     now[0] += 2.0

@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -90,6 +90,8 @@ class GlobalBatch(NamedTuple):
     num_shards: int = 0
     """In exact mode, of the whole batch."""
     ends_epoch: bool = False
+    num_rows: int = 0
+    """Of all parts: this rank's."""
 
 
 class Loader(ABC):
@@ -101,6 +103,8 @@ class Loader(ABC):
     num_samples: int | None
     """In an epoch; None: not known before its end."""
     steps_per_epoch: int | None
+    has_evidence: ClassVar[bool] = False
+    """Whether ranks could read different samples, so that `evidence` has to be compared."""
 
     @abstractmethod
     def num_steps(self, epochs: int) -> int:
@@ -132,7 +136,10 @@ class Loader(ABC):
         raise NotImplementedError
 
     def evidence(self) -> list[Any] | None:
-        """Return what all ranks must have seen alike of the last batch; None: nothing that could differ."""
+        """Return what all ranks must have seen alike of the last batch; None: nothing that could differ.
+
+        Asked for where `has_evidence` says so.
+        """
         return None
 
 
@@ -175,10 +182,13 @@ class TrainLoader(Loader):
         batches = to_device(read, self._device)
         num_batches = self._plan.num_batches
         for run in self._runs(first, last):
+            epoch, _, size = run.start
+            num_rows = run.num_rows // run.num_steps
             for step in range(run.first_step, run.first_step + run.num_steps):
-                parts = tuple([Part(plan, next(batches)) for plan in run.parts])
+                parts = tuple(map(Part, run.parts, batches))
+                assert len(parts) == len(run.parts)
                 ends_epoch = (step + 1) % num_batches == 0
-                yield GlobalBatch(step, run.start.epoch, run.start.size, parts, run.num_shards, ends_epoch)
+                yield GlobalBatch(step, epoch, size, parts, run.num_shards, ends_epoch, num_rows)
 
     def _transformed(
         self, transform: Callable[[int, Any], Any], read: Iterator[Any], first: int, last: int

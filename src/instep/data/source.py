@@ -223,12 +223,12 @@ class Source:
 
     def _read_unmeasured(self, feed: _Feed) -> Iterator[Any]:
         """Yield batches for a while without measuring, which takes as long as reading some of them."""
-        until = time.perf_counter() + _REST_S
-        for request in feed:
-            feed.delivered()
-            yield self._reader.read(request)
+        until, read = time.perf_counter() + _REST_S, self._reader.read
+        for request in feed.requests:  # not those on their way: there are none
+            yield read(request)
             if time.perf_counter() > until:
                 return
+        feed.has_ended = True
 
     def _read_here(self, requests: Iterable[Request]) -> Iterator[TimedBatch]:
         for request in requests:
@@ -248,10 +248,10 @@ class _Feed:
     """Requests, until it is paused."""
 
     def __init__(self, requests: Iterator[Request]) -> None:
-        self._requests = requests
+        self.requests = requests
         self._on_their_way: deque[Request] = deque()
         self.paused = False
-        self._has_ended = False
+        self.has_ended = False
 
     def __iter__(self) -> _Feed:
         return self
@@ -260,9 +260,9 @@ class _Feed:
         if self.paused:
             raise StopIteration
         try:
-            request = next(self._requests)
+            request = next(self.requests)
         except StopIteration:
-            self._has_ended = True
+            self.has_ended = True
             raise
         self._on_their_way.append(request)
         return request
@@ -270,7 +270,7 @@ class _Feed:
     def resume(self) -> bool:
         """End a pause; return whether there may be more."""
         self.paused = False
-        return not self._has_ended
+        return not self.has_ended
 
     def delivered(self) -> None:
         """Note that the oldest request's batch is there."""
@@ -278,8 +278,8 @@ class _Feed:
 
     def take_back(self) -> None:
         """Yield the requests again whose batches are not there."""
-        self._requests = itertools.chain(self._on_their_way, self._requests)
-        self._on_their_way, self._has_ended = deque(), False
+        self.requests = itertools.chain(self._on_their_way, self.requests)
+        self._on_their_way, self.has_ended = deque(), False
 
 
 class _Measured:

@@ -31,6 +31,8 @@ _ANY_NUMBER = 1 << 62
 class StreamLoader(Loader):
     """Loads this rank's parts of the global batches of a stream."""
 
+    has_evidence = True
+
     def __init__(self, dataset: Any, batches: BatchSpec, options: LoadOptions) -> None:
         check_stream(dataset)
         self.num_samples = stream_length(dataset)
@@ -103,7 +105,8 @@ class StreamLoader(Loader):
             self._place = step + 1, batch.place
             num_shards = self.plan.num_shards(batch.size) if self.plan.shards else 0
             loaded = tuple([Part(plan, rows) for plan, rows in pairs])
-            yield GlobalBatch(step, batch.epoch, batch.size, loaded, num_shards, batch.ends_epoch)
+            num_rows = sum([part.plan.num_rows for part in loaded])
+            yield GlobalBatch(step, batch.epoch, batch.size, loaded, num_shards, batch.ends_epoch, num_rows)
 
     def sample_indices(self, step: int) -> Indices:
         """Return the positions of the elements of a step's global batch: of the step that was loaded last."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 _IDENTITY = struct.Struct("<qqQ")
 _BEAT = struct.Struct("<qqqd")
@@ -39,7 +40,7 @@ class Phase(IntEnum):
     OTHER = 11
 
 
-# One attribute less to look up in each of the ten beats of a step.
+# One attribute less to look up in each of the seven beats of a step.
 _REDUCE, _IDENTITY_BYTES, _write_beat = int(Phase.REDUCE), _IDENTITY.size, _BEAT.pack_into
 
 
@@ -60,6 +61,17 @@ class Beat:
     """When it last moved, on the monotonic clock."""
 
 
+class Waited(Protocol):
+    """Counts how long this rank has waited for others so far."""
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class _NoWaits:
+    seconds = 0.0
+
+
 class Pulse:
     """A rank's own pulse."""
 
@@ -73,14 +85,14 @@ class Pulse:
         """When the pulse, and the phase that is under way, began, on the monotonic clock."""
         self.seconds = [0.0] * len(Phase)
         """How long the rank was in each phase, up to `since_s`; waiting for other ranks counts as REDUCE."""
-        self._waited: Callable[[], float] = float
+        self._waits: Waited = _NoWaits()
         self._waited_s = 0.0
         self.listener: Callable[[Phase], None] | None = None
         """Called with each phase that begins."""
 
     def beat(self, phase: Phase) -> None:
         """Write what this rank is doing now."""
-        now, waited_s = time.monotonic(), self._waited()
+        now, waited_s = time.monotonic(), self._waits.seconds
         _write_beat(self._memory, _IDENTITY_BYTES, self._made, self._step, phase, now)
         took_s = now - self.since_s
         if waited_s != self._waited_s:
@@ -92,9 +104,9 @@ class Pulse:
         if self.listener is not None:
             self.listener(phase)
 
-    def watch_waits(self, waited: Callable[[], float]) -> None:
-        """Ask `waited()` from now on how long the rank has waited for others so far, whatever its phase."""
-        self._waited, self._waited_s = waited, waited()
+    def watch_waits(self, waits: Waited) -> None:
+        """Read there from now on how long the rank has waited for others so far, whatever its phase."""
+        self._waits, self._waited_s = waits, waits.seconds
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

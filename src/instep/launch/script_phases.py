@@ -28,6 +28,7 @@ from instep.events.write import EventLog
 from instep.guard.phase_log import PhaseLog
 from instep.guard.pulse import Phase, Pulse
 from instep.world.tensors import nested_tensors
+from instep.world.waits import Waits
 
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -42,7 +43,7 @@ class ScriptPhases:
     def __init__(self, pulse: Pulse, folder: Path, attempt: int) -> None:
         rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         self._pulse = pulse
-        self._waited_s = 0.0
+        self._waits = Waits()
         self._comm_bytes = 0
         self._nested = 0
         """Collectives under way: torch's own may call each other."""
@@ -68,7 +69,7 @@ class ScriptPhases:
                 },
             )
         )
-        pulse.watch_waits(lambda: self._waited_s)
+        pulse.watch_waits(self._waits)
         self._phases = PhaseLog(pulse, self._log, device, lambda: self._comm_bytes)
 
     def install(self) -> None:
@@ -125,7 +126,7 @@ class ScriptPhases:
                 return collective(*args, **kwargs)
             finally:
                 self._nested = 0
-                self._waited_s += time.perf_counter() - begun
+                self._waits.seconds += time.perf_counter() - begun
 
         return call
 

@@ -122,9 +122,10 @@ class BatchContext:
         finally:
             self.draws.end_region()
 
-    def begin_step(self, step: int) -> None:
-        """Set the noise key of a global step."""
+    def begin_step(self, step: int, num_shards: int = 0) -> None:
+        """Set the noise key of a global step, and the number of its shards."""
         self._preserved.clear()
+        self.num_shards = num_shards
         self.step_key = mix64(self.seed ^ mix64(step))
 
     def begin_part(self, first_row: int, num_rows: int, replicated: bool, shard: int = 0, passes: int = 0) -> None:

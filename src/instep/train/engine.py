@@ -16,6 +16,7 @@ from instep.core.spec import TrainSpec
 from instep.core.splitmix import mix64
 from instep.data.batch_plan import BatchPlan, PartPlan
 from instep.data.loader import GlobalBatch
+from instep.guard.pulse import here
 from instep.guard.straggler import StepTimer
 from instep.parallel.batch_context import BatchContext
 from instep.parallel.norm import update_running_statistics
@@ -24,7 +25,7 @@ from instep.parallel.registry import choose_strategy
 from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import StepSums
 from instep.train.forward_state import ForwardState
-from instep.train.precision import LossScale, Precision
+from instep.train.precision import LossScale, Precision, wide_loss
 from instep.train.train_state import TrainState
 from instep.world.device import accelerator_of, has_streams
 from instep.world.grid import Grid
@@ -78,12 +79,15 @@ class Engine:
             spec.clip_norm is not None or spec.log_grad_norm or spec.on_nan == "skip" or spec.precision == "fp16"
         )
         """Whether a step computes the gradient's norm, and so sees whether it is finite: to look at all of it costs."""
+        self.clips = self.needs_norm or spec.clip_value is not None
+        """Whether a step looks at the gradient, or changes it, before it is applied."""
         self.is_full = False
         """Whether the step under way has a full batch: not the last one of an epoch."""
         self.reads_early = has_streams(world.device) and world.world_size == 1 and not spec.exact
         """Whether this rank's own loss is the step's, so that it may be read before the ranks have agreed."""
         self.pace = StepTimer()
         """How long this rank's own work takes."""
+        self.pulse, self.waits = here(), world.waits
         mesh = self.grid.mesh
         holds_all = mesh.data_size == world.world_size
         self.forward_state = ForwardState(world, spec.exact, witness is not None, notice) if holds_all else None
@@ -105,13 +109,14 @@ class Engine:
     def begin_step(self, step: int, num_shards: int, is_full: bool) -> None:
         """Set the step's noise, and remember what a step that is skipped must not change."""
         self.is_full = is_full
-        # Nothing is compiled under the watches of the first step.
-        self.context.compiles = is_full and self._has_stepped and any(trained.compiled for trained in self.trained)
-        self._has_stepped = True
-        self.context.begin_step(step)
-        self.context.num_shards = num_shards
+        self.context.begin_step(step, num_shards)
+        compiles = False
         for trained in self.trained:
             trained.begin_step()
+            compiles |= trained.compiled != ""
+        # Nothing is compiled under the watches of the first step.
+        self.context.compiles = compiles and is_full and self._has_stepped
+        self._has_stepped = True
         for trained in self.trained if num_shards else ():
             trained.reducer.be_ready()
             if trained.shard_buffers is None:
@@ -206,6 +211,16 @@ class Engine:
                 self._scalars.clear()
             self._scalars[key] = torch.full((), value, dtype=like.dtype, device=like.device)
         return self._scalars[key].view_as(like)
+
+    def run_backward(self, loss: torch.Tensor, scale: float) -> None:
+        """Run the backward pass of a loss times `scale`, and times the loss scale ([Note: Loss scale])."""
+        if not scale:
+            self.backward_without_weight(loss)
+            return
+        if self.loss_scale is not None:
+            scale *= self.loss_scale.factor
+        loss = wide_loss(loss)
+        loss.backward(None if scale == 1.0 else self.scalar(scale, loss))
 
     def backward_without_weight(self, loss: torch.Tensor) -> None:
         """Run the backward pass of a part of weight 0, if layers need it ([Note: Parts of weight 0])."""

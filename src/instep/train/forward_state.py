@@ -89,6 +89,8 @@ class ForwardState:
         self._synced: list[_SyncedBuffer] = []
         self._before: dict[str, int] | None = None
         self._has_begun = False
+        self.is_needed = True
+        """Whether steps still have to be watched, or buffers agreed on."""
         self._num_to_check = 0 if is_checked or (world.world_size == 1 and not exact) else _NUM_CHECKED
         self.watch = WriteWatch()
         """Active in the first step's forward passes, where nothing is compiled."""
@@ -97,11 +99,6 @@ class ForwardState:
     def is_checked(self) -> bool:
         """Whether the first steps are over."""
         return not self._num_to_check
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether steps still have to be watched, or buffers agreed on."""
-        return not self._has_begun or self._attributes is not None or bool(self._num_to_check or self._synced)
 
     def set_rules(self, rules: Mapping[str, str]) -> None:
         """Say how ranks agree on buffers: patterns of names, each with a rule."""
@@ -136,6 +133,7 @@ class ForwardState:
                 self.watch.lines.clear()
         for buffer in self._synced:
             self._agree(buffer, share)
+        self.is_needed = bool(self._num_to_check or self._synced)
 
     def _find_synced(self, models: Sequence[nn.Module]) -> None:
         """Choose the buffers that are agreed on: by the rules, and the averages of InstanceNorm."""

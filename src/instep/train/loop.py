@@ -71,6 +71,8 @@ class Loop:
             self._train_data, self._eval_data = train_data_of(task, run.notice), task.eval_data()
         run.score_by(lambda model, batch: copy_of(task).metrics(model, batch))
         self._cadence = Cadence.parse("eval_every", run.spec.eval_every)
+        self._evaluates = self._eval_data is not None and self._cadence != Cadence()
+        """Whether there are evaluations between steps."""
         self._asks_to_stop = overrides(task, "stop")
         self._on_step = task.on_step if overrides(task, "on_step") else None
         self._evaluated_at = -1
@@ -101,11 +103,11 @@ class Loop:
         is_watched = not run.compiled and not is_compiled(model)
         watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
-        goal, evaluates = run.goal, self._eval_data is not None and self._cadence != Cadence()
-        is_first, last = True, None
+        goal = run.goal
+        is_first, step = True, None
         for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
             if is_first:
-                check_schedule(run.engine.trained[0].schedule, goal, evaluates)
+                check_schedule(run.engine.trained[0].schedule, goal, self._evaluates)
                 with contextlib.ExitStack() as watches:
                     if watch is not None:
                         watches.enter_context(watch)
@@ -117,12 +119,12 @@ class Loop:
             record = step.finish()
             for text in watch.notices() if is_first and watch is not None else ():
                 run.notice(text)
-            is_first, last = False, step
+            is_first = False
             if reason := self._follow(step, record):
                 run.stop_early(reason)
                 break
-        if last is not None and witness is None:
-            log_flops(run, last)
+        if step is not None and witness is None:
+            log_flops(run, step)
         run.close_data()
         self._evaluate()
         if self._saves:
@@ -132,7 +134,7 @@ class Loop:
 
     def _follow(self, step: Step, record: StepRecord) -> str:
         """Evaluate if due, and call the Task's hooks; return why to stop, or nothing."""
-        if self._is_eval_due(step):
+        if self._evaluates and self._is_eval_due(step):
             record = replace(record, metrics=self._evaluate())
         if self._on_step is not None:
             self._call_hook(self._on_step, record)
@@ -160,8 +162,6 @@ class Loop:
             raise
 
     def _is_eval_due(self, step: Step) -> bool:
-        if self._eval_data is None:
-            return False
         if self._cadence.steps is not None:
             return step.number % self._cadence.steps == 0
         return self._cadence.epochs is not None and step.ends_epoch and (step.epoch + 1) % self._cadence.epochs == 0

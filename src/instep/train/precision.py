@@ -33,6 +33,7 @@ _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-16
 _GROWS_AFTER = 2000
 _OUTSIDE = "off"
 _NOTHING = contextlib.nullcontext()
+_HALVES = tuple(HALF_DTYPES.values())
 _WINDOW, _OFTEN, _QUIET = 100, 10, 1000
 """The last steps that count, how many skipped ones among them are many, and for how long that is not repeated."""
 
@@ -94,6 +95,11 @@ class Precision:
     def as_stored(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for backward passes inside of `autocast`, which follow what forward did."""
         return _NOTHING if self.dtype is None else torch.autocast(self._device, enabled=False)
+
+
+def wide_loss(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss in a dtype with enough precision and range for what it is multiplied by."""
+    return loss.float() if loss.dtype in _HALVES else loss
 
 
 class LossScale:

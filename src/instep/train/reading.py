@@ -49,7 +49,9 @@ class BatchReader:
         self._dataset = dataset
         self._on_bad_sample, self._batch_tokens = spec.on_bad_sample, spec.batch_tokens
         self._engine = engine
-        self._reported = set(engine.context.doubts)
+        self._doubts = engine.context.doubts
+        self._notices = self.source.notices
+        self._reported = set(self._doubts)
 
     def follow(self, earlier: "BatchReader | None") -> None:
         """Continue where an earlier reader of the same dataset has stopped."""
@@ -59,13 +61,13 @@ class BatchReader:
 
     def batches(self, first: int, last: int) -> Iterator[GlobalBatch]:
         """Yield the batches of steps first..last-1; count how long this rank waits for them, and their rows."""
-        pace, witness = self._engine.pace, self._engine.witness
+        pace, witness, has_evidence = self._engine.pace, self._engine.witness, self.loader.has_evidence
         begun = time.perf_counter()
         for batch in self.loader.steps(first, last):
             pace.data_s += time.perf_counter() - begun
             pace.num_steps += 1
-            pace.num_rows += sum([part.plan.num_rows for part in batch.parts])
-            if (evidence := self.loader.evidence()) is not None:
+            pace.num_rows += batch.num_rows
+            if has_evidence and (evidence := self.loader.evidence()) is not None:
                 _compare(evidence, self._engine.world)
             if witness is not None:
                 indices = self.sample_indices(batch.step).tolist()
@@ -96,14 +98,20 @@ class BatchReader:
         """Return the sample indices, or positions in a stream, of the whole global batch of a step, row by row."""
         return self.loader.sample_indices(step)
 
+    def has_news(self, step: int, is_due: bool) -> bool:
+        """Return whether one of the three methods below has something to return; most steps have nothing."""
+        return (
+            is_due
+            or step % _SOURCES_STEPS == 0
+            or bool(self._notices or self.source.changes)
+            or len(self._doubts) != len(self._reported)
+        )
+
     def new_notices(self) -> list[str]:
         """Return what a person should know of the data, and of how layers saw it, and was not told yet."""
-        notices, doubts = self.source.notices, self._engine.context.doubts
-        if not notices and len(doubts) == len(self._reported):
-            return []
-        new = [*notices, *(doubts[name] for name in doubts if name not in self._reported)]
-        notices.clear()
-        self._reported.update(doubts)
+        new = [*self._notices, *(text for name, text in self._doubts.items() if name not in self._reported)]
+        self._notices.clear()
+        self._reported.update(self._doubts)
         return new
 
     def sources(self, step: int, is_due: bool) -> SourcesRecord | None:
@@ -122,8 +130,6 @@ class BatchReader:
 
     def new_changes(self, step: int) -> list[InputRecord]:
         """Return the decisions of who reads the batches that were made since the last call."""
-        if not self.source.changes:
-            return []
         changes, self.source.changes = self.source.changes, []
         return [
             InputRecord(step=step, workers=readers, reading=words, reason=reason, **window._asdict())
@@ -172,7 +178,7 @@ def load_options(engine: Engine, spec: TrainSpec, collate: Collate | None) -> Lo
         collate=collate,
         workers=spec.data_workers,
         seed=spec.seed,
-        waited_s=lambda: engine.world.waited_s,
+        waited_s=lambda: engine.world.waits.seconds,
         say=partial(_say, engine),
         on_bad_sample=spec.on_bad_sample,
     )

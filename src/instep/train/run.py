@@ -224,10 +224,11 @@ class Run(RunEvaluation):
             if self._freezing is not None:
                 self._freezing.begin_step(batch.step + 1, batch.epoch)
             step = Step(engine, batch, ends_epoch, batch.size == full_batch, self._hooks)
-            self._begin_gather(batch.parts)
+            self._step_plans = [part.plan for part in batch.parts]
             yield step
             self._pulse.beat(Phase.OTHER)
-            self._log_reading(reader, ends_epoch or self.step == num_steps)
+            if reader.has_news(self.step, may_end := ends_epoch or self.step == num_steps):
+                self._log_reading(reader, may_end)
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.check()

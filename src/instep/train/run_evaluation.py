@@ -15,8 +15,8 @@ from torch import nn
 from instep.core.errors import TaskError
 from instep.core.metric_goal import MetricGoal
 from instep.core.spec import TrainSpec
+from instep.data.batch_plan import PartPlan
 from instep.data.kinds import count_samples
-from instep.data.loader import Part
 from instep.events.schema import EvalRecord
 from instep.events.write import EventLog
 from instep.train.average import evaluated_weights
@@ -35,8 +35,8 @@ class RunEvaluation:
     step: int
     _batch: Piece | None = None
     """The batch of `batches` under way."""
-    _step_pieces: Sequence[Piece] | None = None
-    """This rank's parts of the step under way."""
+    _step_plans: Sequence[PartPlan] | None = None
+    """Of this rank's parts of the step under way."""
 
     def __init__(self, spec: TrainSpec) -> None:
         self.spec = spec
@@ -115,7 +115,7 @@ class RunEvaluation:
         data = self.engine.grid.data
         if self._batch is not None:
             return gather_rows(data, [self._batch], [values])
-        if self._step_pieces is None:
+        if self._step_plans is None:
             raise TaskError(
                 "run.gather() outside of a batch: its rows are unknown. Call it in `for batch in run.batches(…)`, or "
                 "in a step after `for … in step.shards()`."
@@ -125,8 +125,5 @@ class RunEvaluation:
                 f"run.gather() in a step got a {type(values).__name__}. Give a list with one value for each of "
                 "step.shards(), after the loop over them: ranks may have different numbers of shards."
             )
-        return gather_rows(data, self._step_pieces, values)
-
-    def _begin_gather(self, parts: Sequence[Part]) -> None:
-        """Note the parts of a step."""
-        self._step_pieces = [Piece(plan.first_row, plan.num_rows, plan.counted) for plan, _ in parts]
+        pieces = [Piece(plan.first_row, plan.num_rows, plan.counted) for plan in self._step_plans]
+        return gather_rows(data, pieces, values)

@@ -28,7 +28,7 @@ class RunTimes:
         trained: Sequence[TrainState],
         notice: Callable[[str], None],
     ) -> None:
-        pulse.watch_waits(lambda: world.waited_s)
+        pulse.watch_waits(world.waits)
         self._pulse = pulse
         self._phases = PhaseLog(pulse, log, world.device, lambda: world.comm_bytes)
         self._profile = None if spec.profile is None else RunProfile(world, spec, run_dir, pulse, trained, notice)

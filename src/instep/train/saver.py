@@ -183,13 +183,15 @@ class Saver:
         if self._cadence.epochs is not None and num_epochs and num_epochs % self._cadence.epochs == 0:
             return True
         if self._sharing is None:
-            return self._is_time() or self._is_best(scores)
+            return self._is_time() or (bool(scores) and self._is_best(scores))
         if is_asked or not (scores and self._keeping.best_by):
             return is_asked
         # Rank 0 alone knows the outcome of earlier saves.
         return bool(self._world.broadcast_object(self._is_best(scores)))
 
     def _is_time(self) -> bool:
+        if self._interval_s is None and self._retry_at is None:
+            return False
         now = time.monotonic()
         if self._retry_at is not None and now >= self._retry_at:
             return True

@@ -161,10 +161,10 @@ class EpochMeans:
     def take(self, record: StepRecord, ends_epoch: bool) -> EpochRecord | None:
         """Count a step; at the end of an epoch return its record."""
         self._num_samples += record.num_samples
-        for name, mean in {"": record.loss, **record.scalars}.items() if not record.skipped else ():
-            sums = self._sums.setdefault(name, [0.0, 0.0])
-            sums[0] += mean * record.num_samples
-            sums[1] += record.num_samples
+        if not record.skipped:
+            self._add("", record.loss, record.num_samples)
+            for name, mean in record.scalars.items():
+                self._add(name, mean, record.num_samples)
         if not ends_epoch:
             return None
         means = {name: total / count for name, (total, count) in self._sums.items()}
@@ -173,6 +173,13 @@ class EpochMeans:
             return None
         loss = means.pop("")
         return EpochRecord(epoch=record.epoch, step=record.step, loss=loss, num_samples=num_samples, scalars=means)
+
+    def _add(self, name: str, mean: float, num_samples: int) -> None:
+        sums = self._sums.get(name)
+        if sums is None:
+            sums = self._sums[name] = [0.0, 0.0]
+        sums[0] += mean * num_samples
+        sums[1] += num_samples
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""

@@ -24,17 +24,17 @@ from instep.core.stop import StopRequest
 from instep.data.batch_plan import PartPlan
 from instep.data.loader import GlobalBatch, Part
 from instep.events.schema import StepRecord
-from instep.guard.pulse import Phase, here
+from instep.guard.pulse import Phase
 from instep.parallel.regional import raising_compile_errors
-from instep.parallel.strategy import HALF_DTYPES, LossOf, StepSums
+from instep.parallel.strategy import LossOf, StepSums
 from instep.train.arriving import ArrivingNumbers
 from instep.train.compile import CompiledLoss, is_compiled, note_state
 from instep.train.engine import Engine
+from instep.train.precision import wide_loss
 from instep.train.reading import cut_batch
-from instep.train.scalars import LossParts, ScalarSums, loss_parts
+from instep.train.scalars import ScalarSums, loss_parts
 from instep.train.train_state import TrainState
 
-_HALVES = tuple(HALF_DTYPES.values())
 _NOTHING = nullcontext()
 
 
@@ -56,58 +56,65 @@ class Step:
     The methods under "for strategies" are those of `parallel.strategy.StepPart`.
     """
 
+    # What a step begins with: here, because to set all of it takes a noticeable part of a short step.
+    record: StepRecord | None = None
+    """What happened; there once the step is finished."""
+    stop_asked = False
+    """Whether a rank was asked to stop."""
+    save_asked = False
+    """Whether a checkpoint is due that all ranks write together."""
+    computed: tuple[nn.Module, LossOf] | None = None
+    """What `compute` was called with."""
+    _part: Part | None = None
+    _weighted: bool | None = None
+    """Whether parts come with a weight; None until one has been counted here."""
+    _has_gradient = False
+    """Whether there was a backward pass since the last update."""
+    _loss_sum: Any = 0.0
+    _arriving: ArrivingNumbers | None = None
+    """The sum of losses, and those of scalars, on their way to the host."""
+    _weight_sum = 0.0
+    _total_weight: float | None = None
+    """Known once the ranks have agreed on the parts so far."""
+    _scaled_weight: float | None = None
+    """The same, where the user gives weights."""
+    _loss = 0.0
+    _grad_norm: float | None = None
+    _apply = True
+    _overflowed = False
+    """Whether an update was left out because float16 could not hold its gradients."""
+    _buffers_changed = False
+    _has_agreed = False
+    """Whether the ranks have agreed on what forward passes changed."""
+    _passes = 0
+
     def __init__(self, engine: Engine, batch: GlobalBatch, ends_epoch: bool, is_full: bool, hooks: StepHooks) -> None:
         self.number = batch.step + 1
         """Counted from 1."""
         self.epoch = batch.epoch
         self.ends_epoch = ends_epoch
-        self.record: StepRecord | None = None
-        """What happened; there once the step is finished."""
-        self.stop_asked = False
-        """Whether a rank was asked to stop."""
-        self.save_asked = False
-        """Whether a checkpoint is due that all ranks write together."""
-        self.computed: tuple[nn.Module, LossOf] | None = None
-        """What `compute` was called with."""
         self._engine = engine
         self._batch = batch
         self._hooks = hooks
-        self._part: Part | None = None
-        self._weighted: bool | None = None
-        """Whether parts come with a weight; None until one has been counted here."""
-        self._has_gradient = False
-        """Whether there was a backward pass since the last update."""
-        self._loss_sum: Any = 0.0
         self._scalars = ScalarSums(engine.scalar_names)
-        self._arriving: ArrivingNumbers | None = None
-        """The sum of losses, and those of scalars, on their way to the host."""
-        self._weight_sum = 0.0
-        self._total_weight: float | None = None
-        """Known once the ranks have agreed on the parts so far."""
-        self._scaled_weight: float | None = None
-        """The same, where the user gives weights."""
-        self._loss = 0.0
-        self._grad_norm: float | None = None
-        self._apply = True
-        self._overflowed = False
-        """Whether an update was left out because float16 could not hold its gradients."""
-        self._buffers_changed = False
-        self._has_agreed = False
-        """Whether the ranks have agreed on what forward passes changed."""
-        self._passes = 0
-        self._pulse = here()
-        self._begun, self._waited = time.perf_counter(), engine.world.waited_s
+        self._pulse = engine.pulse
+        self._begun, self._waited = time.perf_counter(), engine.waits.seconds
         engine.begin_step(batch.step, batch.num_shards, is_full)
 
     def shards(self) -> Iterator[Any]:
         """Yield this rank's parts of the global batch, one after the other."""
+        engine = self._engine
         for part in self._batch.parts:
             self._pulse.beat(Phase.FORWARD)
-            self._engine.begin_part(part.plan, self._passes)
+            engine.begin_part(part.plan, self._passes)
             self._part = part
-            with self._engine.precision.autocast():
+            if engine.precision.dtype is None:
                 yield part.batch
-            self._end_part()
+            else:
+                with engine.precision.autocast():
+                    yield part.batch
+            if self._batch.num_shards:
+                self._end_part()
         self._passes += 1
 
     def compute(self, model: nn.Module, loss_of: LossOf) -> None:
@@ -137,18 +144,18 @@ class Step:
 
         `scalars` are means to be logged beside it, which count as much.
         """
-        scale = self._count(LossParts(loss, weight, scalars), self.rows.num_rows)
+        engine = self._engine
+        scale = self._count(loss, weight, scalars, self.rows.num_rows)
         self.begin_gradient()
         self._pulse.beat(Phase.BACKWARD)
         if self._part is self._batch.parts[-1]:
-            self._engine.begin_last_backward()
-        errors = raising_compile_errors() if self._engine.context.compiles else _NOTHING
-        with self._engine.precision.as_stored(), errors:
-            if scale:
-                loss, scale = _wide(loss), scale * self._loss_factor
-                loss.backward(None if scale == 1.0 else self._engine.scalar(scale, loss))
-            else:
-                self._engine.backward_without_weight(loss)
+            engine.begin_last_backward()
+        if engine.precision.dtype is None and not engine.context.compiles:  # without contexts that would do nothing
+            engine.run_backward(loss, scale)
+            return
+        errors = raising_compile_errors() if engine.context.compiles else _NOTHING
+        with engine.precision.as_stored(), errors:
+            engine.run_backward(loss, scale)
 
     def log(self, *, weight: float | None = None, **scalars: Any) -> None:
         """Log means over the part under way by name; `weight` is what they count if that is not its rows."""
@@ -175,7 +182,8 @@ class Step:
             if not trained.updated:
                 self._update(trained)
             trained.updated = False
-        engine.end_scaled_step(self.number, self._apply, self._overflowed, self._scaled_weight)
+        if engine.loss_scale is not None:
+            engine.end_scaled_step(self.number, self._apply, self._overflowed, self._scaled_weight)
         if self._batch.num_shards:
             engine.end_exact_step(self._apply, self._buffers_changed)
         self.record = StepRecord(
@@ -186,9 +194,9 @@ class Step:
             num_samples=self._batch.size,
             grad_norm=self._grad_norm,
             skipped=not self._apply or self._overflowed,
-            scalars=self._scalars.means(),
+            scalars=self._scalars.means() if engine.scalar_names else {},
         )
-        self._hooks.finished(self.record, self.ends_epoch, sum([part.plan.num_rows for part in self._batch.parts]))
+        self._hooks.finished(self.record, self.ends_epoch, self._batch.num_rows)
         return self.record
 
     # For strategies.
@@ -233,8 +241,9 @@ class Step:
     def scaled_loss(self, loss: Any, num_rows: int) -> torch.Tensor | None:
         """Count what `loss_of` returned for some rows of the part; return what to call backward on, or None."""
         parts = loss_parts(loss)
-        scale = self._count(parts, num_rows)
-        return _wide(parts.mean) * (scale * self._loss_factor) if scale else None
+        scale = self._count(*parts, num_rows)
+        factor = 1.0 if self._engine.loss_scale is None else self._engine.loss_scale.factor
+        return wide_loss(parts.mean) * (scale * factor) if scale else None
 
     def count_backward(self, seconds: float) -> None:
         """Note how much of the time since the part began went into backward passes that the strategy ran itself."""
@@ -263,10 +272,9 @@ class Step:
 
         return restore
 
-    def _count(self, parts: LossParts, num_rows: int) -> float:
+    def _count(self, loss: Any, weight: Any, scalars: Mapping[str, Any] | None, num_rows: int) -> float:
         """Add the loss of some rows of the current part to the step's; return what its gradient counts."""
         assert self._part is not None
-        loss, weight, scalars = parts
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             kind = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TaskError(
@@ -288,27 +296,23 @@ class Step:
         if scalars:
             self._scalars.add(scalars, scale)
         if scale:
-            wide = _wide(loss)
             # Not in place: a trial of compiled code may have to restore the sum before.
-            self._loss_sum = self._loss_sum + (wide.item() if self._engine.on_cpu else wide.detach()) * scale
+            self._loss_sum = self._loss_sum + (loss.item() if self._engine.on_cpu else wide_loss(loss).detach()) * scale
             if self._engine.reads_early:
                 self._arriving = ArrivingNumbers([self._loss_sum, *self._scalars.on_device()])
         return scale
 
-    @property
-    def _loss_factor(self) -> float:
-        return 1.0 if self._engine.loss_scale is None else self._engine.loss_scale.factor
-
     def _end_part(self) -> None:
         """In exact mode, put a shard's gradient and sums away before the next one adds to them."""
-        if not self._batch.num_shards or self._part is None:
+        if self._part is None:
             return
         self._engine.end_shard(self._sums())
         self._part, self._loss_sum, self._weight_sum = None, 0.0, 0.0
         self._scalars.end_shard()
 
     def _sums(self) -> StepSums:
-        stop, save = float(self._hooks.stop_request.asked), float(self._hooks.wants_save())
+        stop = 1.0 if self._hooks.stop_request.asked else 0.0
+        save = 1.0 if self._hooks.wants_save() else 0.0
         if not self._engine.grid.is_counted:  # another rank has the same rows, and counts them
             return StepSums(num_stop_requests=stop, num_save_requests=save)
         loss = self._loss_sum
@@ -316,12 +320,10 @@ class Step:
             loss, *arrived = self._arriving.tolist()
             if len(arrived) == len(self._scalars.on_device()):  # else some were logged later
                 self._scalars.arrive(arrived)
-        is_weighted, is_counted = float(self._weighted is True), float(self._weighted is not None)
+        is_weighted, is_counted = 1.0 if self._weighted else 0.0, 0.0 if self._weighted is None else 1.0
         parts = self._batch.parts if self._part is None else [self._part]
         num_new, scalars = self._scalars.sums(parts)
-        return StepSums(
-            *(loss, self._weight_sum, is_weighted, is_counted, stop, save), num_new_scalars=num_new, scalars=scalars
-        )
+        return StepSums(loss, self._weight_sum, is_weighted, is_counted, stop, save, 0.0, num_new, scalars)
 
     def _update(self, trained: TrainState) -> None:
         if not self._has_gradient:  # no backward pass since the last update: there is no gradient
@@ -340,9 +342,10 @@ class Step:
         """Add gradients and loss up over all ranks; return whether to apply them."""
         engine = self._engine
         # What this rank's parts took, without the time that its layers waited for other ranks.
-        waited_s = engine.world.waited_s - self._waited
+        waited_s = engine.waits.seconds - self._waited
         engine.pace.compute_s += time.perf_counter() - self._begun - waited_s
-        self._end_part()
+        if self._batch.num_shards:
+            self._end_part()
         self._pulse.beat(Phase.REDUCE)
         sums = trained.reduce(self._sums())
         self._pulse.beat(Phase.UPDATE)
@@ -357,19 +360,22 @@ class Step:
             self._total_weight = weight
             self._loss = (loss / weight if weight else 0.0) if weighted else loss
             self._apply = math.isfinite(self._loss)
-            self._scalars.agree(sums, engine.world, engine.grid.is_counted)
+            if engine.scalar_names or sums.num_new_scalars:
+                self._scalars.agree(sums, engine.world, engine.grid.is_counted)
         self._scaled_weight = weight if weighted else None
-        factor = (1.0 / weight if weighted and weight else 1.0) / self._loss_factor
+        factor = 1.0 / weight if weighted and weight else 1.0
+        if engine.loss_scale is not None:
+            factor /= engine.loss_scale.factor
         if factor != 1.0:
             trained.reducer.scale(factor)
         if engine.witness is not None:
             engine.witness.gradients(self.number, trained.model)
-        overflowed = self._apply and self._clip(trained)
+        overflowed = self._apply and engine.clips and self._clip(trained)
         self._overflowed |= overflowed
         if not self._apply:
             engine.restore_buffers()
             self._hooks.refused(self, self._loss)
-        self._begun, self._waited = time.perf_counter(), engine.world.waited_s
+        self._begun, self._waited = time.perf_counter(), engine.waits.seconds
         return self._apply and not overflowed
 
     def _clip(self, trained: TrainState) -> bool:
@@ -383,8 +389,3 @@ class Step:
         if spec.clip_value is not None:
             trained.reducer.clip_values(spec.clip_value)
         return overflowed
-
-
-def _wide(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss in a dtype with enough precision and range for what it is multiplied by."""
-    return loss.float() if loss.dtype in _HALVES else loss

@@ -231,7 +231,10 @@ class TrainState:
         return totals
 
     def _has_other_groups(self) -> bool:
-        return sum([len(group["params"]) for group in self.optimizer.param_groups]) != self._num_in_groups
+        num_in_groups = 0
+        for group in self.optimizer.param_groups:
+            num_in_groups += len(group["params"])
+        return num_in_groups != self._num_in_groups
 
     def _in_groups(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

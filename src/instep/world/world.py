@@ -99,6 +99,8 @@ class World(contextlib.AbstractContextManager["World"]):
         self.world_size = place.world_size
         self.is_main = place.is_main
         self.device = torch.device(place.device)
+        self.waits = WAITS
+        """Counts how long this process has been in collectives so far, most of it waiting for other ranks."""
         self.comm_bytes = 0
         """Passed to collectives by this rank, those of gradients and large tensors."""
         self._spare = torch.empty(0)
@@ -172,11 +174,6 @@ class World(contextlib.AbstractContextManager["World"]):
         self._group = self._lane = self._exchange = None
         gc.collect()
         dist.destroy_process_group()
-
-    @property
-    def waited_s(self) -> float:
-        """How long this process has been in collectives so far, most of it waiting for other ranks."""
-        return WAITS.seconds
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a contiguous tensor over all ranks, in place. Called on all ranks."""

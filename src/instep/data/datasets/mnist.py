@@ -69,7 +69,7 @@ class Mnist(BatchDataset):
             )
         if len(labels) and labels.max() > 9:
             raise DataError(f"{labels_file} holds the label {labels.max()}; the digits are 0 to 9.")
-        self._images = torch.from_numpy(images).reshape(len(images), 784)
+        self._images = torch.from_numpy(images).reshape(len(images), 1, 28, 28)
         self._labels = torch.from_numpy(labels.astype(np.int64))
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Mnist(BatchDataset):
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return these images, scaled to 0..1, and their labels."""
         images = self._images.index_select(0, indices).to(torch.float32).div_(255)
-        return images.view(-1, 1, 28, 28), self._labels.index_select(0, indices)
+        return images, self._labels.index_select(0, indices)
 
 
 def _obtain(folder: Path, name: str, *, download: bool) -> Path:
