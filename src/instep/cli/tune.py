@@ -164,11 +164,8 @@ def tune_here(task: Task, space: Mapping[str, Any], **options: Any) -> TuneResul
 
 
 def _divided(plan: SearchPlan) -> SearchPlan:
-    """Return the plan with this machine's threads divided between the trials, and say how."""
-    from instep.tune.packing import read_parallel
-    from instep.tune.plan import divide_cores
-
-    spec, sentence = divide_cores(plan.spec, read_parallel(plan.tune.parallel))
+    """Return the plan with the threads divided between the trials, and say how."""
+    spec, sentence = plan.place().share()
     if sentence and not spec.quiet:
         say(sentence)
     return dataclasses.replace(plan, spec=spec)
