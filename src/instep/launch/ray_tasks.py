@@ -8,14 +8,14 @@ settings that Ray reads.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from instep.core.errors import CheckpointError, FailureRecord, InstepError, RanksFailed, SpecError
-from instep.launch.failures import environment_failure
+from instep.core.errors import CheckpointError, InstepError, RanksFailed, SpecError
+from instep.launch.failures import environment_failure, failure_of_exception
 
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, SpecError)}
 _GONE_S = 10.0
@@ -40,8 +40,6 @@ class RayTask:
         """Return what the function returned; raise the error that ended it, RanksFailed if its process was lost."""
         try:
             outcome = ray.get(self._ref)
-        except ray.exceptions.RayTaskError:
-            raise  # a bug of ours: its traceback says where
         except ray.exceptions.RayError as error:
             text = f"Ray lost its node or its process ({type(error).__name__}): out of memory, or the node went away"
             raise RanksFailed([environment_failure(text, time.time_ns())]) from None
@@ -62,19 +60,21 @@ def _outcome_of(entry: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, A
     try:
         return {"value": entry(*args)}
     except RanksFailed as failed:
-        failures: tuple[FailureRecord, ...] = failed.failures
-        return {"failures": failures}
+        return {"failures": failed.failures}
     except InstepError as error:
         return {"error": type(error).__name__, "text": str(error)}
+    except Exception as error:  # noqa: BLE001 - of the user's file, which this node may lack a package for
+        return {"failures": (failure_of_exception(error, 0, time.time_ns(), ""),)}
 
 
 def capacity(num_cpus: float, num_gpus: float) -> int:
     """Return how many tasks that need so much the cluster has room for now, node by node; 0: no node can run one."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(_fitting(node, num_cpus, num_gpus) for node in nodes)
+    return sum(fitting(node, num_cpus, num_gpus) for node in nodes)
 
 
-def _fitting(node: dict[str, float], num_cpus: float, num_gpus: float) -> int:
+def fitting(node: Mapping[str, float], num_cpus: float, num_gpus: float) -> int:
+    """Return how many tasks that need so much a node with these resources has room for. Pure."""
     counts = [node.get(name, 0.0) / needed for name, needed in (("CPU", num_cpus), ("GPU", num_gpus)) if needed]
     return int(min(counts, default=0.0) + 1e-9)
 

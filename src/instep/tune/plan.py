@@ -128,6 +128,8 @@ class SearchPlan:
                 f"there is nothing to search. Give a range or choices for a field of {type(self.task).__name__}, as "
                 f"in lr=1e-5..1e-1:log or hidden=64,128, or define its search_space(trial). Its fields: {known}."
             )
+        if self.spec.pause_at is not None:
+            raise SpecError(f"pause_at={self.spec.pause_at} would end every trial there. Leave it out.")
         _ = self.tune.limits
         self.tune.scheduler.check(self)
         for point in self.tune.points:

@@ -63,8 +63,8 @@ class PopulationScheduler(TrialScheduler):
             )
         if Cadence.parse("eval_every", plan.spec.eval_every) == Cadence():
             raise SpecError("eval_every=never with --pruner pbt: it compares trials by evaluations. Use 1epoch or 100.")
-        for name in spec.hyperparam_mutations or plan.space:
-            if (why := _why_fixed(plan, name)) and name in spec.hyperparam_mutations:
+        for name in spec.hyperparam_mutations:
+            if why := _why_fixed(plan, name):
                 raise SpecError(f"pruner={plan.tune.pruner}: {name} cannot be changed in a training: {why}")
         if not plan.suggests and not spec.hyperparam_mutations:
             ranges = [d for d in plan.space.values() if isinstance(d, Range) and not d.is_int]
@@ -124,8 +124,9 @@ class PopulationScheduler(TrialScheduler):
             self._end_replaced(number, successor)
             paused.discard(number)
         trials = self.study.trials
-        waiting = [n for n in plan.members if n in paused and plan.until not in trials[n].intermediate_values]
-        return next((number for number in waiting if not trials[number].state.is_finished()), None)
+        paused -= {trial.number for trial in trials if trial.state.is_finished()}  # a copy that could not be made
+        waiting = (n for n in plan.members if n in paused and plan.until not in trials[n].intermediate_values)
+        return next(waiting, None)
 
     def _plan(self) -> PopulationPlan:
         size, goal = self.plan.num_trials, self.plan.tune.goals[0]
