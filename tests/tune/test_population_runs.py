@@ -88,6 +88,25 @@ def test_killed_and_continued(tmp_path: Path) -> None:
     assert any(trial["copied_from"] for trial, _ in expected)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_share_a_population(tmp_path: Path) -> None:
+    """Whoever is free trains a member; who copies whom does not depend on it."""
+    words = ("--epochs", "3", "--sampler", "random", "--threads", "1", "pause_s=0.05")
+    calm, folder = tmp_path / "calm", tmp_path / "shared"
+    expected = trials_of(calm, commands.result_of(commands.run(*tune(calm, *words, task="Paced"), timeout_s=200)))
+    shared = tune(folder, *words, "--storage", "journal", task="Paced")
+    processes = [commands.start(*shared) for _ in range(2)]
+    outcomes = []
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        outcomes.append(json.loads(out.splitlines()[-1]))
+    assert [outcome["status"] for outcome in outcomes].count("complete") >= 1
+    whole = next(outcome for outcome in outcomes if outcome["status"] == "complete")
+    assert trials_of(folder, whole) == expected
+
+
 def steps_of(folder: Path) -> int:
     return sum(len(commands.steps_in(trial)) for trial in folder.glob("trials/*"))
 

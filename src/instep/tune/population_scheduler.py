@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 class PopulationScheduler(TrialScheduler):
     """Trains a population; the worst of it copy the best."""
 
+    waits_for_all = True
     paused_are_known = False  # the population is drawn before anything is known of it, however many run at once
 
     def __init__(self, plan: SearchPlan, study: SearchStudy, folder: SearchFolder) -> None:

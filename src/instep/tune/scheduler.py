@@ -47,6 +47,8 @@ class TrialScheduler(ABC):
     """Whether evaluations of a trial that was running are forgotten when a search continues, and reported again."""
     has_rungs: ClassVar[bool] = False
     """Whether `--rung-processes` has a meaning."""
+    waits_for_all: ClassVar[bool] = False
+    """Whether there may be something to do again when trials of other processes have ended."""
     paused_are_known: ClassVar[bool] = True
     """Whether a sampler learns from trials that are paused, as from pruned ones."""
 

@@ -61,6 +61,8 @@ class Search:
         self._woken = threading.Event()
         self._stop = StopRequest()
         self._claim_at = 0.0
+        self._waits = False
+        """Whether there is nothing to do until other processes have trained theirs."""
         self._status: Status = "complete"
         self._claims = folder.claims()
         with self._claims.deciding():
@@ -90,7 +92,7 @@ class Search:
                 self._end_in_time(begun)
                 while len(self._slots) < self._packing.limit and (trial := self._claim()) is not None:
                     self._begin(trial)
-                if not self._slots:
+                if not self._slots and not (self._waits and self._status == "complete"):
                     break
                 self._woken.wait(_POLL_S)
                 self._woken.clear()
@@ -104,6 +106,7 @@ class Search:
         if self._status != "complete" or time.monotonic() < self._claim_at:
             return None
         with self._claims.deciding():
+            self._waits = False
             if self._claims.is_shared and not self._waiting:
                 self._study.sync()
                 self._restore()
@@ -137,7 +140,9 @@ class Search:
     def _leave(self) -> None:
         """Decide how a search ends for which this process finds nothing to do, and that others may still work on."""
         if len(self._study.unfinished()) > len(self._paused):
-            self._status = "running"
+            self._waits = self._scheduler.waits_for_all
+            if not self._waits:
+                self._status = "running"
         else:
             for number in sorted(self._paused):
                 self._recorder.leave(number, self._scheduler.sentence(number))
