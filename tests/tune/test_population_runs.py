@@ -14,6 +14,7 @@ import pytest
 import commands
 from instep.cli.app import app
 from instep.events.read import read_events
+from instep.tune.ledger import Ledger
 
 FILE = commands.TESTS / "tune" / "tunable.py"
 WORDS = (
@@ -58,6 +59,13 @@ def test_a_population(tmp_path: Path, capsys: Any) -> None:
     lrs = {event["lr"] for event in read_events(Path(copy["run_dir"])) if event["event"] == "step"}
     assert lrs == {copy["params"]["lr"]}
     assert json.loads((Path(copy["run_dir"]) / "fork.json").read_text())["step"] == 4
+    ledger = Ledger.open(
+        f"sqlite:///{folder}/study.db", "Plain", [], json.loads((folder / "search.json").read_text())["id"]
+    )
+    recorded = ledger.trials()
+    ledger.close()
+    assert list(recorded[3].intermediate_values) == [2], "the first evaluation is that of the trial it copies"
+    assert list(recorded[source["number"]].intermediate_values) == [1, 2]
     with pytest.raises(SystemExit) as end:
         app(args=[*tune(folder, "--epochs", "2", "--trials", "5")[1:]])
     assert end.value.code == 2
