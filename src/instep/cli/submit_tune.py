@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from instep.tune.plan import SearchPlan
 
 _JOB = tuple(o for o in OPTIONS if o.name not in ("nodes", "on_node_failure", "array", "follow", "tune"))
-_SEARCH = tuple(o for o in OWN if o.name not in ("time", "storage", "gpus_per_trial"))
+_FIXED = {"time": None, "storage": "journal", "gpus_per_trial": None}
+"""Options of a search that an array decides."""
+_SEARCH = tuple(o for o in OWN if o.name not in _FIXED)
 _ARRAY = option("array", int, 1, "jobs of the array; each of them searches, on one node")
 _ELSEWHERE = ("processes", "run_dir", "json", "quiet", "keep")
 """Options of the training that do not reach the jobs as they are."""
@@ -49,7 +51,7 @@ def slurm_tune(context: typer.Context, task: str, values: list[str] | None, **op
     require_packages()
     asked = {o.name: options.pop(o.name) for o in (_ARRAY, *_JOB)}
     options = with_processes(options, asked["gpus_per_node"])
-    plan = plan_search(task, values or [], {**options, "time": None, "storage": "journal"})
+    plan = plan_search(task, values or [], {**options, **_FIXED})
     job = plan_array(plan, task, values or [], options, asked, words_after_dashes(context))
     return send(job, plan.spec, asked["dry_run"], follows=False)
 
