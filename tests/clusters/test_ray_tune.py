@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from commands import TESTS, is_alive, pids_of, result_of, run, steps_in, wait_for
+from instep.events.read import read_events
 from ray_cluster import PORT, RayCluster, ray_home
 from rings import require
 
@@ -93,6 +94,31 @@ def test_promotion_on_ray_and_a_stop(uneven_nodes: RayCluster, tmp_path: Path) -
     assert outcome["status"] == "complete"
     assert [trial["number"] for trial in outcome["trials"]] == [0, 1, 2]
     assert outcome["best"] is not None
+
+
+def test_a_lost_process_of_ray_is_replaced(uneven_nodes: RayCluster, tmp_path: Path) -> None:
+    """Ray starts the task again, and the trial continues from its checkpoint."""
+    folder = tmp_path / "s"
+    how = ("--trials", "1", "--steps", "40", "--save-every", "4", "--metric", "accuracy:max", "--batch-size", "8")
+    words = ("instep", "tune", TASK, "lr=0.01..0.1", *how, "pause_s=0.1", "--run-dir", str(folder), "--json")
+    process = uneven_nodes.start(*words, *ON_RAY, "--gpus-per-trial", "0")
+    trial = folder / "trials" / "0000"
+    wait_for(lambda: process.poll() is not None or len(steps_in(trial)) > 10, timeout_s=200)
+    (task,) = (pid for pid in uneven_nodes.inside.pids() if "_outcome_of" in title_of(pid))
+    os.kill(task, signal.SIGKILL)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["trials"][0]["state"] == "complete", out
+    events = list(read_events(trial))
+    again = max(index for index, event in enumerate(events) if event["event"] == "start")
+    assert next(event["step"] for event in events[again:] if event["event"] == "step") > 4
+
+
+def title_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it has just ended
+        return ""
 
 
 def test_two_trials_share_a_gpu(uneven_nodes: RayCluster, tmp_path: Path) -> None:
