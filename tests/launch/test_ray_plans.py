@@ -15,6 +15,7 @@ from instep.launch.launcher import find_launcher
 from instep.launch.logs import LogPlan
 from instep.launch.ray import plan_workers
 from instep.launch.ray_rank import Meeting, RayJob, _is_given_up
+from instep.launch.ray_tasks import fitting
 from instep.launch.scratch import Scratch
 
 
@@ -29,6 +30,15 @@ def test_workers_get_what_the_cluster_has() -> None:
     assert "its cluster has 2 now" in more.notice
     with pytest.raises(SpecError, match="torch sees no GPU"):
         plan_workers(cores, TrainSpec(on="ray", processes="gpu"))
+
+
+def test_tasks_are_counted_node_by_node() -> None:
+    node = {"CPU": 4.0, "GPU": 1.0}
+    assert fitting(node, 1, 0) == 4
+    assert fitting(node, 3, 0) == 1
+    assert fitting(node, 1, 0.5) == 2
+    assert fitting(node, 1, 0.3) == 3
+    assert fitting(node, 1, 2) == fitting({"CPU": 4.0}, 1, 0.1) == fitting({}, 1, 0) == 0
 
 
 def job_in(folder: Path, max_restarts: int = 3) -> RayJob:

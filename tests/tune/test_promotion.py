@@ -128,7 +128,6 @@ def test_what_cannot_be(text: str) -> None:
 
 def test_texts() -> None:
     assert PromotionSpec.parse("asha:eta=4,first=2") == PromotionSpec(4, 2, 1)
-    assert PromotionSpec.parse("median") is None
     assert read_rung_processes("1,2,4") == (1, 2, 4)
     assert read_rung_processes(None) == ()
     with pytest.raises(SpecError, match="rung_processes"):

@@ -22,6 +22,7 @@ from instep.train.source import load_file
 from instep.tune.claims import SharedClaims
 from instep.tune.folder import SearchFolder
 from instep.tune.ledger import Ledger, storage_url
+from instep.tune.local_place import LocalPlace
 from instep.tune.named import make_pruner, make_sampler
 from instep.tune.packing import TrialLoad
 from instep.tune.plan import SearchPlan, TuneSpec
@@ -153,6 +154,13 @@ class Pretended(RunningTrial):
         raise AssertionError("nothing is left running")
 
 
+class PretendedPlace(LocalPlace):
+    """Where they run."""
+
+    def start(self, plan: TrialPlan, wake: Callable[[], object]) -> RunningTrial:
+        return Pretended(plan, wake)
+
+
 @pytest.mark.timeout(60)
 def test_processes_promote_each_others_trials(tmp_path: Path) -> None:
     """Three searches in threads: the rungs are those of one search, and no trial is continued twice at once."""
@@ -164,7 +172,7 @@ def test_processes_promote_each_others_trials(tmp_path: Path) -> None:
 
     def search() -> None:
         with SearchFolder.opened(tmp_path / "s", "it", False, is_shared=True) as folder:
-            results.append(Search(plan, folder, lambda _: None, Pretended).run())
+            results.append(Search(plan, folder, lambda _: None, PretendedPlace(plan.spec, 1)).run())
 
     threads = [threading.Thread(target=search) for _ in range(3)]
     for thread in threads:

@@ -27,6 +27,8 @@ EMA = "ema"
 """The part with the weights; those of further models are `model-1`, `model-2`, …"""
 FROZEN = "frozen"
 """The part that describes frozen weights which the model's part leaves out."""
+FORK = "fork"
+"""The part that a checkpoint has which was copied from another run: the values of the Task's fields there."""
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it imports more of torch than a launcher needs
     from instep.checkpoint.sharded_save import ShardedSave
 
 _JOB_MEETS_S = 5.0
-SPEC, RESULT = "spec.json", "result.json"
+SPEC, RESULT, FORKED = "spec.json", "result.json", "fork.json"
 _BEFORE = {**{option.name: option.default for option in options_of(TrainSpec)}, "precision": "fp32"}
 """The values of recipe options before the options existed."""
 _UNDECIDED = ("precision", "auto")
@@ -152,6 +152,15 @@ class RunDirectory:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result, the last file of a run, which marks it complete."""
         replace_synced(self.path / RESULT, json.dumps(result, indent=1).encode())
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether the run continues another run's checkpoint: without one it cannot begin ([Note: Forked runs])."""
+        return (self.path / FORKED).exists()
+
+    def mark_fork(self, origin: Mapping[str, Any]) -> None:
+        """Note that the run continues another run's checkpoint, which is here."""
+        replace_synced(self.path / FORKED, json.dumps(origin, indent=1).encode())
 
     def lock(self, job: str = "") -> None:
         """Lock the directory against other runs for as long as this process lives.

@@ -178,7 +178,9 @@ def _how_to_continue(spec: TrainSpec, run_dir: Path, place: Place, command: Sequ
         return "The same command continues it" + ("." if spec.run_dir else f", with --run-dir {run_dir}.")
     if not command:
         return f"To continue: instep.train(…, run_dir={str(run_dir)!r})"
-    words = [word for word in command if word != "--fresh"]
+    words = [word for word in command if word != "--fresh" and not word.startswith("--pause-at=")]
+    if "--pause-at" in words:  # with it, the run would leave at once
+        del words[(first := words.index("--pause-at")) : first + 2]
     return "To continue: " + shlex.join(words if spec.run_dir else [*words, "--run-dir", str(run_dir)])
 
 

@@ -14,7 +14,7 @@ import typer
 
 from instep.cli.command import TASK, command, make_spec, option
 from instep.cli.submit_slurm import OPTIONS, WithSbatchOptions, cores_of, send, with_processes, words_after_dashes
-from instep.cli.tune import OWN, SEARCHABLE, WORDS, plan_search, require_packages, takes, text_option
+from instep.cli.tune import OWN, PLACING, SEARCHABLE, WORDS, plan_search, require_packages, takes, text_option
 from instep.core.options import check_at_least
 from instep.core.spec import TrainSpec
 from instep.launch.slurm.job import SubmitSpec
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from instep.tune.plan import SearchPlan
 
 _JOB = tuple(o for o in OPTIONS if o.name not in ("nodes", "on_node_failure", "array", "follow", "tune"))
-_SEARCH = tuple(o for o in OWN if o.name not in ("time", "storage"))
+_FIXED = {"time": None, "storage": "journal", "gpus_per_trial": None}
+"""Options of a search that an array decides."""
+_SEARCH = tuple(o for o in OWN if o.name not in _FIXED)
 _ARRAY = option("array", int, 1, "jobs of the array; each of them searches, on one node")
 _ELSEWHERE = ("processes", "run_dir", "json", "quiet", "keep")
 """Options of the training that do not reach the jobs as they are."""
@@ -34,7 +36,7 @@ _ELSEWHERE = ("processes", "run_dir", "json", "quiet", "keep")
     inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
     *(TASK, WORDS, _ARRAY, *_JOB, *_SEARCH, *map(text_option, SEARCHABLE)),
     spec=TrainSpec,
-    takes=lambda o: takes(o) and o.name != "fresh",
+    takes=lambda o: takes(o) and o.name not in ("fresh", *PLACING),
     instead={
         "processes": {"default": None, "help": "processes of each trial (as many as GPUs, or 1)"},
         "run_dir": {"help": "the search's folder; an unfinished search in it is continued"},
@@ -49,7 +51,7 @@ def slurm_tune(context: typer.Context, task: str, values: list[str] | None, **op
     require_packages()
     asked = {o.name: options.pop(o.name) for o in (_ARRAY, *_JOB)}
     options = with_processes(options, asked["gpus_per_node"])
-    plan = plan_search(task, values or [], {**options, "time": None, "storage": "journal"})
+    plan = plan_search(task, values or [], {**options, **_FIXED})
     job = plan_array(plan, task, values or [], options, asked, words_after_dashes(context))
     return send(job, plan.spec, asked["dry_run"], follows=False)
 

@@ -32,12 +32,13 @@ WORDS = argument(
     default=None,
 )
 OWN = (
-    option("trials", int, 30, "trials of the whole search; more continue a search that is complete"),
+    option("trials", int, 30, "trials of the whole search, or the population of pbt; more continue a complete search"),
     option("metric", str, "eval_loss:min", "what to search for: accuracy:max; several, separated by commas"),
     option("sampler", str, "tpe", "a sampler of Optuna by name, with options: tpe:multivariate=true (docs/tune.md)"),
-    option("pruner", str, "none", "ends bad trials early: asha, which continues the best; a pruner of Optuna: median"),
+    option("pruner", str, "none", "ends bad trials early: asha continues the best, pbt copies them; or one of Optuna"),
     option("rung_processes", str | None, None, "with --pruner asha: processes of trials at each rung, such as 1,2,4"),
-    option("parallel", str, "1", "trials at the same time, on this machine; auto: as many as fit its cores and memory"),
+    option("gpus_per_trial", float | None, None, "with --on ray: GPUs of each trial; 0.5: two trials share one"),
+    option("parallel", str, "1", "trials at the same time; auto: as many as cores and memory, or Ray's nodes, allow"),
     option("time", str | None, None, "end the search after this time (90s, 30m, 2h); the same command continues it"),
     option("constraint", list[str], (), "a limit to keep: memory_bytes<=2e9, wall_s<=60; may be repeated"),
     option("enqueue", list[str], (), "try these values first: 'lr=1e-3 hidden=64'; may be repeated"),
@@ -46,6 +47,8 @@ OWN = (
 )  # fmt: skip
 
 
+PLACING = ("on", "address")
+"""Options of `train` that say where trials run."""
 SEARCHABLE = [o for o in options_of(TrainSpec) if o.is_searchable]
 
 
@@ -56,7 +59,8 @@ def text_option(o: Option) -> Any:
 
 def takes(o: Option) -> bool:
     """Return whether an option of `train` is one of this command as it is."""
-    return o.group != NODES and o not in SEARCHABLE and o.name not in ("profile", "profile_ranks")
+    is_placed = o.group != NODES or o.name in PLACING
+    return is_placed and o not in SEARCHABLE and o.name not in ("profile", "profile_ranks", "pause_at")
 
 
 @command(
@@ -69,6 +73,7 @@ def takes(o: Option) -> bool:
     spec=TrainSpec,
     takes=takes,
     instead={
+        "on": {"help": "where trials run: here, or ray, on the nodes of its cluster (docs/tune.md)"},
         "run_dir": {"help": "the search's folder; an unfinished search in it is continued"},
         "fresh": {"help": "start over: an earlier search in --run-dir is moved aside"},
         "json": {"help": "print the outcome as one line of JSON, and everything else to standard error"},
@@ -103,6 +108,8 @@ def _find(task: str, words: Sequence[str], given: Mapping[str, Any], found: Mapp
         raise SpecError(f"--find measures one setting, and {min(searched)} is to be searched. Give one value.")
     if unused := [o.name for o in OWN if own[o.name] != o.default and own[o.name] not in ([], ())]:
         raise SpecError(f"{unused[0]}={own[unused[0]]} is for a search, which --find is not. Leave it out.")
+    if options["on"] != "here":
+        raise SpecError(f"on={options['on']} is for a search; --find measures on this machine. Leave it out.")
     return find(task, list(words), make_spec(TrainSpec, options | fixed), **found)
 
 
@@ -164,11 +171,8 @@ def tune_here(task: Task, space: Mapping[str, Any], **options: Any) -> TuneResul
 
 
 def _divided(plan: SearchPlan) -> SearchPlan:
-    """Return the plan with this machine's threads divided between the trials, and say how."""
-    from instep.tune.packing import read_parallel
-    from instep.tune.plan import divide_cores
-
-    spec, sentence = divide_cores(plan.spec, read_parallel(plan.tune.parallel))
+    """Return the plan with the threads divided between the trials, and say how."""
+    spec, sentence = plan.place().share()
     if sentence and not spec.quiet:
         say(sentence)
     return dataclasses.replace(plan, spec=spec)
@@ -198,8 +202,14 @@ def _show_best(result: TuneResult) -> None:
     best = result.best
     if best is None:
         return
+    from instep.cli.tune_display import lineage_text
+
     values = ", ".join(f"{goal.name} {value:.6g}" for goal, value in zip(result.goals, best.values, strict=True))
-    say(f"best: trial {best.number}, {values}  ({best.run_dir})\nto train it again:\n  {result.command}")
+    say(f"best: trial {best.number}, {values}  ({best.run_dir})")
+    if result.command:
+        say(f"to train it again:\n  {result.command}")
+    elif best.copied_from is not None:
+        say(f"its values changed in the course of its training: {lineage_text(result, best)}")
     if result.speedup is not None:
         say(f"trials at once: {result.speedup:.2f} times the samples a second of one alone")
     if result.status != "preempted":

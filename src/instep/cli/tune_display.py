@@ -55,7 +55,7 @@ class TuneDisplay:
     def _line(self, trial: TrialRecord, result: TuneResult) -> str:
         best = result.best
         parts = [
-            f"trial {trial.number + 1}/{self._num_trials}",
+            f"trial {trial.number + 1}/{self._num_of(result)}",
             trial.state,
             *_values(trial, result),
             params_text(trial.params),
@@ -65,18 +65,22 @@ class TuneDisplay:
         ]
         return "  ".join(filter(None, parts))
 
+    def _num_of(self, result: TuneResult) -> int:
+        """Return how many trials there are to be; copies (`--pruner pbt`) come on top of those that were asked for."""
+        return max(self._num_trials, len(result.trials))
+
     def _left(self, result: TuneResult) -> str:
         """Return the estimated time that is left, in words."""
         times = [trial.wall_s for trial in result.trials if trial.wall_s is not None]
         ended = sum(trial.state not in GOING_ON for trial in result.trials)
-        left = self._num_trials - ended
+        left = self._num_of(result) - ended
         if not times or left <= 0:
             return ""
         return f"about {duration(sum(times) / len(times) * left / result.at_once)} left"
 
     def _table(self, result: TuneResult) -> Table:
         ended = sum(trial.state not in GOING_ON for trial in result.trials)
-        title = f"{result.run_dir}  {ended}/{self._num_trials} trials  {self._left(result)}{_packed(result)}"
+        title = f"{result.run_dir}  {ended}/{self._num_of(result)} trials  {self._left(result)}{_packed(result)}"
         names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
         table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
         for name in ("trial", "state", *(goal.name for goal in result.goals), *names, ""):
@@ -103,6 +107,16 @@ def _values(trial: TrialRecord, result: TuneResult) -> list[str]:
 def params_text(params: dict[str, Any]) -> str:
     """Return parameters in one line."""
     return " ".join(f"{name}={_short(value)}" for name, value in params.items())
+
+
+def lineage_text(result: TuneResult, trial: TrialRecord) -> str:
+    """Return the values that a trial, and those that it is a copy of, were trained with, the earliest first."""
+    parts = []
+    while (origin := trial.copied_from) is not None:
+        after = origin["evaluation"]
+        parts.append(f"after evaluation {after} {params_text(trial.params)} (trial {trial.number})")
+        trial = result.trials[origin["trial"]]
+    return ", ".join([f"{params_text(trial.params)} (trial {trial.number})", *reversed(parts)])
 
 
 def _short(value: Any) -> str:

@@ -39,6 +39,6 @@ class Cadence(NamedTuple):
             return cls(seconds=seconds)
         if name == "save_every" and text.startswith("auto") and (seconds := seconds_of(text[4:].lstrip(":") or "24h")):
             return cls(between_failures_s=seconds)
-        times = "" if name == "eval_every" else ", 30s, 10m, 2h, auto"
+        times = ", 30s, 10m, 2h, auto" if name == "save_every" else ""
         forms = f"100 (steps), 1epoch{times} or never"
         raise SpecError(f"{name}={text!r} is not an interval. Write for instance {forms}.")

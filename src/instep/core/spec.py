@@ -151,6 +151,9 @@ class TrainSpec(LaunchSpec):
         "save a checkpoint every N steps (100) or epochs (1epoch), or in intervals of time (30s, 10m, 2h), and at the "
         "end; auto: the interval that costs least for one failure a day, auto:6h for one failure in six hours",
     )
+    pause_at: str | None = operational_option(
+        None, SAVING, "save and leave after so many steps (400) or epochs (2epochs); without it the run continues"
+    )
     save_busy: Literal["wait", "skip"] = operational_option(
         "wait", SAVING, "when a checkpoint is due while the last is still being written: wait, or skip it"
     )

@@ -25,7 +25,13 @@ def check_spec(spec: TrainSpec) -> None:
         check(spec)
     Cadence.parse("save_every", spec.save_every)
     Cadence.parse("eval_every", spec.eval_every)
+    _check_pause(spec.pause_at)
     parse_trackers(spec.track)
+
+
+def _check_pause(pause_at: str | None) -> None:
+    if pause_at is not None and Cadence.parse("pause_at", pause_at) == Cadence():
+        raise SpecError(f"pause_at={pause_at!r} names no step and no epoch. Leave --pause-at out.")
 
 
 def _check_batch(spec: TrainSpec) -> None:

@@ -1,8 +1,8 @@
 """The launcher for Ray: ranks are workers of Ray Train's TorchTrainer.
 
 Ray places the workers and restarts them. ray_rank.py runs a rank and judges its errors ([Note: Ranks under Ray]). The
-launcher reads what the ranks note in the run directory. Only this module and ray_rank.py import Ray, and this module is
-imported only when Ray is asked for.
+launcher reads what the ranks note in the run directory. Only this module, ray_rank.py and ray_tasks.py import Ray, and
+this module is imported only when Ray is asked for.
 
 Ranks: none; this is the process that launches them.
 """
@@ -90,7 +90,9 @@ class RayLauncher(Launcher):
                 job.say(text)
 
         # All nodes see the run directory, and so the scratch folder.
-        with signals_restored(), _connected(spec, say), scratch_in(run_dir, ".ray-") as scratch:
+        wanted = spec.processes if isinstance(spec.processes, int) else 1
+        num_cpus = max(len(os.sched_getaffinity(0)), wanted)
+        with signals_restored(), connected(spec.address, num_cpus, say), scratch_in(run_dir, ".ray-") as scratch:
             plan = plan_workers(ray.cluster_resources(), spec)
             spec.check_world(plan.num_workers)
             say(plan.notice)
@@ -219,36 +221,36 @@ class _RayLaunch:
 
 
 @contextlib.contextmanager
-def _connected(spec: TrainSpec, say: Callable[[str], None]) -> Iterator[None]:
-    """Connect to the Ray cluster as a driver; leaving ends everything that Ray runs for us."""
+def connected(address: str, num_cpus: int, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """Connect to a Ray cluster as a driver; leaving ends everything that Ray runs for us.
+
+    Without an address a Ray with so many CPUs is started on this machine.
+    """
     if ray.is_initialized():  # for instance by a notebook: it stays connected
         say("using the Ray cluster that this program is already connected to")
         yield
         return
-    _connect(spec, say)
+    _connect(address, num_cpus, say)
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _connect(spec: TrainSpec, say: Callable[[str], None]) -> None:
+def _connect(address: str, num_cpus: int, say: Callable[[str], None]) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if not spec.address:
+    if not address:
         say("starting a Ray on this machine, for this run alone")
-        cores = len(os.sched_getaffinity(0))
-        wanted = spec.processes if isinstance(spec.processes, int) else 1
-        options |= {"num_cpus": max(cores, wanted), "object_store_memory": _OBJECT_STORE_BYTES}
-        options |= {"include_dashboard": False}
+        options |= {"num_cpus": num_cpus, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
     else:
-        say(f"joining the Ray cluster at {spec.address}")
-        if spec.address != "auto":
-            _check_listening(spec.address)
+        say(f"joining the Ray cluster at {address}")
+        if address != "auto":
+            _check_listening(address)
     try:
-        ray.init(spec.address or "local", **options)
+        ray.init(address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         text = " ".join(str(error).split())[:400].rstrip(".")
-        where = f"the Ray cluster at {spec.address} cannot be joined" if spec.address else "Ray cannot be started here"
+        where = f"the Ray cluster at {address} cannot be joined" if address else "Ray cannot be started here"
         raise EnvironmentFailed(
             f"{where}: {text}. `ray status` on this machine says whether a cluster is up; `ray start` makes it a part "
             "of one; without --address a Ray is started for this run alone."

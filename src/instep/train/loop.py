@@ -14,6 +14,7 @@ from instep.parallel.noise import NoiseWatch
 from instep.train.compile import is_compiled
 from instep.train.data_check import DataCheck
 from instep.train.flops import log_flops
+from instep.train.fork import Fork
 from instep.train.lr_schedule import check_schedule
 from instep.train.metric_objects import prepare_metrics
 from instep.train.model_files import SaveFiles, configs_of, write_files
@@ -56,6 +57,7 @@ class Loop:
             method_of(task, "layers"),
             method_of(task, "tensor_plan"),
             method_of(task, "blocks"),
+            partial(Fork.of, task),
         )
         if run.is_main:
             write_files(run.directory.path, files)

@@ -29,11 +29,13 @@ from instep.train.directory import describe_own_loop
 from instep.train.engine import Engine, Witness
 from instep.train.evaluation import MetricsOfModel
 from instep.train.first_weights import load_first_weights
+from instep.train.fork import Fork, ForkOf, MakeOptimizer
 from instep.train.freezing import Freezing, FrozenRule
 from instep.train.frozen_weights import FrozenSpec, lacks_weights
 from instep.train.lr_schedule import MakeScheduler, schedule_of
 from instep.train.memory import PeakMemory
 from instep.train.origin import describe_refusal, explain_refusal
+from instep.train.pause import is_at_pause
 from instep.train.preprocessing import Fit, Preprocessing
 from instep.train.reading import BatchReader, Collate
 from instep.train.replica_check import ReplicaCheck
@@ -42,7 +44,7 @@ from instep.train.run_times import RunTimes
 from instep.train.saver import Saver
 from instep.train.scalars import EpochMeans
 from instep.train.step import Step, StepHooks
-from instep.train.train_state import MakeOptimizer, TrainState
+from instep.train.train_state import TrainState
 from instep.world.seeds import derive, seed_everything
 from instep.world.world import World
 
@@ -75,12 +77,7 @@ class Run(RunEvaluation):
         self.engine = Engine(world, spec, witness, self.notice)
         self._saver = Saver(self.engine.strategy, spec, directory, log, unfit)
         self._replica_check = ReplicaCheck(self.engine, self._saver)
-        self._hooks = StepHooks(
-            finished=self._finish_step,
-            refused=self._refuse_step,
-            wants_save=self._saver.wants,
-            stop_request=stop_request,
-        )
+        self._hooks = StepHooks(self._finish_step, self._refuse_step, self._saver.wants, stop_request)
         self.step = self._saver.step
         """Global steps made so far."""
         self.loss = 0.0
@@ -123,6 +120,7 @@ class Run(RunEvaluation):
         layers: Layers | None = None,
         tensor_plan: TensorPlanOf | None = None,
         blocks: Blocks | None = None,
+        fork_of: ForkOf | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Distribute a model, make its optimizer, and restore both if there is a checkpoint.
 
@@ -130,7 +128,7 @@ class Run(RunEvaluation):
         `make_scheduler(optimizer, num_steps)` is called when the number of steps is known; `example()` returns the
         arguments of a call of the model for a few rows, for strategies that have to look into it; `layers(model)`,
         `tensor_plan(model)` and `blocks(model)` are as in a Task: where a pipeline may cut the model, how its layers
-        are split, and what of it is gathered or computed again at a time.
+        are split, and what of it is gathered or computed again at a time. `fork_of`: see [Note: Forked runs].
         """
         strategy, is_first = self.engine.strategy, not self.engine.trained
         if not isinstance(model, nn.Module):
@@ -147,6 +145,7 @@ class Run(RunEvaluation):
             channels_last=self.engine.precision.prefers_channels_last,
             ema=self.spec.ema,
             frozen=FrozenSpec.of(self.spec, self._saver.checkpoint, suffix),
+            fork=Fork.found_in(self._saver.checkpoint, fork_of, self.spec),
         )
         self._saver.restore(*trained.parts())
         self.engine.trained.append(trained)
@@ -220,6 +219,8 @@ class Run(RunEvaluation):
         full_batch = min(plan.batch_size, plan.num_samples)
         read = reader.batches if scores is None else partial(scores.batches, reader)
         for batch in read(self.step, num_steps):
+            if is_at_pause(self.spec, self.step, batch.epoch):
+                self._leave()
             ends_epoch = batch.ends_epoch
             if self._freezing is not None:
                 self._freezing.begin_step(batch.step + 1, batch.epoch)
@@ -370,7 +371,7 @@ class Run(RunEvaluation):
         self.engine.trained.clear()
 
     def _leave(self) -> NoReturn:
-        """Save and end the run early, because the ranks agreed in this step that one of them was asked to stop."""
+        """Save and end the run early: the ranks agreed that one of them was asked to stop, or the spec says so."""
         self.compare()
         where = f"step {self.step} in {self.directory.path}"
         self.notice(f"asked to stop: saving at {where}, from where the run continues.")

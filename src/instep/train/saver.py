@@ -132,6 +132,11 @@ class Saver:
         """What parts are restored from; None for a new run, and after `end_restore`."""
         self.step = self.checkpoint.step if self.checkpoint is not None else 0
         """The steps that were made before this process began."""
+        if self.checkpoint is None and directory.is_fork:
+            raise CheckpointError(
+                f"{directory.path} continues another run, and no good checkpoint is left to continue from: it cannot "
+                "start from the beginning. Copy the other run's checkpoint again, or start over elsewhere."
+            )
         if unfit and self.checkpoint is None:  # so it is not this one checkpoint that is wrong
             raise CheckpointError(f"{unfit[0]} Use another --run-dir, or --fresh to start over.")
 

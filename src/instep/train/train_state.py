@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,11 +22,10 @@ from instep.parallel.shard_buffers import ShardBuffers
 from instep.parallel.strategy import NO_HINTS, ModelHints, Reducer, StepSums, Strategy
 from instep.train.average import WeightAverage
 from instep.train.checkpoint_part import CheckpointPart
+from instep.train.fork import Fork, MakeOptimizer, build, rebase
 from instep.train.frozen_weights import FrozenSpec, FrozenWeights, names_left_out
 from instep.train.lr_schedule import LrSchedule, MakeScheduler
 from instep.train.optimizer import FORMS, Names, by_name, by_number, can_fuse, check_optimizer, check_shapes, set_fused
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Parameters(list[nn.Parameter]):
@@ -53,6 +52,7 @@ class TrainState:
         channels_last: bool = False,
         ema: float | None = None,
         frozen: FrozenSpec | None = None,
+        fork: Fork | None = None,
     ) -> None:
         if any(map(is_lazy, model.parameters())):
             raise TaskError(
@@ -70,12 +70,14 @@ class TrainState:
         if not parameters:
             raise TaskError("the model has no parameter that requires a gradient, so there is nothing to train.")
         self.optimizer = make_optimizer(parameters)
+        self._makers, self._fork = Fork(make_optimizer, make_scheduler), fork
+        self._num_steps: int | None = None
         check_optimizer(self.optimizer)
         self.fused = None if exact else can_fuse(self.optimizer)
         """Whether instep chose the optimizer's fused form; None: it is the user's choice."""
         if self.fused and any(getattr(module, "sparse", False) is True for module in self.model.modules()):
             self.fused = False
-        self._has_reduced = False
+        self._parameters, self._has_reduced = parameters, False
         self._choose_form()
         strategy.adapt_optimizer(self.optimizer)
         self.strategy = strategy
@@ -94,7 +96,6 @@ class TrainState:
         """Whether this step has updated it already."""
         self._all = list(self.model.parameters())
         self.has_schedule = make_scheduler is not None
-        self._make_scheduler = make_scheduler
         self._suffix = suffix
 
     def compile_blocks(self) -> None:
@@ -104,7 +105,9 @@ class TrainState:
 
     def begin(self, num_steps: int) -> CheckpointPart | None:
         """Make the scheduler, now that its length is known; return its checkpoint part, if there is one."""
-        self.schedule = LrSchedule.of(self._make_scheduler(self.optimizer, num_steps)) if self._make_scheduler else None
+        make = self._makers.make_scheduler
+        self._num_steps = num_steps
+        self.schedule = None if make is None else LrSchedule.of(make(self.optimizer, num_steps))
         if self.schedule is None:
             return None
         scheduler = self.schedule.scheduler
@@ -149,11 +152,22 @@ class TrainState:
         _check_types(scheduler, state, fresh)
         if lost := [key for key in ("last_epoch", "base_lrs", "_step_count") if key in fresh and key not in state]:
             raise ValueError(f"it has no {lost[0]!r}")
-        scheduler.load_state_dict(state)
+        scheduler.load_state_dict(self._rebased("schedule", state))
         # A scheduler's constructor sets the first learning rate; the optimizer's own is the one to continue with.
-        for group, restored in zip(self.optimizer.param_groups, self._restored_groups, strict=True):
-            group.update(restored)
+        self._set_groups(self._restored_groups)
+
+    def _set_groups(self, restored: list[dict[str, Any]]) -> None:
+        """Set the settings of the optimizer to those of a checkpoint."""
+        for group, settings in zip(self.optimizer.param_groups, self._rebased("groups", restored), strict=True):
+            group.update(settings)
         self._choose_form()
+
+    def _rebased(self, kind: Literal["groups", "schedule"], saved: Any) -> Any:
+        """Return saved settings as they hold here; other than saved in a forked run ([Note: Forked runs])."""
+        if self._fork is None:
+            return saved
+        built = (build(makers, self._parameters, self._num_steps) for makers in (self._fork, self._makers))
+        return rebase(saved, *(getattr(one, kind) for one in built))
 
     def _load_model(self, checkpoint: Checkpoint, _part: str) -> None:
         load_saved(self.model, self.strategy, checkpoint, self._suffix, self._frozen_weights)
@@ -191,7 +205,7 @@ class TrainState:
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        self._choose_form()
+        self._set_groups(self._restored_groups)
 
     def _own_names(self) -> list[list[str]]:
         return self._names.of_groups(self.optimizer)

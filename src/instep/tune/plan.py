@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,20 @@ from instep.core.errors import SpecError
 from instep.core.metric_goal import MetricGoal
 from instep.core.nearest import nearest
 from instep.core.options import check_at_least, options_of
-from instep.core.plural import plural
 from instep.core.spec import TrainSpec
-from instep.launch.processes import check_process_count
-from instep.launch.resources import available_memory_bytes
 from instep.train.directory import describe_task
 from instep.train.source import TaskSource
 from instep.train.task import Task, field_names
 from instep.tune.ledger import JOURNAL
 from instep.tune.named import make_pruner, make_sampler
 from instep.tune.objective import Constraint, read_goals
-from instep.tune.packing import Packing, Room, read_parallel
-from instep.tune.promotion import Promotion, PromotionSpec, read_rung_processes
+from instep.tune.packing import read_parallel
+from instep.tune.place import TrialPlace, find_place
+from instep.tune.promotion import read_rung_processes
+from instep.tune.scheduler import PruningScheduler, TrialScheduler
+from instep.tune.schedulers import scheduler_of
 from instep.tune.space import Dimension, Range, field_value
 from instep.tune.trial_run import TrialPlan
-from instep.world.device import current_accelerator, device_count
 
 DEFAULT_METRIC = "eval_loss:min"
 _COMPARED = ("epochs", "steps", "eval_every", "stop_when", "patience")
@@ -58,6 +56,8 @@ class TuneSpec:
     """Parameters of the first trials."""
     rung_processes: str | None = None
     """With promotion, the number of processes of the trials at each rung."""
+    gpus_per_trial: float | None = None
+    """Where Ray places trials: GPUs of each; a fraction: trials share one. None: one for each process, if there are."""
 
     def __post_init__(self) -> None:
         check_at_least("trials", self.trials, 1)
@@ -70,14 +70,16 @@ class TuneSpec:
                 f"pruner={self.pruner} compares one metric, and metric={self.metric} names {len(self.goals)}. Leave "
                 "--pruner out, or all metrics but one."
             )
-
-        if self.by_rung and self.promotion is None:
+        self.scheduler.check_name(self.pruner)
+        if self.by_rung and not self.scheduler.has_rungs:
             raise SpecError(f"rung_processes={self.rung_processes} is for --pruner asha, which has rungs. Add it.")
+        if self.gpus_per_trial is not None and not self.gpus_per_trial >= 0:
+            raise SpecError(f"gpus_per_trial={self.gpus_per_trial} is not a number of GPUs. Use 0, 0.5, 1, …")
 
     @property
-    def promotion(self) -> PromotionSpec | None:
-        """How trials are promoted; None: they are not, but may be pruned."""
-        return PromotionSpec.parse(self.pruner)
+    def scheduler(self) -> type[TrialScheduler]:
+        """What decides how far trials are trained."""
+        return scheduler_of(self.pruner)
 
     @property
     def by_rung(self) -> tuple[int, ...]:
@@ -126,8 +128,10 @@ class SearchPlan:
                 f"there is nothing to search. Give a range or choices for a field of {type(self.task).__name__}, as "
                 f"in lr=1e-5..1e-1:log or hidden=64,128, or define its search_space(trial). Its fields: {known}."
             )
+        if self.spec.pause_at is not None:
+            raise SpecError(f"pause_at={self.spec.pause_at} would end every trial there. Leave it out.")
         _ = self.tune.limits
-        self.make_pruner()
+        self.tune.scheduler.check(self)
         for point in self.tune.points:
             self._check_point(point)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -169,27 +173,12 @@ class SearchPlan:
         return make_sampler(self.tune.sampler, self.seed, number, self._fixed_space())
 
     def make_pruner(self) -> optuna.pruners.BasePruner:
-        """Return a pruner; with promotion it prunes nothing."""
-        return make_pruner("none" if self.tune.promotion is not None else self.tune.pruner)
+        """Return a pruner; where another scheduler decides, it prunes nothing."""
+        return make_pruner(self.tune.pruner if self.tune.scheduler is PruningScheduler else "none")
 
-    def make_promotion(self) -> Promotion | None:
-        """Return what promotes trials; None: nothing does."""
-        spec = self.tune.promotion
-        return None if spec is None else Promotion(spec, self.tune.goals[0].is_lowest_best)
-
-    def make_packing(self) -> Packing:
-        """Return what decides how many trials run at once."""
-        accelerator = current_accelerator()
-        free = available_memory_bytes() if accelerator is None else min(size for _, size in accelerator.devices())
-        return Packing(read_parallel(self.tune.parallel), Room(most_at_once(self.spec), free))
-
-    def at_rung(self, plan: TrialPlan, rung: int) -> TrialPlan:
-        """Return the plan of a trial on as many processes as trials of a rung have."""
-        if not (numbers := self.tune.by_rung):
-            return plan
-        return dataclasses.replace(
-            plan, spec=dataclasses.replace(plan.spec, processes=numbers[min(rung, len(numbers) - 1)])
-        )
+    def place(self) -> TrialPlace:
+        """Return where the trials run."""
+        return find_place(self.spec, read_parallel(self.tune.parallel), self.tune.gpus_per_trial)
 
     def trial(self, number: int, params: Mapping[str, Any], run_dir: Path) -> TrialPlan:
         """Return what a trial with these parameters trains; raise SpecError for parameters that cannot be set."""
@@ -231,6 +220,7 @@ class SearchPlan:
             "storage": tune.storage,
             "study": self.study_name,
             "recipe": {name: value for name, value in recipe.items() if name not in self.space},
+            **tune.scheduler.describe(self),
         }
 
     @property
@@ -245,38 +235,6 @@ class SearchPlan:
     def study_name(self) -> str:
         """The name of the study in its storage."""
         return self.tune.study or type(self.task).__name__
-
-
-def most_at_once(spec: TrainSpec) -> int:
-    """Return how many trials at once this machine has cores for."""
-    cores = len(os.sched_getaffinity(0))
-    processes = check_process_count(spec.processes, cores, device_count())
-    return max(1, cores // (processes * (1 if device_count() else spec.num_threads or 1)))
-
-
-def divide_cores(spec: TrainSpec, parallel: int | None) -> tuple[TrainSpec, str]:
-    """Return the spec of one of several trials at once, with its share of the threads, and a sentence about it."""
-    cores = len(os.sched_getaffinity(0))
-    num_gpus = device_count()
-    processes = check_process_count(spec.processes, cores, num_gpus)
-    if parallel == 1:
-        return spec, ""
-    threads = spec.num_threads or (1 if parallel is None else max(1, cores // (parallel * processes)))
-    spec = dataclasses.replace(spec, threads=threads)
-    each = f"each with {plural(processes, 'process', 'processes')} of {plural(threads, 'thread')}"
-    if parallel is None:
-        most = most_at_once(spec)
-        text = f"at most {plural(most, 'trial')} at once, {each}; the first runs alone until its memory is known."
-        return spec, text
-    busy = parallel * processes * threads
-    each = f"{plural(parallel, 'trial')} at once, {each}"
-    if num_gpus:
-        text = f"{each}. They share {plural(num_gpus, 'GPU')}: its memory has to suffice for all of them."
-    elif busy > cores:
-        text = f"{each}: {busy} threads share {plural(cores, 'core')}, so that each takes longer. Use less --parallel."
-    else:
-        text = f"{each}, on {plural(cores, 'core')}."
-    return spec, text
 
 
 def read_points(words: Sequence[str], space: Mapping[str, Dimension], hints: Mapping[str, Any]) -> list[dict[str, Any]]:

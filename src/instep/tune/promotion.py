@@ -38,13 +38,10 @@ class PromotionSpec:
     brackets: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> PromotionSpec | None:
-        """Return what `asha` or `asha:eta=3,first=1,brackets=1` says; None: it names something else."""
-        name, _, rest = text.partition(":")
-        if name.lower() != NAME:
-            return None
+    def parse(cls, text: str) -> PromotionSpec:
+        """Return what `asha` or `asha:eta=3,first=1,brackets=1` says."""
         options: dict[str, int] = {}
-        for word in filter(None, rest.split(",")):
+        for word in filter(None, text.partition(":")[2].split(",")):
             key, _, value = word.partition("=")
             if key not in cls.__dataclass_fields__ or not re.fullmatch(r"\d+", value):
                 known = ", ".join(cls.__dataclass_fields__)

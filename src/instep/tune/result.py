@@ -23,6 +23,8 @@ GOING_ON = ("running", "paused")
 """States of trials that have not ended."""
 Status = Literal["complete", "preempted", "out-of-time", "running"]
 """running: other processes that share the search still train trials, and nothing is left for this one."""
+COPIED = "copied_from"
+"""The attribute of a trial that continues another one; see `TrialRecord.copied_from`."""
 _STATES: dict[str, State] = {"RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
 
@@ -40,6 +42,8 @@ class TrialRecord:
     """Why it failed, was pruned or is infeasible."""
     wall_s: float | None
     run_dir: str
+    copied_from: dict[str, int] | None = None
+    """Of a trial that continues another one (`--pruner pbt`): that `trial`, after so many of its evaluations."""
 
     @classmethod
     def of(cls, trial: FrozenTrial, run_dir: Path) -> TrialRecord:
@@ -57,6 +61,7 @@ class TrialRecord:
             sentence=trial.user_attrs.get("sentence", ""),
             wall_s=trial.user_attrs.get("wall_s"),
             run_dir=str(run_dir),
+            copied_from=trial.user_attrs.get(COPIED),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,36 +17,26 @@ from typing import Any
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from instep.core.errors import (
-    EXIT_SPEC,
-    CheckpointError,
-    EnvironmentFailed,
-    FailureRecord,
-    InstepError,
-    Interrupted,
-    RanksFailed,
-    SpecError,
-)
+from instep.core.errors import CheckpointError, FailureRecord, InstepError, Interrupted, RanksFailed, SpecError
 from instep.core.stop import StopRequest
 from instep.launch.signals import handle_stops, signals_restored
 from instep.tune.folder import SearchFolder
 from instep.tune.ledger import Ledger, storage_url
-from instep.tune.objective import OUT_OF_MEMORY, check_names
+from instep.tune.objective import check_names
+from instep.tune.place import TrialPlace
 from instep.tune.plan import SearchPlan
-from instep.tune.promotion import Promotion
+from instep.tune.recorder import Facts, TrialRecorder, sentence_of
 from instep.tune.report import write_report
 from instep.tune.result import Status, TrialRecord, TuneResult, train_command
+from instep.tune.scheduler import Verdict
 from instep.tune.study import SearchStudy
-from instep.tune.trial_run import Evaluation, LocalTrial, RunningTrial, TrialPlan, measures
+from instep.tune.trial_run import Evaluation, RunningTrial
 
 _POLL_S = 0.1
 _CLAIM_EVERY_S = 1.0
 """How often to look for a trial while there is none to start; others may leave one."""
 Show = Callable[[TuneResult], object]
 """Shows how far a search is; called after each change."""
-
-StartTrial = Callable[[TrialPlan, Callable[[], object]], RunningTrial]
-"""Starts a trial's training; what it is given is to be called when that has ended."""
 
 
 @dataclass
@@ -58,24 +46,23 @@ class _Slot:
     trial: RunningTrial
     begun: float
     pruned_at: Evaluation | None = None
-    is_paused: bool = False
-    """Whether it has reached its rung, and was asked to stop there."""
 
 
 class Search:
     """A search in its folder."""
 
-    def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show, start: StartTrial = LocalTrial) -> None:
-        self._plan, self._folder, self._show, self._start = plan, folder, show, start
-        self._promotion = plan.make_promotion()
-        self._packing = plan.make_packing()
+    def __init__(self, plan: SearchPlan, folder: SearchFolder, show: Show, place: TrialPlace) -> None:
+        self._plan, self._folder, self._show, self._place = plan, folder, show, place
+        self._packing = place.packing()
         self._paused: set[int] = set()
-        """Trials that wait at a rung ([Note: Promotion]), as known when this process last looked for a trial."""
+        """Trials that wait to be continued, as known when this process last looked for a trial."""
         self._slots: dict[int, _Slot] = {}
         self._waiting: list[FrozenTrial] = []
         self._woken = threading.Event()
         self._stop = StopRequest()
         self._claim_at = 0.0
+        self._waits = False
+        """Whether there is nothing to do until other processes have trained theirs."""
         self._status: Status = "complete"
         self._claims = folder.claims()
         with self._claims.deciding():
@@ -90,8 +77,10 @@ class Search:
         self._ledger = Ledger.open(url, plan.study_name, maximized, search_id)
         self._study = SearchStudy(
             *(plan.study_name, maximized, self._ledger, plan.make_sampler, plan.make_pruner),
-            judges_again=self._promotion is None,
+            judges_again=plan.tune.scheduler.judges_again,
         )
+        self._scheduler = plan.tune.scheduler(plan, self._study, folder)
+        self._recorder = TrialRecorder(plan, self._study)
 
     def run(self) -> TuneResult:
         """Run all trials that are left, and return the outcome."""
@@ -103,7 +92,7 @@ class Search:
                 self._end_in_time(begun)
                 while len(self._slots) < self._packing.limit and (trial := self._claim()) is not None:
                     self._begin(trial)
-                if not self._slots:
+                if not self._slots and not (self._waits and self._status == "complete"):
                     break
                 self._woken.wait(_POLL_S)
                 self._woken.clear()
@@ -117,6 +106,7 @@ class Search:
         if self._status != "complete" or time.monotonic() < self._claim_at:
             return None
         with self._claims.deciding():
+            self._waits = False
             if self._claims.is_shared and not self._waiting:
                 self._study.sync()
                 self._restore()
@@ -129,7 +119,7 @@ class Search:
         return trial
 
     def _restore(self) -> None:
-        """Take in trials that nobody runs: the first one to continue (alone: all), and those that wait at a rung."""
+        """Take in trials that nobody runs: the first one to continue (alone: all), and those that are paused."""
         self._paused.clear()
         others = [trial.number for trial in self._study.unfinished() if trial.number not in self._slots]
         free = {number for number in others if self._claims.take(number)}
@@ -138,7 +128,7 @@ class Search:
         for trial in self._study.trials:
             if (number := trial.number) in self._slots:
                 continue
-            is_paused = self._promotion is not None and self._promotion.begin(number, trial.intermediate_values)
+            is_paused = self._scheduler.begin(trial)
             if number in free and not trial.state.is_finished():
                 if is_paused:
                     self._paused.add(number)
@@ -150,17 +140,13 @@ class Search:
     def _leave(self) -> None:
         """Decide how a search ends for which this process finds nothing to do, and that others may still work on."""
         if len(self._study.unfinished()) > len(self._paused):
-            self._status = "running"
-        elif self._promotion is not None:
-            self._end_paused(self._promotion)
-
-    def _end_paused(self, promotion: Promotion) -> None:
-        """Record the trials that nothing can promote any more as pruned."""
-        for number in sorted(self._paused):
-            at = promotion.allowed(number)
-            sentence = f"not promoted from rung {promotion.rung(number)}, after evaluation {at}"
-            self._study.end(number, TrialState.PRUNED, None, {"sentence": sentence}, {OUT_OF_MEMORY: 0.0})
-        self._paused.clear()
+            self._waits = self._scheduler.waits_for_all
+            if not self._waits:
+                self._status = "running"
+        else:
+            for number in sorted(self._paused):
+                self._recorder.leave(number, self._scheduler.sentence(number))
+            self._paused.clear()
 
     def result(self) -> TuneResult:
         """Return what is known now."""
@@ -173,8 +159,8 @@ class Search:
 
     def conclude(self, result: TuneResult) -> TuneResult:
         """Return the outcome with the command that trains the best trial again, and write the page of the search."""
-        if (best := result.best) is not None and self._plan.file is not None:
-            plan = _as_begun(self._plan.trial(best.number, best.params, Path(best.run_dir)))
+        if (best := result.best) is not None and self._plan.file is not None and best.copied_from is None:
+            plan = self._plan.trial(best.number, best.params, Path(best.run_dir)).as_begun(Path(best.run_dir))
             result = dataclasses.replace(result, command=train_command(self._plan.file, plan.task, plan.spec))
         if result.status in ("complete", "out-of-time"):
             write_report(self._folder.report, result, self._study.study)
@@ -191,28 +177,28 @@ class Search:
             return None
         if self._waiting:
             return self._waiting.pop(0)
-        if self._promotion is not None and (promoted := self._promotion.promote(self._paused)) is not None:
-            return self._resume(promoted)
+        if (resumed := self._scheduler.resume(self._paused)) is not None:
+            return self._resume(resumed)
         number, points = len(self._study.trials), self._plan.tune.points
         if number >= self._plan.num_trials or self._study.is_exhausted:
             return self._last()
         point = points[number] if number < len(points) else None
-        trial = self._study.next(self._plan.suggest, point, self._paused)
-        if self._promotion is not None:
-            self._promotion.begin(number, {})
+        known = self._paused if self._scheduler.paused_are_known else ()
+        trial = self._study.next(self._plan.suggest, point, known)
+        self._scheduler.begin(trial)
         return trial
 
     def _resume(self, number: int) -> FrozenTrial:
-        """Return a trial that was promoted, to be continued."""
+        """Return a trial that was paused, to be continued."""
         self._paused.discard(number)
         return self._study.trials[number]
 
     def _last(self) -> FrozenTrial | None:
         """Return the trial that has to be trained to its end, if none is complete when all others are done."""
         is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
-        if self._promotion is None or is_won or len(self._study.unfinished()) > len(self._paused):
+        if is_won or len(self._study.unfinished()) > len(self._paused):
             return None
-        best = self._promotion.promote_best(self._paused)
+        best = self._scheduler.resume_last(self._paused)
         return None if best is None else self._resume(best)
 
     def _begin(self, trial: FrozenTrial) -> None:
@@ -220,16 +206,14 @@ class Search:
         number = trial.number
         try:
             plan = self._plan.trial(number, trial.params, self._folder.trial(number))
-            plan = _as_begun(plan)
-            if self._promotion is not None:
-                plan = self._plan.at_rung(plan, self._promotion.rung(number))
+            plan = self._scheduler.adapt(plan.as_begun(plan.run_dir))
             if isinstance(plan.spec.processes, int):
                 plan.spec.check_world(plan.spec.processes)
         except Exception as error:  # noqa: BLE001 - the Task's own checks may raise anything
             self._fail(number, str(error) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}")
             self._claims.release(number)
             return
-        self._slots[number] = slot = _Slot(self._start(plan, self._woken.set), time.monotonic())
+        self._slots[number] = slot = _Slot(self._place.start(plan, self._woken.set), time.monotonic())
         self._read(slot)
         self._show(self.result())
 
@@ -253,83 +237,54 @@ class Search:
             check_names(goals, self._plan.tune.limits, evaluation.metrics)
             if slot.pruned_at is not None or len(goals) > 1 or goals[0].name not in evaluation.metrics:
                 continue
-            if self._promotion is not None:
-                changed |= self._climb(slot, self._promotion, evaluation)
-                continue
-            changed = True
-            if self._claims.is_shared:
-                self._study.sync()  # a pruner compares with the trials of all processes
-            if self._study.evaluate(number, evaluation.number, evaluation.metrics[goals[0].name]):
+            verdict = self._scheduler.take(number, evaluation.number, evaluation.metrics[goals[0].name])
+            changed |= verdict is not Verdict.IGNORED
+            if verdict is Verdict.PRUNED:
                 slot.pruned_at = evaluation
+            if verdict in (Verdict.PRUNED, Verdict.PAUSED):
                 slot.trial.stop()
         return changed
-
-    def _climb(self, slot: _Slot, promotion: Promotion, evaluation: Evaluation) -> bool:
-        """Count an evaluation of a trial that may be promoted, and pause the trial at its rung."""
-        number, at = slot.trial.plan.number, evaluation.number
-        if at > promotion.allowed(number) or at in self._study.trials[number].intermediate_values:
-            return False
-        value = evaluation.metrics[self._plan.tune.goals[0].name]
-        self._study.evaluate(number, at, value)
-        if promotion.reach(number, at, value):
-            slot.is_paused = True
-            slot.trial.stop()
-        return True
 
     def _end(self, slot: _Slot) -> None:
         """Record how a trial ended; one that only was asked to stop stays as it is, to be continued."""
         number = slot.trial.plan.number
         del self._slots[number]
-        facts: dict[str, Any] = {"wall_s": round(time.monotonic() - slot.begun, 3)}
+        facts: Facts = {"wall_s": round(time.monotonic() - slot.begun, 3)}
         try:
             result = slot.trial.result()
         except RanksFailed as failed:
-            if self._status != "complete" and slot.pruned_at is None:
-                return  # killed together with the search
-            if failed.first.out_of_memory:
-                facts["sentence"] = f"out of memory: {sentence_of(failed.first)}"
-                self._study.end(number, TrialState.PRUNED, None, facts, {OUT_OF_MEMORY: 1.0})
-            elif slot.is_paused:
-                self._paused.add(number)
-            elif slot.pruned_at is None:
-                self._fail(number, sentence_of(failed.first), facts)
-            else:
-                self._prune(slot, facts)
+            self._end_failed(slot, failed.first, facts)
             return
         except (CheckpointError, SpecError) as error:
+            self._scheduler.end(number, "failed")
             self._fail(number, str(error), facts)
             return
-        if slot.is_paused:
+        if self._scheduler.end(number, result["status"]):
             self._paused.add(number)
         elif slot.pruned_at is not None:
-            self._prune(slot, facts)
+            self._recorder.prune(number, slot.pruned_at, facts)
         elif result["status"] == "complete":
-            self._complete(slot.trial.plan, result, facts)
+            self._recorder.complete(slot.trial.plan, result, facts)
         elif self._status == "complete":  # somebody else asked its ranks to leave: it continues
             self._waiting.append(self._study.trials[number])
 
-    def _complete(self, plan: TrialPlan, result: dict[str, Any], facts: dict[str, Any]) -> None:
-        goals, limits = self._plan.tune.goals, self._plan.tune.limits
-        check_names(goals, limits, result["metrics"])
-        measured = measures(plan.run_dir, result)
-        values = [measured[goal.name] for goal in goals]
-        facts |= {"weights_sha256": result["weights_sha256"], "steps": result["steps"]}
-        if bad := [goal.name for goal, value in zip(goals, values, strict=True) if not math.isfinite(value)]:
-            self._fail(plan.number, f"{bad[0]} is {measured[bad[0]]} in the end: it diverged.", facts)
-            return
-        violations = {str(limit): limit.violation(measured) for limit in limits}
-        if broken := [f"{limit}: it is {measured[limit.name]:g}" for limit in limits if violations[str(limit)] > 0]:
-            facts["sentence"] = "; ".join(broken)
-        self._study.end(plan.number, TrialState.COMPLETE, values, facts, {OUT_OF_MEMORY: 0.0, **violations})
+    def _end_failed(self, slot: _Slot, failure: FailureRecord, facts: Facts) -> None:
+        """Record a trial whose ranks failed."""
+        number = slot.trial.plan.number
+        is_paused = self._scheduler.end(number, "failed")
+        if self._status != "complete" and slot.pruned_at is None:
+            return  # killed together with the search
+        if failure.out_of_memory:
+            self._recorder.out_of_memory(number, failure, facts)
+        elif is_paused:
+            self._paused.add(number)
+        elif slot.pruned_at is None:
+            self._fail(number, sentence_of(failure), facts)
+        else:
+            self._recorder.prune(number, slot.pruned_at, facts)
 
-    def _prune(self, slot: _Slot, facts: dict[str, Any]) -> None:
-        at = slot.pruned_at
-        assert at is not None
-        facts["sentence"] = f"pruned at evaluation {at.number}, after step {at.step}"
-        self._study.end(slot.trial.plan.number, TrialState.PRUNED, None, facts, {OUT_OF_MEMORY: 0.0})
-
-    def _fail(self, number: int, sentence: str, facts: dict[str, Any] | None = None) -> None:
-        self._study.end(number, TrialState.FAIL, None, {**(facts or {}), "sentence": sentence})
+    def _fail(self, number: int, sentence: str, facts: Facts | None = None) -> None:
+        self._recorder.fail(number, sentence, facts)
         self._show(self.result())
 
     def _end_in_time(self, begun: float) -> None:
@@ -368,26 +323,11 @@ class Search:
             self._ledger.close()
 
 
-def sentence_of(failure: FailureRecord) -> str:
-    """Return a failure in one sentence; one of the recipe is no rank's own."""
-    return failure.summary if failure.exit_code == EXIT_SPEC and not failure.traceback else failure.line
-
-
-def _as_begun(plan: TrialPlan) -> TrialPlan:
-    """Return the plan with the number of threads that the trial began with, if it has: that is part of its recipe."""
-    path = plan.run_dir / "spec.json"
-    if not path.exists():
-        return plan
-    try:
-        threads = json.loads(path.read_bytes())["spec"]["threads"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EnvironmentFailed(f"{path} cannot be read: {error!r}.") from error
-    return dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, threads=threads))
-
-
 def search(plan: SearchPlan, path: Path | None, fresh: bool, show: Show) -> tuple[TuneResult, bool]:
     """Search, or continue a search, in a folder; return the outcome, and whether Ctrl-C has ended it."""
     plan.check()
-    with SearchFolder.opened(path, type(plan.task).__name__.lower(), fresh, plan.tune.is_shared) as folder:
-        running = Search(plan, folder, show)
+    place = plan.place()
+    name = type(plan.task).__name__.lower()
+    with SearchFolder.opened(path, name, fresh, plan.tune.is_shared) as folder, place.opened(folder):
+        running = Search(plan, folder, show, place)
         return running.conclude(running.run()), running.interrupted

@@ -114,16 +114,18 @@ class SearchStudy:
         suggest: Callable[[Trial], None],
         point: Mapping[str, Any] | None = None,
         paused: Collection[int] = (),
+        attributes: Mapping[str, Any] | None = None,
     ) -> FrozenTrial:
         """Draw the parameters of the next trial, and record it as running.
 
         `point`: values that are given. `paused`: trials whose values the sampler may learn from as from pruned ones.
+        `attributes`: what is recorded of the trial together with them; only with a point, and without paused trials.
         """
         if paused:
             return self._next_beside(suggest, point, paused)
         number = len(self.trials)
         if point is not None:
-            self._study.enqueue_trial(dict(point))
+            self._study.enqueue_trial(dict(point), user_attrs=dict(attributes or {}))
         self._equip(number)
         trial = self._study.ask()
         with _quiet():

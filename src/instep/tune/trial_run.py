@@ -10,6 +10,8 @@ the main thread only, so a trial is asked to stop by its `StopRequest`.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from instep.core.errors import Interrupted
+from instep.core.errors import EnvironmentFailed, Interrupted
 from instep.core.spec import TrainSpec
 from instep.core.stop import StopRequest
 from instep.events.read import EventTail, path_of, read_events
@@ -55,6 +57,19 @@ class TrialPlan:
     task: Task
     spec: TrainSpec
     source: TaskSource
+    first_evaluation: int = 0
+    """How many evaluations come before those of its run: those of the trial that it is a copy of."""
+
+    def as_begun(self, run_dir: Path) -> TrialPlan:
+        """Return the plan with the number of threads of the run in a directory, if there is one: part of its recipe."""
+        path = run_dir / "spec.json"
+        if not path.exists():
+            return self
+        try:
+            threads = json.loads(path.read_bytes())["spec"]["threads"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EnvironmentFailed(f"{path} cannot be read: {error!r}.") from error
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, threads=threads))
 
     @property
     def run_dir(self) -> Path:
@@ -66,12 +81,13 @@ class TrialPlan:
 class Evaluations:
     """The evaluations of a run, read from its events: each once, also if a restart made it again."""
 
-    def __init__(self, run_dir: Path, processes: int) -> None:
+    def __init__(self, run_dir: Path, processes: int, first: int = 0) -> None:
+        """`first`: how many come before those of this run."""
         self.load = TrialLoad(processes)
         """What the training takes."""
         self._tail = EventTail(path_of(run_dir), without=_UNUSED)
         self._repeats = Repeats()
-        self._count = 0
+        self._count = first
 
     def poll(self) -> Iterator[Evaluation]:
         """Yield those that were written since the last call."""
@@ -88,7 +104,8 @@ class RunningTrial(ABC):
     def __init__(self, plan: TrialPlan) -> None:
         self.plan = plan
         processes = plan.spec.processes
-        self.evaluations = Evaluations(plan.run_dir, processes if isinstance(processes, int) else 1)
+        num_processes = processes if isinstance(processes, int) else 1
+        self.evaluations = Evaluations(plan.run_dir, num_processes, plan.first_evaluation)
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -143,16 +160,16 @@ class LocalTrial(RunningTrial):
 
     def _run(self) -> None:
         try:
-            self._result = _train(self.plan, self._stop)
+            self._result = train_trial(self.plan.task, self.plan.source, self.plan.spec, self._stop)
         except BaseException as error:  # noqa: BLE001 - raised again by `result`, in the thread of the search
             self._error = Interrupted() if isinstance(error, KeyboardInterrupt) else error
         finally:
             self._wake()
 
 
-def _train(plan: TrialPlan, stop: StopRequest) -> dict[str, Any]:
-    """Train a trial, or continue it, and return its Result."""
-    directory, spec = prepare_directory(plan.task, plan.spec), plan.spec
+def train_trial(task: Task, source: TaskSource, spec: TrainSpec, stop: StopRequest) -> dict[str, Any]:
+    """Train a trial on this machine, or continue it, and return its Result."""
+    directory = prepare_directory(task, spec)
     try:
         if (done := directory.result()) is not None:
             return done
@@ -162,7 +179,7 @@ def _train(plan: TrialPlan, stop: StopRequest) -> dict[str, Any]:
         spec = launcher.prepare(spec, place_here())
         with (logs / "launcher.log").open("a") as said, open(os.devnull, "w") as unused:
             job = LaunchJob(
-                *(launched_main, (plan.source, spec, str(directory.path)), spec, LogPlan(logs, split=False)),
+                *(launched_main, (source, spec, str(directory.path)), spec, LogPlan(logs, split=False)),
                 placed_entry=placed_main,
                 stdout=unused,  # the ranks' logs have it
                 stderr=said,
@@ -170,7 +187,7 @@ def _train(plan: TrialPlan, stop: StopRequest) -> dict[str, Any]:
                 stop=stop,
                 progress=directory.progress,
                 run_dir=directory.path,
-                request=job_request(plan.task, spec),
+                request=job_request(task, spec),
                 meet=directory.claim,
             )
             with Tracking(directory.path, spec.trackers, job.say, is_quiet=True):
