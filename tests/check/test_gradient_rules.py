@@ -3,6 +3,7 @@
 import pytest
 
 from instep.check.finding import Severity
+from instep.check.records.collectives import ProcessGroupJoined
 from instep.check.records.gradients import (
     BackwardRan,
     CommHookRegistered,
@@ -125,8 +126,12 @@ class TestUnwrappedParameters:
         assert (finding.severity, finding.line) == (Severity.ERROR, 2)
 
     def test_alone_is_less_certain(self):
-        (finding,) = judged(GradientsDiffer(), *self._ranks((5, 5), wrapped=False))
+        ranks = self._ranks((5, 5), wrapped=False)
+        (finding,) = judged(GradientsDiffer(), *([ProcessGroupJoined(backend="gloo"), *rank] for rank in ranks))
         assert finding.severity is Severity.WARNING
+
+    def test_separate_runs_may_differ(self):
+        assert not judged(GradientsDiffer(), *self._ranks((5, 5), wrapped=False))
 
     def test_parts_that_begin_different_are_meant_to_be(self):
         assert not judged(GradientsDiffer(), *self._ranks((5, 6)))

@@ -88,6 +88,9 @@ class TestSeeds:
         assert not judged(Seeds(), ranks(first[0], first[1]))
 
 
+PARTS = ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
 class TestEvaluation:
     def evaluation(self, *samples: list[int], reductions: int = 0, **fields: Any) -> Any:
         loader = made(**({"is_shuffled": False} | fields))
@@ -128,6 +131,17 @@ class TestEvaluation:
         (finding,) = judged(EvalPadding(), self.evaluation(list(range(8)), list(range(8)), **every))
         assert "1 of 9 were left out" in finding.evidence
         assert "drop_last=False" in finding.fix
+
+    def test_samples_left_out_and_evaluated_by_another_loader(self) -> None:
+        halves = {"has_distributed_sampler": True, "length": 9, "num_drawn": 4, "drops_last": True}
+        train, valid, rest = made(loader="other"), made(is_shuffled=False, **halves), made(loader="rest", length=1)
+        mine = [[train, *one_pass(train, range(16)), valid, *one_pass(valid, part, training=False)] for part in PARTS]
+        (finding,) = judged(EvalPadding(), ranks(*mine))
+        assert "1 of 9 were left out" in finding.evidence
+        last = [rest, *one_pass(rest, [8], training=False)]
+        assert not judged(EvalPadding(), ranks(*([*part, *last] for part in mine)))
+        other = [rest, *one_pass(rest, [8], training=False, step=5)]
+        assert judged(EvalPadding(), ranks(*([*part, *other] for part in mine)))  # of another evaluation
 
     def test_padding_that_will_be(self) -> None:
         train, valid = made(), made(loader="valid", is_shuffled=False, length=9, num_drawn=5)

@@ -13,8 +13,10 @@ from instep.check.finding import Severity
 from instep.check.observations import Observation, Observed
 from instep.check.observe.agreement import Agreement, RankState, create_agreement
 from instep.check.plan import Progress, WatchPlan
+from instep.check.records.data import EvaluationSeen
 from instep.check.records.run import Began, EvaluationBegan, OptimizerStepped, TrainingEpochBegan
 from instep.check.result import CheckResult, Status
+from instep.check.rules import RULES
 from instep.check.sarif import to_sarif
 from instep.check.seen import describe_seen
 from instep.check.source.module import SourceModule
@@ -196,6 +198,20 @@ class TestSeen:
         watched, not_seen = describe_seen(with_evaluation, [StepRule()])
         assert "an evaluation" in watched
         assert not_seen == ["an optimizer step", "an epoch of a DataLoader", "a GPU"]
+
+    def test_nothing_is_said_twice(self) -> None:
+        began = Began(world_size=1, script="train.py")
+        seen: list[Observation] = [began, *steps(9), EvaluationBegan()]
+        watched, not_seen = describe_seen(Observed([seen]), RULES)
+        assert "an optimizer step" not in [*watched, *not_seen]
+        assert "an evaluation" in watched
+        assert "an evaluation to its end" in not_seen
+        watched, not_seen = describe_seen(Observed([[*seen, EvaluationSeen()]]), RULES)
+        assert "an evaluation" not in watched
+        assert "an evaluation to its end" in watched
+        _, not_seen = describe_seen(Observed([[began]]), RULES)
+        assert "an evaluation" in not_seen
+        assert "an evaluation to its end" not in not_seen
 
 
 class TestWorlds:

@@ -52,9 +52,9 @@ class CheckpointIncomplete(Rule):
                 next(iter(written), place), lacks, save.holds, f"{os.path.basename(save.path)} holds"
             )
 
-    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
-        """Yield the lines whose checkpoints were seen."""
-        return {(save.file, save.line) for saves in observed.by_rank(CheckpointSaved) for save in saves}
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse lines whose checkpoints were seen."""
+        return observed.has_at(CheckpointSaved, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield dicts that are saved without something that the file uses."""
