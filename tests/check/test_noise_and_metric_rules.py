@@ -111,7 +111,11 @@ class TestEvaluation:
 
     @pytest.mark.parametrize(
         "sound",
-        ["gathered = gathered[:len(dataset)]\n", "x = accelerator.gather_for_metrics(x)\n"],
+        [
+            "gathered = gathered[:len(dataset)]\n",
+            "gathered = gathered[: len(loader.dataset) - seen]\n",
+            "x = accelerator.gather_for_metrics(x)\n",
+        ],
     )
     def test_padding_that_is_cut_off_again(self, sound: str) -> None:
         observed = self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], length=9, num_drawn=5)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from instep.check.observations import Observation, Observed
 from instep.check.records.gradients import BackwardRan, StepTaken
+from instep.check.records.seeding import SampleNoise
 from instep.check.world_training import compare_losses, compare_samples, step_losses
 from instep.check.worlds import compare_worlds
 from planted_data import made, one_pass
@@ -47,6 +48,12 @@ class TestSamples:
     def test_samples_that_are_lost(self) -> None:
         (text,) = compare_samples([run(ALL), run(EVEN, EVEN)])
         assert "32 samples with 2 ranks (16 that the first has less often or not at all, 16 fewer" in text
+
+    def test_rows_tell_samples_where_indices_do_not(self) -> None:
+        parts = [[made(length=16), *one_pass(made(length=16), range(16), rows=rows)] for rows in (EVEN, ODD)]
+        assert compare_samples([run(ALL), Observed(parts)]) == compare_samples([run(ALL), run(EVEN, ODD)])
+        noise = SampleNoise(worker=-1, generator="torch", state=1)
+        assert compare_samples([run(ALL), Observed([[*part, noise] for part in parts])]) == []
 
     def test_an_epoch_that_was_not_seen_to_its_end_says_nothing(self) -> None:
         assert compare_samples([run(ALL), run(EVEN, ODD, exhausted=False)]) == []

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from instep.check.observations import Observed
-from instep.check.passes import LoaderPass, has_same_root, training_passes
+from instep.check.passes import LoaderPass, training_passes
 from instep.check.records.gradients import BackwardRan
+from instep.check.records.seeding import SampleNoise
 from instep.check.records.timeline import steps_of
 from instep.core.plural import plural
 
@@ -73,11 +74,7 @@ def _why(runs: Sequence[Observed]) -> str:
     """Return what the first batches tell about losses that differ at the first step."""
     groups = [next(iter(training_passes(run)), []) for run in runs]
     passes = [one for group in groups for one in group]
-    if (
-        not all(groups)
-        or not all(one.batches and one.batches[0].indices for one in passes)
-        or not has_same_root(passes)
-    ):
+    if not all(groups) or not _have_common_indices(passes):
         return ""
     first = [Counter(index for one in group for index in one.batches[0].indices) for group in groups]
     if all(batch == first[0] for batch in first):
@@ -91,11 +88,20 @@ def _first_epochs(runs: Sequence[Observed]) -> list[list[tuple[int, ...]]]:
     passes = [one for epoch in epochs for one in epoch]
     if not all(epochs):
         return []
-    if all(one.indices for one in passes) and has_same_root(passes):
+    if _have_common_indices(passes):
         return [[one.indices for one in epoch] for epoch in epochs]
-    if all(one.has_distinct_rows for one in passes):
+    if all(one.has_distinct_rows for one in passes) and not any(run.has(SampleNoise) for run in runs):
         return [[one.rows for one in epoch] for epoch in epochs]
     return []
+
+
+def _have_common_indices(passes: Sequence[LoaderPass]) -> bool:
+    """Return whether an index means the same sample in all passes: one script made datasets of one length and content.
+
+    Content that cannot be read is the same if its length is: parts that ranks make by hand are shorter.
+    """
+    alike = {(one.began.root, one.made.dataset, one.made.length) for one in passes}
+    return len(alike) == 1 and all(one.indices for one in passes)
 
 
 def _first_epoch(run: Observed) -> list[LoaderPass]:

@@ -120,6 +120,8 @@ def _trims(modules: Sequence[SourceModule]) -> bool:
 
 def _is_length(bound: ast.expr | None) -> bool:
     """Return whether a slice ends at the length of something, or at a name that says so."""
+    if isinstance(bound, ast.BinOp) and isinstance(bound.op, ast.Sub):  # what is left of it: `len(dataset) - seen`
+        return _is_length(bound.left)
     if isinstance(bound, ast.Call):
         return isinstance(bound.func, ast.Name) and bound.func.id == "len"
     name = bound.id if isinstance(bound, ast.Name) else bound.attr if isinstance(bound, ast.Attribute) else ""
