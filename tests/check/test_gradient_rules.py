@@ -69,6 +69,23 @@ class TestOneCauseEach:
         ranks = _ranks(FORWARD, BACKWARD, event(ForwardRan, reduces=False), BACKWARD)
         assert _rules_that_speak(*ranks) == ["no-sync-misplaced"]
 
+    @pytest.mark.parametrize(("third", "found"), [((3, 3), []), ((3, 4), ["no-sync-misplaced"])])
+    def test_replicas_that_are_averaged_now_and_then_are_local_sgd(self, third, found):
+        local = event(ForwardRan, reduces=False)
+        ranks = [
+            timeline(
+                WRAPPED,
+                BUILT,
+                *(
+                    part
+                    for weights in (1, 5 + rank, third[rank])
+                    for part in (local, BACKWARD, gradients(rank + 1.0, parameter_hash={"0": weights}))
+                ),
+            )
+            for rank in range(2)
+        ]
+        assert _rules_that_speak(*ranks) == found
+
     def test_parameters_that_were_not_wrapped(self):
         ranks = [
             timeline(event(ModelWrapped, names=["b.weight"]), BUILT, FORWARD, BACKWARD, gradients(value))
