@@ -235,6 +235,8 @@ class TestOptions:
     def test_a_search_that_finds_nothing(self):
         (finding,) = judged(DdpOptions(), *self._ranks([0] * 6, find_unused_parameters=True))
         assert finding.severity is Severity.NOTE
+        ranks, script = self._ranks([0] * 6, find_unused_parameters=True), "TrainingArguments()\n"
+        assert judged(DdpOptions(), *ranks, source=script)[0].fix == "+ ddp_find_unused_parameters=False"
         assert not judged(DdpOptions(), *self._ranks([0, 0, 8, 0, 0, 0], find_unused_parameters=True))
         assert not judged(DdpOptions(), *self._ranks([0, 0], find_unused_parameters=True))
 
