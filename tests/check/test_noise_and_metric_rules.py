@@ -92,7 +92,7 @@ PARTS = ([0, 2, 4, 6], [1, 3, 5, 7])
 
 
 class TestEvaluation:
-    def evaluation(self, *samples: list[int], reductions: int = 0, **fields: Any) -> Any:
+    def evaluation(self, *samples: list[int], reductions: int = 0, how: str = "complete", **fields: Any) -> Any:
         loader = made(**({"is_shuffled": False} | fields))
         train = made(loader="other")
         return ranks(
@@ -101,6 +101,7 @@ class TestEvaluation:
                 for mine in samples
             ),
             reductions=reductions,
+            how=how,
         )
 
     def test_padding(self) -> None:
@@ -151,6 +152,11 @@ class TestEvaluation:
         train, valid = made(), made(loader="valid", is_shuffled=False, length=9, num_drawn=5)
         observed = ranks(*([train, valid, *one_pass(train, range(16))] for _ in range(2)))
         assert "1 more than the 9" in judged(EvalPadding(), observed)[0].evidence
+
+    def test_a_failure_before_the_parts_could_be_combined(self) -> None:
+        parts = [list(range(0, 32, 2)), list(range(1, 32, 2))]
+        assert judged(MetricOfOneShard(), self.evaluation(*parts), EVALUATES)
+        assert not judged(MetricOfOneShard(), self.evaluation(*parts, how="failed"), EVALUATES)
 
     def test_parts_that_nothing_combines(self) -> None:
         parts = [list(range(0, 32, 2)), list(range(1, 32, 2))]
