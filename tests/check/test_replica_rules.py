@@ -6,6 +6,7 @@ from instep.check.finding import Severity
 from instep.check.observations import Observation
 from instep.check.records.collectives import ModelSplit, ProcessGroupJoined
 from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, NormEntered, SeedChosen
+from instep.check.records.run import OptimizerStepped
 from instep.check.rules.batchnorm_not_synced import BatchNormNotSynced
 from instep.check.rules.same_noise import SameNoise
 from state_evidence import SCRIPT, judge, line_of, read
@@ -86,6 +87,10 @@ class TestSameNoise:
     def test_separate_runs_with_one_seed_are_no_ranks_of_a_training(self) -> None:
         assert not judge(SameNoise(), [[event for event in self.noisy(0) if event is not JOINED]] * 2)
         assert not judge(SameNoise(), [[first_update(weights=rank)] for rank in range(2)])
+
+    def test_a_device_mesh_connects_ranks_too(self) -> None:
+        step = OptimizerStepped(optimizer=0, group_size=2)
+        assert len(judge(SameNoise(), [[first_update(weights=rank), step] for rank in range(2)])) == 1
 
     def test_different_noise_is_right(self) -> None:
         assert not judge(SameNoise(), [self.noisy(0), self.noisy(100)])

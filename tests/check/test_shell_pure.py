@@ -23,6 +23,7 @@ from instep.check.source.module import SourceModule
 from instep.check.source.project import find_module, read_folder, read_project
 from instep.check.suppression import suppress
 from instep.check.task_file import defines_task
+from instep.check.watched import Script
 from instep.check.worlds import compare_worlds, merge_results
 from instep.cli.check import worlds_to_compare
 from instep.cli.check_report import show
@@ -212,6 +213,13 @@ class TestSeen:
         _, not_seen = describe_seen(Observed([[began]]), RULES)
         assert "an evaluation" in not_seen
         assert "an evaluation to its end" not in not_seen
+
+    def test_processes_that_never_met(self) -> None:
+        for group_size, number in ((1, 1), (2, 0)):
+            alone: list[Observation] = [OptimizerStepped(optimizer=0, group_size=group_size)]
+            end = study.WatchedEnd(Observed([alone] * 2), Status.COMPLETE)
+            notices = study.judge_end(Script(__file__), end, [StepRule()], None).notices
+            assert sum(notice.startswith("No rank joined") for notice in notices) == number
 
 
 class TestWorlds:

@@ -6,11 +6,15 @@ from instep.check.observations import Observed
 from instep.check.records.collectives import CollectiveCalled, ProcessGroupJoined
 from instep.check.records.gradients import ModelWrapped
 from instep.check.records.model_state import FirstUpdate
+from instep.check.records.run import OptimizerStepped
 
 
 def are_connected(observed: Observed) -> bool:
     """Return whether the ranks were seen to communicate: processes that never do train separately."""
-    return any(observed.has(kind) for kind in (ProcessGroupJoined, CollectiveCalled, ModelWrapped))
+    if any(observed.has(kind) for kind in (ProcessGroupJoined, CollectiveCalled, ModelWrapped)):
+        return True
+    # A device mesh makes its process group without `init_process_group` of the public module.
+    return any(step.group_size > 1 for steps in observed.by_rank(OptimizerStepped) for step in steps)
 
 
 def are_replicas(observed: Observed) -> bool:
