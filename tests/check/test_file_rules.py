@@ -129,3 +129,17 @@ class TestCheckpointIncomplete:
         )
         assert [finding.line for finding in read(CheckpointIncomplete(), text)] == [line_of(text, "state = ")]
         assert not read(CheckpointIncomplete(), text.replace("'epoch'", "'opt': opt.state_dict(), 'epoch'"))
+
+    PREDICTS = (
+        "opt = torch.optim.Adam([])\nfor epoch in epochs:\n    train()\n    torch.save(model.state_dict(), 'last.pt')\n"
+        "def load():\n    model.load_state_dict(torch.load('last.pt'))\n    {}\n"
+        "def train():\n    loss.backward()\n"
+    )
+
+    @pytest.mark.parametrize(
+        ("then", "is_found"), [("model.eval()", False), ("model.train()", True), ("model.eval(); train()", True)]
+    )
+    def test_weights_that_are_loaded_to_predict_are_right(self, then: str, is_found: bool) -> None:
+        text = self.PREDICTS.format(then)
+        assert bool(read(CheckpointIncomplete(), text)) == is_found
+        assert bool(judge(CheckpointIncomplete(), self.saved(["model"], "last.pt"), text)) == is_found
