@@ -122,6 +122,11 @@ class TestEvaluation:
         observed = self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], length=9, num_drawn=5)
         assert not judged(EvalPadding(), observed, SCRIPT + sound)
 
+    def test_padding_that_a_sampler_adds_is_not_cut_off(self) -> None:
+        observed = self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], length=9, num_drawn=5)
+        adds = "indices += indices[: (self.total_size - len(indices))]\n"
+        assert len(judged(EvalPadding(), observed, SCRIPT + adds)) == 1
+
     def test_batches_that_accelerate_fills(self) -> None:
         filled = {"has_distributed_sampler": False, "sampler": "BatchSamplerShard", "length": 9, "num_drawn": -1}
         (finding,) = judged(EvalPadding(), self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], **filled))

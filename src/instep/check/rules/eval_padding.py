@@ -120,8 +120,9 @@ def _trims(modules: Sequence[SourceModule]) -> bool:
 
 def _is_length(bound: ast.expr | None) -> bool:
     """Return whether a slice ends at the length of something, or at a name that says so."""
-    if isinstance(bound, ast.BinOp) and isinstance(bound.op, ast.Sub):  # what is left of it: `len(dataset) - seen`
-        return _is_length(bound.left)
+    if isinstance(bound, ast.BinOp) and isinstance(bound.op, ast.Sub):
+        # What is left: `len(dataset) - seen`. A sampler's `total_size - len(indices)` is what it adds.
+        return isinstance(bound.left, ast.Call) and _is_length(bound.left)
     if isinstance(bound, ast.Call):
         return isinstance(bound.func, ast.Name) and bound.func.id == "len"
     name = bound.id if isinstance(bound, ast.Name) else bound.attr if isinstance(bound, ast.Attribute) else ""
