@@ -135,6 +135,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
 
+print("first seed", torch.initial_seed())
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank)
@@ -170,6 +171,8 @@ def test_a_script_and_its_corrected_twin(bug: bool, tmp_path: Path) -> None:
     script.write_text(SCRIPT.replace("BUG", str(bug)))
     done = commands.run("python", "-m", "instep", "check", "-n", "2", "--json", str(script), timeout_s=60)
     assert done.stdout.strip(), done.stderr
+    seeds = {line.rpartition(" ")[2] for line in done.stderr.splitlines() if "first seed" in line}
+    assert len(seeds) == 2, "ranks that seed nothing draw different numbers, as under torchrun"
     ours = {"no-set-epoch", "set-epoch-swallowed", "split-differs", "eval-padding", "metric-of-one-shard", "seeds"}
     found = {name for name in ours if f'"{name}"' in done.stdout.strip().splitlines()[-1]}
     # The call that never happens is in the source: so it counts as swallowed.
