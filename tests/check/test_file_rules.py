@@ -52,7 +52,7 @@ class TestConcurrentWrites:
             "def save(state):\n    torch.save(state, 'a.pt')",  # who calls it is in another file
             "is_first = rank == 0\nif is_first and epoch % 2:\n    torch.save(state, 'a.pt')",
             "if accelerator.is_main_process:\n    torch.save(state, 'a.pt')",
-            "def main(gpu_id):\n    if gpu_id == 0 and epoch % 2:\n        torch.save(state, 'a.pt')\nmp.spawn(main)",
+            "if self.gpu_id == 0 and epoch % 2:\n    torch.save(state, 'a.pt')",
         ],
     )
     def test_saves_of_one_rank_are_right(self, text: str) -> None:

@@ -13,7 +13,7 @@ from instep.check.finding import Severity
 from instep.check.observations import Observation, Observed
 from instep.check.observe.agreement import Agreement, RankState, create_agreement
 from instep.check.plan import Progress, WatchPlan
-from instep.check.records.data import EvaluationSeen
+from instep.check.records.data import EvaluationSeen, SecondEpochSeen
 from instep.check.records.run import Began, EvaluationBegan, OptimizerStepped, TrainingEpochBegan
 from instep.check.result import CheckResult, Status
 from instep.check.rules import RULES
@@ -202,9 +202,11 @@ class TestSeen:
 
     def test_nothing_is_said_twice(self) -> None:
         began = Began(world_size=1, script="train.py")
-        seen: list[Observation] = [began, *steps(9), EvaluationBegan()]
+        epochs: list[Observation] = [TrainingEpochBegan(epoch=epoch) for epoch in (1, 2)]
+        seen: list[Observation] = [began, *steps(9), *epochs, SecondEpochSeen(), EvaluationBegan()]
         watched, not_seen = describe_seen(Observed([seen]), RULES)
-        assert "an optimizer step" not in [*watched, *not_seen]
+        assert watched[2:4] == ["9 optimizer steps", "2 epochs begun"]
+        assert not {"an optimizer step", "a second epoch"} & {*watched, *not_seen}
         assert "an evaluation" in watched
         assert "an evaluation to its end" in not_seen
         watched, not_seen = describe_seen(Observed([[*seen, EvaluationSeen()]]), RULES)
