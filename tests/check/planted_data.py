@@ -100,12 +100,12 @@ def one_pass(
     return [*records, ended, *([] if training else [EvaluationSeen()])]
 
 
-def ranks(*records: Sequence[Observation], reductions: int = 0) -> Observed:
+def ranks(*records: Sequence[Observation], reductions: int = 0, how: str = "complete") -> Observed:
     """Return what ranks did that train a DDP model together."""
     world_size = len(records)
     forward = ReplicaForward(wrapper="ddp", group_size=world_size, input_hash=1, num_rows=BATCH, has_grad=True)
     around = [forward, OptimizerStepped(optimizer=0, file=FILE, line=7)]
-    ends = [LoadersEnded(reductions=reductions), Ended(how="complete")]
+    ends = [LoadersEnded(reductions=reductions), Ended(how=how)]
     return Observed([[*around, *mine, *ends] for mine in records])
 
 

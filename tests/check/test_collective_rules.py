@@ -113,7 +113,12 @@ class TestRankDependentCollective:
     def test_keys_that_a_rank_has_met(self) -> None:
         text = "from collections import defaultdict\nsums = {}\nfor key in sums:\n    dist.all_reduce(sums[key])"
         assert not read(RankDependentCollective(), text)
-        assert len(read(RankDependentCollective(), text.replace("{}", "defaultdict(float)"))) == 1
+        text = text.replace("{}", "defaultdict(float)")
+        assert len(read(RankDependentCollective(), text)) == 1
+        by_data = "\ndef count(labels):\n    for label in labels:\n        sums[label] += 1\n"
+        assert len(read(RankDependentCollective(), text + by_data)) == 1
+        by_name = "\ndef update(**values):\n    for name, value in values.items():\n        sums[name] += value\n"
+        assert not read(RankDependentCollective(), text + by_name)
 
 
 class TestProcessGroupSetup:

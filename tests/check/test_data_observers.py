@@ -22,6 +22,16 @@ X = torch.arange(40.0).reshape(10, 4)
 DATA = TensorDataset(X, torch.arange(10))
 
 
+class Text(Dataset[str]):
+    """The characters of a text."""
+
+    def __init__(self, text: str, name: str = "") -> None:
+        self.text, self.name = text, name
+
+    def __getitem__(self, index: int) -> str:
+        return self.text[index]
+
+
 class TestRows:
     @pytest.mark.parametrize(
         "batch",
@@ -60,6 +70,13 @@ class TestDatasets:
         assert content_of(DATA).in_order != content_of(turned).in_order
         assert content_of(DATA).any_order == content_of(turned).any_order
         assert content_of(DATA).any_order != content_of(TensorDataset(X + 1, torch.arange(10))).any_order
+
+    def test_a_text_is_content_and_a_name_is_not(self) -> None:
+        texts = [Text("a" * 5000), Text("b" * 5000), Text("a" * 5000, name="another")]
+        first, other, renamed = (content_of(text) for text in texts)
+        assert "" != first.in_order != other.in_order
+        assert first == renamed
+        assert content_of(Text("short")).in_order == ""
 
     def test_subsets_lead_to_the_root(self) -> None:
         inner = Subset(Subset(DATA, [9, 7, 5, 3]), [1, 2])
@@ -118,6 +135,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
 
+print("first seed", torch.initial_seed())
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank)
@@ -131,6 +149,7 @@ evaluation = DataLoader(val if BUG else Subset(val, range(rank, 33, world_size))
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for epoch in range(2):
+    print(len(next(iter(loader))[0]))  # a look at a batch, before the epoch is set
     if not BUG:
         sampler.set_epoch(epoch + 1)
     for inputs, targets in loader:
@@ -152,6 +171,8 @@ def test_a_script_and_its_corrected_twin(bug: bool, tmp_path: Path) -> None:
     script.write_text(SCRIPT.replace("BUG", str(bug)))
     done = commands.run("instep", "check", "-n", "2", "--json", str(script), timeout_s=60)
     assert done.stdout.strip(), done.stderr
+    seeds = {line.rpartition(" ")[2] for line in done.stderr.splitlines() if "first seed" in line}
+    assert len(seeds) == 2, "ranks that seed nothing draw different numbers, as under torchrun"
     ours = {"no-set-epoch", "set-epoch-swallowed", "split-differs", "eval-padding", "metric-of-one-shard", "seeds"}
     found = {name for name in ours if f'"{name}"' in done.stdout.strip().splitlines()[-1]}
     # The call that never happens is in the source: so it counts as swallowed.

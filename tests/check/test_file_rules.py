@@ -35,6 +35,8 @@ class TestConcurrentWrites:
             "torch.save(state, 'a.pt')",
             "def save(state):\n    torch.save(state, 'a.pt')\nsave({})",
             "if local_rank == 0:\n    torch.save(state, 'a.pt')",
+            "self.gpu_id = int(os.environ['LOCAL_RANK'])\nif self.gpu_id == 0:\n    torch.save(state, 'a.pt')",
+            "if gpu is None:\n    torch.save(state, 'a.pt')",
         ],
     )
     def test_saves_of_several_ranks_are_read(self, text: str) -> None:
@@ -50,6 +52,7 @@ class TestConcurrentWrites:
             "def save(state):\n    torch.save(state, 'a.pt')",  # who calls it is in another file
             "is_first = rank == 0\nif is_first and epoch % 2:\n    torch.save(state, 'a.pt')",
             "if accelerator.is_main_process:\n    torch.save(state, 'a.pt')",
+            "if self.gpu_id == 0 and epoch % 2:\n    torch.save(state, 'a.pt')",
         ],
     )
     def test_saves_of_one_rank_are_right(self, text: str) -> None:
@@ -126,3 +129,17 @@ class TestCheckpointIncomplete:
         )
         assert [finding.line for finding in read(CheckpointIncomplete(), text)] == [line_of(text, "state = ")]
         assert not read(CheckpointIncomplete(), text.replace("'epoch'", "'opt': opt.state_dict(), 'epoch'"))
+
+    PREDICTS = (
+        "opt = torch.optim.Adam([])\nfor epoch in epochs:\n    train()\n    torch.save(model.state_dict(), 'last.pt')\n"
+        "def load():\n    model.load_state_dict(torch.load('last.pt'))\n    {}\n"
+        "def train():\n    loss.backward()\n"
+    )
+
+    @pytest.mark.parametrize(
+        ("then", "is_found"), [("model.eval()", False), ("model.train()", True), ("model.eval(); train()", True)]
+    )
+    def test_weights_that_are_loaded_to_predict_are_right(self, then: str, is_found: bool) -> None:
+        text = self.PREDICTS.format(then)
+        assert bool(read(CheckpointIncomplete(), text)) == is_found
+        assert bool(judge(CheckpointIncomplete(), self.saved(["model"], "last.pt"), text)) == is_found

@@ -3,6 +3,7 @@
 import pytest
 
 from instep.check.finding import Severity
+from instep.check.records.collectives import ProcessGroupJoined
 from instep.check.records.gradients import (
     BackwardRan,
     CommHookRegistered,
@@ -68,6 +69,23 @@ class TestOneCauseEach:
         ranks = _ranks(FORWARD, BACKWARD, event(ForwardRan, reduces=False), BACKWARD)
         assert _rules_that_speak(*ranks) == ["no-sync-misplaced"]
 
+    @pytest.mark.parametrize(("third", "found"), [((3, 3), []), ((3, 4), ["no-sync-misplaced"])])
+    def test_replicas_that_are_averaged_now_and_then_are_local_sgd(self, third, found):
+        local = event(ForwardRan, reduces=False)
+        ranks = [
+            timeline(
+                WRAPPED,
+                BUILT,
+                *(
+                    part
+                    for weights in (1, 5 + rank, third[rank])
+                    for part in (local, BACKWARD, gradients(rank + 1.0, parameter_hash={"0": weights}))
+                ),
+            )
+            for rank in range(2)
+        ]
+        assert _rules_that_speak(*ranks) == found
+
     def test_parameters_that_were_not_wrapped(self):
         ranks = [
             timeline(event(ModelWrapped, names=["b.weight"]), BUILT, FORWARD, BACKWARD, gradients(value))
@@ -125,8 +143,12 @@ class TestUnwrappedParameters:
         assert (finding.severity, finding.line) == (Severity.ERROR, 2)
 
     def test_alone_is_less_certain(self):
-        (finding,) = judged(GradientsDiffer(), *self._ranks((5, 5), wrapped=False))
+        ranks = self._ranks((5, 5), wrapped=False)
+        (finding,) = judged(GradientsDiffer(), *([ProcessGroupJoined(backend="gloo"), *rank] for rank in ranks))
         assert finding.severity is Severity.WARNING
+
+    def test_separate_runs_may_differ(self):
+        assert not judged(GradientsDiffer(), *self._ranks((5, 5), wrapped=False))
 
     def test_parts_that_begin_different_are_meant_to_be(self):
         assert not judged(GradientsDiffer(), *self._ranks((5, 6)))
@@ -213,6 +235,8 @@ class TestOptions:
     def test_a_search_that_finds_nothing(self):
         (finding,) = judged(DdpOptions(), *self._ranks([0] * 6, find_unused_parameters=True))
         assert finding.severity is Severity.NOTE
+        ranks, script = self._ranks([0] * 6, find_unused_parameters=True), "TrainingArguments()\n"
+        assert judged(DdpOptions(), *ranks, source=script)[0].fix == "+ ddp_find_unused_parameters=False"
         assert not judged(DdpOptions(), *self._ranks([0, 0, 8, 0, 0, 0], find_unused_parameters=True))
         assert not judged(DdpOptions(), *self._ranks([0, 0], find_unused_parameters=True))
 

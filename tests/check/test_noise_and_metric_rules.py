@@ -88,8 +88,11 @@ class TestSeeds:
         assert not judged(Seeds(), ranks(first[0], first[1]))
 
 
+PARTS = ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
 class TestEvaluation:
-    def evaluation(self, *samples: list[int], reductions: int = 0, **fields: Any) -> Any:
+    def evaluation(self, *samples: list[int], reductions: int = 0, how: str = "complete", **fields: Any) -> Any:
         loader = made(**({"is_shuffled": False} | fields))
         train = made(loader="other")
         return ranks(
@@ -98,6 +101,7 @@ class TestEvaluation:
                 for mine in samples
             ),
             reductions=reductions,
+            how=how,
         )
 
     def test_padding(self) -> None:
@@ -108,11 +112,20 @@ class TestEvaluation:
 
     @pytest.mark.parametrize(
         "sound",
-        ["gathered = gathered[:len(dataset)]\n", "x = accelerator.gather_for_metrics(x)\n"],
+        [
+            "gathered = gathered[:len(dataset)]\n",
+            "gathered = gathered[: len(loader.dataset) - seen]\n",
+            "x = accelerator.gather_for_metrics(x)\n",
+        ],
     )
     def test_padding_that_is_cut_off_again(self, sound: str) -> None:
         observed = self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], length=9, num_drawn=5)
         assert not judged(EvalPadding(), observed, SCRIPT + sound)
+
+    def test_padding_that_a_sampler_adds_is_not_cut_off(self) -> None:
+        observed = self.evaluation([0, 2, 4, 6, 8], [1, 3, 5, 7, 0], length=9, num_drawn=5)
+        adds = "indices += indices[: (self.total_size - len(indices))]\n"
+        assert len(judged(EvalPadding(), observed, SCRIPT + adds)) == 1
 
     def test_batches_that_accelerate_fills(self) -> None:
         filled = {"has_distributed_sampler": False, "sampler": "BatchSamplerShard", "length": 9, "num_drawn": -1}
@@ -129,10 +142,26 @@ class TestEvaluation:
         assert "1 of 9 were left out" in finding.evidence
         assert "drop_last=False" in finding.fix
 
+    def test_samples_left_out_and_evaluated_by_another_loader(self) -> None:
+        halves = {"has_distributed_sampler": True, "length": 9, "num_drawn": 4, "drops_last": True}
+        train, valid, rest = made(loader="other"), made(is_shuffled=False, **halves), made(loader="rest", length=1)
+        mine = [[train, *one_pass(train, range(16)), valid, *one_pass(valid, part, training=False)] for part in PARTS]
+        (finding,) = judged(EvalPadding(), ranks(*mine))
+        assert "1 of 9 were left out" in finding.evidence
+        last = [rest, *one_pass(rest, [8], training=False)]
+        assert not judged(EvalPadding(), ranks(*([*part, *last] for part in mine)))
+        other = [rest, *one_pass(rest, [8], training=False, step=5)]
+        assert judged(EvalPadding(), ranks(*([*part, *other] for part in mine)))  # of another evaluation
+
     def test_padding_that_will_be(self) -> None:
         train, valid = made(), made(loader="valid", is_shuffled=False, length=9, num_drawn=5)
         observed = ranks(*([train, valid, *one_pass(train, range(16))] for _ in range(2)))
         assert "1 more than the 9" in judged(EvalPadding(), observed)[0].evidence
+
+    def test_a_failure_before_the_parts_could_be_combined(self) -> None:
+        parts = [list(range(0, 32, 2)), list(range(1, 32, 2))]
+        assert judged(MetricOfOneShard(), self.evaluation(*parts), EVALUATES)
+        assert not judged(MetricOfOneShard(), self.evaluation(*parts, how="failed"), EVALUATES)
 
     def test_parts_that_nothing_combines(self) -> None:
         parts = [list(range(0, 32, 2)), list(range(1, 32, 2))]

@@ -289,6 +289,9 @@ class TestBatchSize:
         observed = ranks([loader, *one_pass(loader, EVEN)], [loader, *one_pass(loader, ODD)])
         (finding,) = judged(PerRankBatch(), observed)
         assert (finding.severity, finding.line) == (Severity.NOTE, 2)
+        assert finding.fix.startswith("- batch_size=4\n+ batch_size=4 // world_size")
+        (finding,) = judged(PerRankBatch(), observed, SCRIPT.replace("batch_size=4", "batch_size=args.bs + 1"))
+        assert finding.fix.startswith("- batch_size=(args.bs + 1)\n+ batch_size=(args.bs + 1) // world_size")
         for sound in (
             SCRIPT.replace("batch_size=4", "batch_size=8 // world_size"),
             SCRIPT.replace("batch_size=4", "batch_size=args.per_device_batch"),
@@ -313,6 +316,7 @@ class TestResume:
             + SAVES.replace("        loss =", "        if i < ckpt['i']:\n            continue\n        loss ="),
             SAVES,
             "import torch\nmodel.load_state_dict(torch.load(path))\n" + SAVES,
+            "import torch\nweights = torch.load(path)\nmodel.load_state_dict(weights)\n" + SAVES,
         ],
     )
     def test_sound_ways(self, sound: str) -> None:

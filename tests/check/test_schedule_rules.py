@@ -91,6 +91,15 @@ class TestSchedulerSteps:
     def test_a_prepared_schedule_as_long_as_a_prepared_loader(self) -> None:
         assert read(SchedulerSteps(), self.PREPARED.format(before="pass", after="total = 3 * len(loader)"))
 
+    def test_a_loader_that_another_function_prepared_is_another(self) -> None:
+        text = "from accelerate import Accelerator\ndef evaluate(loader):\n    loader = accelerator.prepare(loader)\n"
+        text += (
+            "def train(loader):\n    total = 3 * len(loader)\n    schedule = get_linear_schedule(optimizer, total)\n"
+        )
+        text += "    loader, schedule = accelerator.prepare(loader, schedule)\n"
+        assert not read(SchedulerSteps(), text)
+        assert read(SchedulerSteps(), text.replace("    total", "    loader = accelerator.prepare(loader)\n    total"))
+
     @pytest.mark.parametrize(
         ("before", "after"),
         [("total = 3 * len(loader)", "pass"), ("pass", "total = 3 * len(loader) * accelerator.num_processes")],

@@ -13,14 +13,17 @@ from instep.check.finding import Severity
 from instep.check.observations import Observation, Observed
 from instep.check.observe.agreement import Agreement, RankState, create_agreement
 from instep.check.plan import Progress, WatchPlan
+from instep.check.records.data import EvaluationSeen, SecondEpochSeen
 from instep.check.records.run import Began, EvaluationBegan, OptimizerStepped, TrainingEpochBegan
 from instep.check.result import CheckResult, Status
+from instep.check.rules import RULES
 from instep.check.sarif import to_sarif
 from instep.check.seen import describe_seen
 from instep.check.source.module import SourceModule
 from instep.check.source.project import find_module, read_folder, read_project
 from instep.check.suppression import suppress
 from instep.check.task_file import defines_task
+from instep.check.watched import Script
 from instep.check.worlds import compare_worlds, merge_results
 from instep.cli.check import worlds_to_compare
 from instep.cli.check_report import show
@@ -196,6 +199,29 @@ class TestSeen:
         watched, not_seen = describe_seen(with_evaluation, [StepRule()])
         assert "an evaluation" in watched
         assert not_seen == ["an optimizer step", "an epoch of a DataLoader", "a GPU"]
+
+    def test_nothing_is_said_twice(self) -> None:
+        began = Began(world_size=1, script="train.py")
+        epochs: list[Observation] = [TrainingEpochBegan(epoch=epoch) for epoch in (1, 2)]
+        seen: list[Observation] = [began, *steps(9), *epochs, SecondEpochSeen(), EvaluationBegan()]
+        watched, not_seen = describe_seen(Observed([seen]), RULES)
+        assert watched[2:4] == ["9 optimizer steps", "2 epochs begun"]
+        assert not {"an optimizer step", "a second epoch"} & {*watched, *not_seen}
+        assert "an evaluation" in watched
+        assert "an evaluation to its end" in not_seen
+        watched, not_seen = describe_seen(Observed([[*seen, EvaluationSeen()]]), RULES)
+        assert "an evaluation" not in watched
+        assert "an evaluation to its end" in watched
+        _, not_seen = describe_seen(Observed([[began]]), RULES)
+        assert "an evaluation" in not_seen
+        assert "an evaluation to its end" not in not_seen
+
+    def test_processes_that_never_met(self) -> None:
+        for group_size, number in ((1, 1), (2, 0)):
+            alone: list[Observation] = [OptimizerStepped(optimizer=0, group_size=group_size)]
+            end = study.WatchedEnd(Observed([alone] * 2), Status.COMPLETE)
+            notices = study.judge_end(Script(__file__), end, [StepRule()], None).notices
+            assert sum(notice.startswith("No rank joined") for notice in notices) == number
 
 
 class TestWorlds:

@@ -121,6 +121,8 @@ class TestZeroGrad:
         assert [finding.line for finding in read(ZeroGrad(), loop)] == [2]
         for clear in ("optimizer.zero_grad()", "p.grad = None", "p.grad.zero_()"):
             assert not read(ZeroGrad(), f"{loop}    {clear}\n"), clear
+        contexts = "import torch.distributed.autograd as dist_autograd\n" + loop.replace("model(x)", "dist_autograd")
+        assert not read(ZeroGrad(), contexts)
 
 
 class TestClipping:

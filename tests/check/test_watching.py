@@ -14,7 +14,7 @@ import pytest
 from commands import run
 from instep.check.plan import WatchPlan
 from instep.check.result import CheckResult, Status
-from instep.check.study import check_script
+from instep.check.study import check_script, check_worlds
 from instep.check.watched import Script
 from instep.core.launch_spec import LaunchSpec
 from instep.launch.launcher import LaunchJob, launch
@@ -100,13 +100,21 @@ class TestEnding:
             ("stdin", Status.FAILED, 1),
             ("workers", Status.WATCHED, 0),
             ("fork", Status.WATCHED, 0),
-            ("loud", Status.WATCHED, 0),
         ],
     )
     def test_other_ways(self, way: str, status: Status, code: int) -> None:
         result = check_odd(way)
         assert (result.status, result.exit_code(None)) == (status, code)
         assert result.watched[2] == ("12 optimizer steps" if status == Status.WATCHED else "4 optimizer steps")
+
+    @pytest.mark.slow  # the ranks' output is that of `instep run`, which launch/test_launch.py guards
+    def test_a_million_lines(self) -> None:
+        out = io.StringIO()
+        result = check_odd("loud", out=out)
+        assert (result.status, result.watched[2]) == (Status.WATCHED, "12 optimizer steps")
+        numbers = [int(line.rpartition(" ")[2]) for line in out.getvalue().splitlines() if line[-1:].isdigit()]
+        assert len(numbers) == 1_000_000
+        assert sum(numbers) == 2 * sum(range(500_000))
 
     @pytest.mark.slow  # launch/test_watch.py finds hangs
     def test_a_hang_is_told_with_its_line(self) -> None:
@@ -120,6 +128,19 @@ class TestEnding:
         result = check_odd("endless", steps=None, time_s=10)
         assert result.status == Status.WATCHED
         assert "time was up" in result.notices[0]
+
+
+@pytest.mark.slow  # test_world_training.py compares the same observations
+def test_two_numbers_of_processes_are_compared() -> None:
+    specs = [LaunchSpec(processes=processes) for processes in (1, 2)]
+    script = Script(str(SCRIPTS / "noisy.py"))
+    result = check_worlds(script, specs, WatchPlan(10**6), io.StringIO(), io.StringIO(), [StepRule()])
+    epochs, samples, rates, differing = result.compared
+    assert epochs.startswith("an epoch has 16 steps with 1 rank, 8 steps with 2 ranks")
+    assert samples == "an epoch trains on the same 96 samples at any number of processes"
+    assert rates == "the learning rate of the first 24 steps is the same"
+    assert differing.startswith("the loss differs from step 1 on")
+    assert differing.endswith("their first batches hold other samples")
 
 
 def losses(text: str) -> list[str]:

@@ -76,6 +76,12 @@ def test_the_main_threads_stack_is_read() -> None:
     assert is_users(__file__)
 
 
+def test_packages_of_another_environment_are_not_the_users() -> None:
+    assert not is_users("/opt/shared/lib/python3.11/site-packages/torch/nn/modules/module.py")
+    assert not is_users("/usr/lib/python3/dist-packages/numpy/random/__init__.py")
+    assert is_users("/home/me/site-packages-notes/train.py")
+
+
 def test_stacks_of_a_process_and_of_its_fork(child, tmp_path: Path) -> None:
     beat = read_pulse(tmp_path / "pulse")
     assert beat is not None

@@ -41,6 +41,11 @@ class Finding:
     """A small diff, or one sentence."""
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Its file and line."""
+        return self.file, self.line
+
+    @property
     def docs(self) -> str:
         """The page that explains the rule."""
         return f"docs/check/{self.rule}.md"

@@ -66,6 +66,10 @@ class Observed:
         """Return the observations of one kind, of rank 0, 1, …, each in the order of time."""
         return [kinds.get(kind, []) for kinds in self._kinds]  # type: ignore[misc]
 
+    def has_at(self, kind: type[Observation], place: tuple[str, int]) -> bool:
+        """Return whether any rank made an observation of this kind at a (file, line)."""
+        return any((one.file, one.line) == place for observations in self.by_rank(kind) for one in observations)
+
     def has(self, kind: type[Observation]) -> bool:
         """Return whether any rank made an observation of this kind."""
         return any(self.by_rank(kind))

@@ -46,14 +46,6 @@ class Rule(ABC):
         """Yield what the source of one file shows, without having run."""
         return ()
 
-    def settled(
-        self,
-        observed: Observed,  # noqa: ARG002
-        modules: Sequence[SourceModule],  # noqa: ARG002
-    ) -> Iterable[tuple[str, int]]:
-        """Yield the places that the run has shown to be sound: what is read there is not reported."""
-        return ()
-
     def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
         """Return whether the run has shown that what `read` suspects at a place does no harm."""
         return False
@@ -82,13 +74,11 @@ def judge_all(rules: Iterable[Rule], evidence: Evidence) -> list[Finding]:
     findings: list[Finding] = []
     for rule in rules:
         seen = [] if evidence.observed is None else list(rule.judge(evidence.observed, evidence.modules))
-        places = {(finding.file, finding.line) for finding in seen}
-        places |= set() if evidence.observed is None else set(rule.settled(evidence.observed, evidence.modules))
-        read = [finding for module in evidence.modules for finding in rule.read(module)]
+        places = {finding.place for finding in seen}
+        read = [finding for module in evidence.modules for finding in rule.read(module) if finding.place not in places]
         if evidence.observed is not None:
             read = [finding for finding in read if not rule.excuses(evidence.observed, finding)]
-        found = [*seen, *(finding for finding in read if (finding.file, finding.line) not in places)]
-        findings += _merge_notes(found)
+        findings += _merge_notes([*seen, *read])
     order = list(Severity)
     return sorted(findings, key=lambda finding: (order.index(finding.severity), finding.file, finding.line))
 

@@ -9,6 +9,9 @@ from instep.check.records.run import Began, EvaluationBegan, OptimizerStepped, T
 from instep.check.rule import Rule
 from instep.core.plural import plural
 
+_COUNTED = {"an optimizer step", "a second epoch"}
+"""What is watched by its number: "96 optimizer steps, 3 epochs begun"."""
+
 
 def describe_seen(observed: Observed, rules: Iterable[Rule]) -> tuple[list[str], list[str]]:
     """Return what was watched, and what the rules would need and was not seen."""
@@ -27,9 +30,20 @@ def describe_seen(observed: Observed, rules: Iterable[Rule]) -> tuple[list[str],
     needs: dict[type[Observation], str] = {EvaluationBegan: "an evaluation"}
     for rule in rules:
         needs |= rule.watches
-    watched += [words for kind, words in needs.items() if observed.has(kind)]
+    watched += [words for kind, words in needs.items() if observed.has(kind) and words not in _COUNTED]
     not_seen += [words for kind, words in needs.items() if not observed.has(kind)]
-    return list(dict.fromkeys(watched)), [words for words in dict.fromkeys(not_seen) if words not in watched]
+    told = {*watched, *(["an optimizer step"] if steps else []), *(["a second epoch"] if epochs > 1 else [])}
+    return _longest(watched), [words for words in _shortest(not_seen) if words not in told]
+
+
+def _longest(texts: list[str]) -> list[str]:
+    """Return each text once, without those that begin another: an evaluation to its end is an evaluation."""
+    return [text for text in dict.fromkeys(texts) if not any(other.startswith(f"{text} ") for other in texts)]
+
+
+def _shortest(texts: list[str]) -> list[str]:
+    """Return each text once, without those that another begins: without an evaluation, none came to its end."""
+    return [text for text in dict.fromkeys(texts) if not any(text.startswith(f"{other} ") for other in texts)]
 
 
 def _most(observed: Observed, kind: type[Observation]) -> int:

@@ -13,7 +13,8 @@ import instep.check.records  # noqa: F401 - registers the kinds of observations
 from instep.check.observations import Observed, read_observations
 from instep.check.observe.agreement import create_agreement
 from instep.check.plan import WatchPlan
-from instep.check.records.run import Ended
+from instep.check.records.run import Ended, OptimizerStepped
+from instep.check.replication import are_connected
 from instep.check.result import CheckResult, Status
 from instep.check.rule import Evidence, Rule, judge_all
 from instep.check.rules import RULES
@@ -102,12 +103,22 @@ def judge_end(script: Script, end: WatchedEnd, rules: Sequence[Rule], source: Pa
     result = _judge(modules, rules, end.observed, end.status)
     return replace(
         result,
-        notices=[*end.notices, *result.notices],
+        notices=[*end.notices, *_separate(end.observed), *result.notices],
         watched=watched,
         not_seen=not_seen,
         failure=end.failure,
         failure_exit_code=end.failure_exit_code,
     )
+
+
+def _separate(observed: Observed) -> list[str]:
+    """Return the notice about ranks that trained without one another, if they did."""
+    if observed.world_size < 2 or are_connected(observed) or not all(observed.by_rank(OptimizerStepped)):
+        return []
+    return [
+        f"No rank joined a process group: {observed.world_size} processes trained separately, each as if it was alone. "
+        "Initialise torch.distributed, or tell the framework to (Accelerator(cpu=True), devices=2)."
+    ]
 
 
 def check_source(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> CheckResult:

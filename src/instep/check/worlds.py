@@ -10,6 +10,7 @@ from instep.check.finding import Severity
 from instep.check.observations import Observed
 from instep.check.records.run import OptimizerStepped, TrainingEpochBegan
 from instep.check.result import CheckResult
+from instep.check.world_training import compare_losses, compare_samples
 from instep.core.plural import plural
 
 _NEAR = 1e-6
@@ -35,7 +36,7 @@ def compare_worlds(runs: Sequence[Observed]) -> list[str]:
     """Return one sentence for each part of the recipe that differs between world sizes, or that they have in common."""
     if len(runs) < 2:
         return []
-    return [*_compare_epochs(runs), *_compare_rates(runs)]
+    return [*_compare_epochs(runs), *compare_samples(runs), *_compare_rates(runs), *compare_losses(runs)]
 
 
 def _compare_epochs(runs: Sequence[Observed]) -> list[str]:

@@ -13,10 +13,14 @@ _LIBRARIES = tuple(
         if (path := sysconfig.get_path(name))
     }
 )
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, also those that this Python only borrows: the system's, the user's, by a .pth file."""
 
 
 @functools.lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
     """Return whether a file is the user's: not part of Python, an installed library or instep."""
     path = os.path.realpath(filename)
-    return not filename.startswith(("<frozen", "<string")) and not path.startswith((PACKAGE, *_LIBRARIES))
+    if filename.startswith(("<frozen", "<string")) or path.startswith((PACKAGE, *_LIBRARIES)):
+        return False
+    return not _INSTALLED.intersection(path.split(os.sep))

@@ -20,6 +20,7 @@ from instep.data.loader import GlobalBatch, LoadOptions
 from instep.data.nested import map_tensors
 from instep.data.order import Indices
 from instep.events.schema import InputRecord, PlanRecord, SourcesRecord
+from instep.events.write import EventLog
 from instep.guard.pulse import Phase, here
 from instep.train.engine import Engine
 from instep.world.tensors import nested_tensors
@@ -99,13 +100,22 @@ class BatchReader:
         return self.loader.sample_indices(step)
 
     def has_news(self, step: int, is_due: bool) -> bool:
-        """Return whether one of the three methods below has something to return; most steps have nothing."""
+        """Return whether `log_news` has something to log; most steps have nothing."""
         return (
             is_due
             or step % _SOURCES_STEPS == 0
             or bool(self._notices or self.source.changes)
             or len(self._doubts) != len(self._reported)
         )
+
+    def log_news(self, step: int, is_due: bool, notice: Callable[[str], None], log: EventLog) -> None:
+        """Log what is new of the data and of who reads it; `is_due`: this step ends an epoch, or all of them."""
+        for sentence in self.new_notices():
+            notice(sentence)
+        for change in self.new_changes(step):
+            log.write(change)
+        if self._engine.world.is_main and (sources := self.sources(step, is_due)) is not None:
+            log.write(sources)
 
     def new_notices(self) -> list[str]:
         """Return what a person should know of the data, and of how layers saw it, and was not told yet."""

@@ -229,7 +229,7 @@ class Run(RunEvaluation):
             yield step
             self._pulse.beat(Phase.OTHER)
             if reader.has_news(self.step, may_end := ends_epoch or self.step == num_steps):
-                self._log_reading(reader, may_end)
+                reader.log_news(self.step, may_end, self.notice, self.log)
             if step.record is None:
                 raise TaskError(f"step {step.number} was not finished: end the loop's body with step.finish().")
             self._saver.check()
@@ -246,15 +246,6 @@ class Run(RunEvaluation):
         for sentence in (*engine.strategy.report(), *reader.report()):
             self.notice(sentence)
         self.close_data()
-
-    def _log_reading(self, reader: BatchReader, may_end: bool) -> None:
-        """Log what is new of the data and of who reads it; `may_end`: this step ends an epoch, or all of them."""
-        for sentence in reader.new_notices():
-            self.notice(sentence)
-        for change in reader.new_changes(self.step):
-            self.log.write(change)
-        if self.is_main and (sources := reader.sources(self.step, may_end)) is not None:
-            self.log.write(sources)
 
     def _prepare_scores(self, dataset: Any, collate: Collate | None) -> CurriculumScores | None:
         """Return the scores of a curriculum, restored if there is something to restore; None for other data."""

@@ -149,7 +149,7 @@ def sharded(last=True):
         x, y = batch()
         (F.cross_entropy(model(x), y) / 2).backward()  # no-sync-misplaced
         if i % 2 == 1:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.01)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -49,7 +49,7 @@ def act(way: str, rank: int, model: torch.nn.Module) -> None:
     if way == "stdin":
         input("your name: ")
     if way == "loud":
-        for number in range(200_000):
+        for number in range(500_000):
             print(number)
     if way == "alone" and rank == 1:  # it makes steps that the other rank does not make
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)

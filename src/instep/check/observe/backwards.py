@@ -5,6 +5,8 @@ Ranks: all.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -113,15 +115,17 @@ class BackwardObserver(Observer):
         original(scaler, optimizer)
         self._pending_scale = 1.0
 
-    def _update(self, original: Any, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+    def _update(self, original: Any, scaler: torch.amp.GradScaler, /, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
         self._pending_scale = 1.0
 
-    def _clip(self, original: Any, parameters: Any, limit: float, *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        named = inspect.signature(original).bind(*args, **kwargs).arguments
+        (first, parameters), (_, limit) = itertools.islice(named.items(), 2)  # max_norm, or clip_value
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with self.log.unobserved():
             samples = self.samples()
-        result = original(chosen, limit, *args, **kwargs)
+        result = original(**(named | {first: chosen}))
         with self.log.unobserved():
             self.log.write(
                 GradientsClipped,

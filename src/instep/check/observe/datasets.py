@@ -24,6 +24,8 @@ _MAX_ENTRIES = 16384
 _MAX_ELEMENTS = 32
 """Elements of each of those rows."""
 _MAX_COLUMNS = 16
+_MIN_TEXT = 4097
+"""Characters of a text that is content: no path or name is as long."""
 _MAX_COLLECTIONS = 64
 _MAX_MEMBERS = 4096
 _MAX_DEPTH = 4
@@ -114,6 +116,9 @@ def _collections(value: Any, name: str, depth: int) -> Iterator[tuple[str, list[
     if isinstance(value, torch.Tensor | numpy.ndarray):
         if value.ndim:
             yield name, _rows(value)
+    elif isinstance(value, str | bytes):
+        if len(value) >= _MIN_TEXT:
+            yield name, [_entry(value)]
     elif isinstance(value, list | tuple):
         if 0 < len(value) <= _MAX_COLUMNS and all(isinstance(entry, torch.Tensor | numpy.ndarray) for entry in value):
             for number, column in enumerate(value):  # the tensors of a TensorDataset

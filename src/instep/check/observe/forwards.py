@@ -54,7 +54,7 @@ class ForwardObserver(Observer):
         register_module_parameter_registration_hook(self._part_added)
         register_module_forward_pre_hook(self._called)
 
-    def _built(self, original: Any, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def _built(self, original: Any, model: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
         wrapper = self._trained.add_wrapper(model, "ddp")
         for name, module in model.module.named_modules():
@@ -74,7 +74,7 @@ class ForwardObserver(Observer):
             static_graph=model.static_graph,
         )
 
-    def _hooked(self, original: Any, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def _hooked(self, original: Any, model: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
         if (wrapper := self._trained.wrapper_of(model)) is not None:
             self.log.write(CommHookRegistered, order=self._trained.tick(), wrapper=wrapper.number)

@@ -36,6 +36,7 @@ class GeneratorObserver(Observer):
         """Put the hooks in place."""
         # Ranks that were forked from one process share its state, which torchrun's do not. Python's own seeds itself.
         numpy.random.seed()
+        torch.default_generator.seed()
         self._wrap_seed(torch, "manual_seed", "torch")
         self._wrap_seed(numpy.random, "seed", "numpy")
         self._wrap_seed(random, "seed", "random")

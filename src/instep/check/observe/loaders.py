@@ -105,7 +105,7 @@ class LoaderObserver(Observer):
             self._write_end(progress, is_exhausted=False)
         self.log.write(LoadersEnded, reductions=self._reductions)
 
-    def _made(self, original: Any, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+    def _made(self, original: Any, loader: DataLoader[Any], /, *args: Any, **kwargs: Any) -> None:
         original(loader, *args, **kwargs)
         self._name(loader)
 
@@ -126,7 +126,7 @@ class LoaderObserver(Observer):
                 )
         return self._loaders[loader]
 
-    def _began(self, original: Any, iterator: Any, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+    def _began(self, original: Any, iterator: Any, loader: DataLoader[Any], /, *args: Any, **kwargs: Any) -> None:
         self._begin(iterator, loader)  # before the sampler is asked for its first index
         original(iterator, loader, *args, **kwargs)
 
@@ -144,6 +144,8 @@ class LoaderObserver(Observer):
         expected = -1 if isinstance(loader.dataset, IterableDataset) else length_of(loader)
         progress = self._passes[iterator] = _Pass(name, number, loader.dataset, expected)
         self._open[progress] = None
+        # A batch of an earlier pass that nobody trained on so far was only looked at: `next(iter(loader))`.
+        self._pending = {other for other in self._pending if other.loader != name}
         epochs = [sampler.epoch for sampler in samplers_of(loader) if isinstance(getattr(sampler, "epoch", None), int)]
         with self.log.unobserved():
             content, root = attempt(lambda: self._digests(loader.dataset)) or (Content("", ""), "")

@@ -21,7 +21,7 @@ from torch.utils.data import dataloader
 
 from instep.check.observe.callers import calling_package, trainer_around
 from instep.check.observe.observer import Observer
-from instep.check.observe.tensor_digest import digest, shapes_digest
+from instep.check.observe.samples import digest, shapes_digest
 from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, NormEntered, SeedChosen
 
 

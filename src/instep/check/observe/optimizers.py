@@ -53,7 +53,7 @@ class GradientObserver(Observer):
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._stepped)
 
-    def _built(self, original: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _built(self, original: Any, optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         known = self._trained.add_optimizer(optimizer)
         order = self._trained.tick()
@@ -65,13 +65,13 @@ class GradientObserver(Observer):
             callers=self.log.callers(sys._getframe()),
         )
 
-    def _zero_grad(self, original: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _zero_grad(self, original: Any, optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> None:
         known = self._trained.optimizer_of(optimizer)
         if known is not None:
             self._write_cleared(known)
         original(optimizer, *args, **kwargs)
 
-    def _module_zero_grad(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def _module_zero_grad(self, original: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> None:
         held = {id(parameter) for parameter in module.parameters()}
         for known in self._trained.optimizers:
             if all(id(parameter) in held for parameter in known.parameters):

@@ -28,7 +28,7 @@ class ReplicaObserver(Observer):
         self.wrap(FSDPState, "_root_pre_forward", self._fsdp_forward)
         self.wrap(Join, "__enter__", self._joined)
 
-    def _ddp_forward(self, original: Any, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    def _ddp_forward(self, original: Any, model: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             self._write("ddp", torch.distributed.get_world_size(model.process_group), (args, kwargs))
         return original(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A few elements of many tensors, at a fixed stride: enough to compare ranks, cheap enough for every step.
+"""Elements of tensors at a fixed stride, and fingerprints: enough to compare ranks, cheap enough for every step.
 
 Ranks: all.
 """
@@ -6,14 +6,16 @@ Ranks: all.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 NUM_ELEMENTS = 64
-"""Elements that are looked at in each tensor."""
+"""Elements that are looked at in each tensor, in every step."""
+_NUM_DIGESTED = 4096
+"""Elements of each tensor that go into a digest, which is taken once."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def take_samples(tensors: Sequence[torch.Tensor | None]) -> Samples:
     with torch.no_grad():
         for index, tensor in enumerate(tensors):
             if tensor is not None and is_plain(tensor):
-                chosen[index] = _few(tensor)
+                plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                chosen[index] = _few(plain, NUM_ELEMENTS).to(torch.float32)
     parts = [np.empty(0, np.float32)] * len(tensors)
     for device in {tensor.device for tensor in chosen.values()}:
         here = {index: tensor for index, tensor in chosen.items() if tensor.device == device}
@@ -77,8 +80,25 @@ def local_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return local if isinstance(local, torch.Tensor) else None
 
 
-def _few(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach()
-    flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    flat = flat.reshape(-1)
-    return flat[:: max(1, flat.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS].to(torch.float32)
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a fingerprint of tensors' values, in their order; those without values (meta) count by shape."""
+    crc = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+                crc = zlib.crc32(repr(tuple(tensor.shape)).encode(), crc)
+            else:
+                sample = _few(tensor, _NUM_DIGESTED).cpu().contiguous()
+                crc = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def shapes_digest(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a fingerprint of tensors' shapes, in their order."""
+    return zlib.crc32(repr([tuple(tensor.shape) for tensor in tensors]).encode())
+
+
+def _few(tensor: torch.Tensor, num_elements: int) -> torch.Tensor:
+    """Return elements of a tensor at a fixed stride, at most so many."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // num_elements)][:num_elements]

@@ -40,7 +40,7 @@ class SplitObserver(Observer):
         self.wrap(DistributedSampler, "set_epoch", self._set_epoch)
         self.wrap(torch, "load", self._loaded)
 
-    def _subset(self, original: Any, subset: Subset[Any], *args: Any, **kwargs: Any) -> None:
+    def _subset(self, original: Any, subset: Subset[Any], /, *args: Any, **kwargs: Any) -> None:
         original(subset, *args, **kwargs)
         name = self._names.next_here()
         with self.log.unobserved():

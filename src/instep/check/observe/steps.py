@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from instep.check.observe.ending import Ending
@@ -42,6 +43,7 @@ class StepObserver(Observer):
             frame_depth=2,
             optimizer=number,
             lr=float(lr) if isinstance(lr, float | int) else None,  # a tensor on a device would have to be waited for
+            group_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         )
         if self._steps[number] > self.log.step:
             self.log.step = self._steps[number]

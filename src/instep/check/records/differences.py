@@ -94,8 +94,8 @@ def cause_of(difference: Difference, wrapped: ModelWrapped, added: Sequence[str]
 
 
 def differences_by_cause(observed: Observed) -> dict[tuple[int, Cause], list[Difference]]:
-    """Return the differences of wrapped models, by wrapper and cause."""
-    wrappers = wrappers_of(observed)
+    """Return the differences of wrapped models whose replicas stay apart, by wrapper and cause."""
+    wrappers = {number: wrapped for number, wrapped in wrappers_of(observed).items() if not _rejoins(observed, number)}
     changes = observed.by_rank(WrapperChanged)[0] if observed.world_size else []
     by_cause: dict[tuple[int, Cause], list[Difference]] = {}
     for difference in differences(observed):
@@ -109,6 +109,17 @@ def differences_by_cause(observed: Observed) -> dict[tuple[int, Cause], list[Dif
                 cause = Cause.PARAMETERS_CHANGED  # the parameters of this step were not looked at one by one
             by_cause.setdefault((difference.wrapper, cause), []).append(difference)
     return by_cause
+
+
+def _rejoins(observed: Observed, wrapper: int) -> bool:
+    """Return whether replicas that had drifted apart became equal again: local SGD averages them every N steps."""
+    drifted = False
+    for steps in steps_together(observed):
+        hashes = {step.taken.parameter_hash.get(str(wrapper)) for step in steps}
+        if drifted and len(hashes) == 1 and None not in hashes:
+            return True
+        drifted = drifted or len(hashes) > 1
+    return False
 
 
 def named(names: Sequence[str]) -> str:

@@ -23,6 +23,8 @@ class OptimizerStepped(Observation):
     """Which optimizer: 0 for the first that was seen."""
     lr: float | None = None
     """The learning rate of its first group of parameters; None: it is kept in a tensor."""
+    group_size: int = 1
+    """Ranks of the default process group; 1: there is none, or it has one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,8 +78,7 @@ class AccumulationScale(Rule):
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse lines that ran: `judge` has seen their factors."""
-        ran = (backward for passes in observed.by_rank(BackwardRan) for backward in passes)
-        return observed.has(StepTaken) and any((b.file, b.line) == (finding.file, finding.line) for b in ran)
+        return observed.has(StepTaken) and observed.has_at(BackwardRan, finding.place)
 
 
 def accumulated(step: TrainingStep) -> list[BackwardRan]:

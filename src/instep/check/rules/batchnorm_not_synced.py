@@ -54,11 +54,10 @@ class BatchNormNotSynced(Rule):
             Severity.ERROR if training and evaluated else None,
         )
 
-    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:
-        """Yield the wrappers, if the statistics were seen to be the same on all ranks."""
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse wrappers if the statistics were seen to be the same on all ranks."""
         differing, compared = _differing(observed, training=True)
-        if compared > 1 and not differing:
-            yield from (module.place(call.node) for module in modules for call in module.calls_of(*_WRAPPERS))
+        return compared > 1 and not differing
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield wrappers that do not broadcast buffers around a model with BatchNorm."""

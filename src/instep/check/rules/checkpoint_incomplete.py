@@ -12,12 +12,14 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.files import CheckpointSaved
 from instep.check.rule import Rule
-from instep.check.source.functions import loops_around
+from instep.check.source.functions import calls_below, function_around, loops_around
 from instep.check.source.module import SourceModule
 from instep.check.source.saved_dicts import SavedDict, saved_dicts, scripts_parts
 
 _RESUMED = re.compile(r"ckpt|checkpoint|latest|last|resume|snapshot", re.IGNORECASE)
 _EXPORTED = re.compile(r"best|final|weights|export|model", re.IGNORECASE)
+_EVALUATES = {"eval", "no_grad", "inference_mode"}
+_TRAINS = {"backward", "manual_backward"}
 _WORDS = {
     "optimizer": "the optimizer's state",
     "scheduler": "the schedule's state",
@@ -52,9 +54,9 @@ class CheckpointIncomplete(Rule):
                 next(iter(written), place), lacks, save.holds, f"{os.path.basename(save.path)} holds"
             )
 
-    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
-        """Yield the lines whose checkpoints were seen."""
-        return {(save.file, save.line) for saves in observed.by_rank(CheckpointSaved) for save in saves}
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse lines whose checkpoints were seen."""
+        return observed.has_at(CheckpointSaved, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield dicts that are saved without something that the file uses."""
@@ -79,6 +81,8 @@ def _is_to_resume(path: str, holds: list[str], modules: Sequence[SourceModule]) 
         return False
     if set(holds) - {"model"}:
         return True
+    if any(_loads_to_predict(module) for module in modules):
+        return False
     name = os.path.basename(path)
     resumes = any("resume" in line.lower() for module in modules for line in module.lines)
     return bool(_RESUMED.search(name)) or (resumes and not _EXPORTED.search(name))
@@ -89,8 +93,17 @@ def _is_written_to_resume(module: SourceModule, saved: SavedDict) -> bool:
         return False
     if saved.holds - {"model"}:
         return True
+    if _loads_to_predict(module):
+        return False
     is_repeated = any(loops_around(module, saved.node))
     return is_repeated and bool(_RESUMED.search(ast.unparse(saved.path))) if saved.path is not None else False
+
+
+def _loads_to_predict(module: SourceModule) -> bool:
+    """Return whether a file loads what it saved, and only in functions that evaluate and do not train."""
+    functions = [function_around(module, call.node) for call in module.calls if call.name == "torch.load"]
+    calls = [{call.last for call in calls_below(module, function)} for function in functions]
+    return bool(calls) and all(names & _EVALUATES and not names & _TRAINS for names in calls)
 
 
 def _value(part: str) -> str:

@@ -80,9 +80,9 @@ class ConcurrentWrites(Rule):
             severity,
         )
 
-    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
-        """Yield the lines whose writes were seen, by one rank or to different files."""
-        return {(file.file, file.line) for files in observed.by_rank(FileWritten) for file in files}
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse lines whose writes were seen, by one rank or to different files."""
+        return observed.has_at(FileWritten, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield saves that all ranks make, or one on each node, and states that only one rank gathers."""

@@ -9,6 +9,7 @@ from instep.check.observations import Observed
 from instep.check.records.gradients import ForwardRan, ModelWrapped
 from instep.check.rule import Rule
 from instep.check.source.module import SourceModule
+from instep.check.source.names import mentions
 
 _ENOUGH_ITERATIONS = 4
 _LARGE_BYTES = 64 * 2**20
@@ -22,8 +23,9 @@ class DdpOptions(Rule):
     effect = "Time or memory is spent for nothing; the result is the same."
     watches = {ModelWrapped: "a wrapped model"}  # noqa: RUF012
 
-    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield one finding for each option of each wrapper."""
+        by_trainer = mentions(modules, "TrainingArguments")  # its default, unless the script says otherwise
         for wrapped in observed.by_rank(ModelWrapped)[0] if observed.world_size else ():
             if wrapped.strategy != "ddp":
                 continue
@@ -35,7 +37,7 @@ class DdpOptions(Rule):
                     "find_unused_parameters=True, and every iteration used all parameters.",
                     f"in {iterations} iterations on {observed.world_size} ranks no parameter was unused; "
                     "the graph is searched in each of them",
-                    "- find_unused_parameters=True",
+                    "+ ddp_find_unused_parameters=False" if by_trainer else "- find_unused_parameters=True",
                 )
             if not wrapped.gradient_as_bucket_view and wrapped.num_bytes >= _LARGE_BYTES:
                 yield self.finding(

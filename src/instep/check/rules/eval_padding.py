@@ -33,7 +33,9 @@ class EvalPadding(Rule):
                 done.add(made.loader)
                 yield self._report(modules, group[0].made, "The evaluation counts some samples twice.", evidence)
         for one in (one for passes in passes_by_rank(observed) for one in passes):
-            if one.made.loader not in done and (evidence := _dropped(one, observed.world_size)):
+            if one.made.loader in done or _is_made_up_for(one, observed):
+                continue
+            if evidence := _dropped(one, observed.world_size):
                 done.add(one.made.loader)
                 yield self._report(modules, one.made, "The evaluation leaves samples out.", evidence)
         if not _trims(modules):
@@ -95,6 +97,19 @@ def _dropped(one: LoaderPass, world_size: int) -> str:
     return f"drop_last: rank {one.rank} evaluated {one.num_samples} samples, and {lost} of {made.length} were left out"
 
 
+def _is_made_up_for(one: LoaderPass, observed: Observed) -> bool:
+    """Return whether other loaders evaluated what this one left out, before the model was trained on."""
+    together = [
+        other
+        for passes in passes_by_rank(observed)
+        for other in passes
+        if other.is_evaluation and other.began.root == one.began.root and other.began.step == one.began.step
+    ]
+    if not one.began.root or all(other.made.loader == one.made.loader for other in together):
+        return False
+    return len({index for other in together for index in other.indices}) >= one.made.length
+
+
 def _trims(modules: Sequence[SourceModule]) -> bool:
     """Return whether the script cuts what it gathers: by itself, or through Accelerate or the Trainer."""
     if mentions(modules, "gather_for_metrics", "TrainingArguments"):
@@ -105,6 +120,9 @@ def _trims(modules: Sequence[SourceModule]) -> bool:
 
 def _is_length(bound: ast.expr | None) -> bool:
     """Return whether a slice ends at the length of something, or at a name that says so."""
+    if isinstance(bound, ast.BinOp) and isinstance(bound.op, ast.Sub):
+        # What is left: `len(dataset) - seen`. A sampler's `total_size - len(indices)` is what it adds.
+        return isinstance(bound.left, ast.Call) and _is_length(bound.left)
     if isinstance(bound, ast.Call):
         return isinstance(bound.func, ast.Name) and bound.func.id == "len"
     name = bound.id if isinstance(bound, ast.Name) else bound.attr if isinstance(bound, ast.Attribute) else ""

@@ -19,6 +19,7 @@ from instep.check.records.differences import (
 from instep.check.records.gradients import CommHookRegistered, ModelWrapped, OptimizerBuilt, StepTaken, WrapperChanged
 from instep.check.records.run import Ended
 from instep.check.records.timeline import steps_together, wrappers_of
+from instep.check.replication import are_connected
 from instep.check.rule import Rule
 from instep.check.source.module import SourceModule
 
@@ -39,7 +40,8 @@ class GradientsDiffer(Rule):
         yield from unused
         if not unused:  # else a reduction was left unfinished, and gradients are what they were before it
             yield from self._wrapped(observed)
-        yield from self._unwrapped(observed)
+        if are_connected(observed):
+            yield from self._unwrapped(observed)
 
     def _wrapped(self, observed: Observed) -> Iterable[Finding]:
         hooked = {hook.wrapper for hooks in observed.by_rank(CommHookRegistered) for hook in hooks}

@@ -10,6 +10,7 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observation, Observed
 from instep.check.passes import LoaderPass, evaluations, is_data_parallel, shared_share
 from instep.check.records.data import BatchYielded, EvaluationSeen, LoadersEnded, PassBegan
+from instep.check.records.run import Ended
 from instep.check.rule import Rule
 from instep.check.source.lightning_logs import local_logs
 from instep.check.source.loops import function_around, module_of, statement_at, within
@@ -38,6 +39,8 @@ class MetricOfOneShard(Rule):
         for group in evaluations(observed):
             made = group[0].made
             if made.loader in done or not _is_divided(group) or _was_reduced(observed, group):
+                continue
+            if not all(_is_followed(observed, one) for one in group):
                 continue
             done.add(made.loader)
             counts = " and ".join(str(one.num_samples) for one in group[:8])
@@ -101,6 +104,13 @@ def _is_divided(group: Sequence[LoaderPass]) -> bool:
 def _was_reduced(observed: Observed, group: Sequence[LoaderPass]) -> bool:
     """Return whether any rank called a collective from the evaluation's first batch until the next loader's batch."""
     return any(_reductions_after(observed, one) > one.began.reductions for one in group)
+
+
+def _is_followed(observed: Observed, one: LoaderPass) -> bool:
+    """Return whether the rank came as far as to its next batch, or to its end, and not to a failure before."""
+    assert one.ended is not None
+    later = any(batch.step > one.ended.step for batch in observed.by_rank(BatchYielded)[one.rank])
+    return later or any(end.how == "complete" for end in observed.by_rank(Ended)[one.rank])
 
 
 def _reductions_after(observed: Observed, one: LoaderPass) -> int:

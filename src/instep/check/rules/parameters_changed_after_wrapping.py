@@ -52,7 +52,7 @@ class ParametersChangedAfterWrapping(Rule):
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse lines that ran without harm."""
-        return any((change.file, change.line) == (finding.file, finding.line) for change in _changes(observed))
+        return observed.has_at(WrapperChanged, finding.place)
 
 
 def _changes(observed: Observed) -> list[WrapperChanged]:

@@ -36,13 +36,14 @@ class PerRankBatch(Rule):
         for group in training_passes(observed):
             made, world_size = group[0].made, observed.world_size
             if made.batch_size and made.num_drawn * 2 <= made.length * 1.5 and not made.is_iterable:
+                place, size = _batch_size(modules, group[0])
                 yield self.finding(
-                    _place(modules, group[0]),
+                    place,
                     f"batch_size={made.batch_size} is the batch of one rank: {world_size} ranks use "
                     f"{made.batch_size * world_size} samples in a step.",
                     f"each of {world_size} ranks yields batches of {made.batch_size}, and neither batch size nor "
                     "learning rate depends on their number",
-                    "- batch_size=batch_size\n+ batch_size=batch_size // world_size  # or scale the learning rate",
+                    f"- batch_size={size}\n+ batch_size={size} // world_size  # or scale the learning rate",
                 )
                 return
 
@@ -79,11 +80,12 @@ def _loaders(module: SourceModule) -> Iterable[Call]:
     return [call for call in module.calls_of("DataLoader") if call.argument("batch_size", 1) is not None]
 
 
-def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
-    """Return the line that gives the batch size."""
+def _batch_size(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[tuple[str, int], str]:
+    """Return the line that gives the batch size, and its words there."""
     module = module_of(modules, one.made.file)
     for call in _loaders(module) if module is not None else ():
         size = call.argument("batch_size", 1)
         if module is not None and size is not None and call.node.lineno <= one.made.line <= (call.node.end_lineno or 0):
-            return module.place(size)
-    return one.place
+            words = ast.unparse(size)
+            return module.place(size), f"({words})" if isinstance(size, ast.BinOp | ast.IfExp | ast.BoolOp) else words
+    return one.place, str(one.made.batch_size)

@@ -25,7 +25,7 @@ class ProcessGroupSetup(Rule):
     id = "process-group-setup"
     severity = Severity.NOTE
     effect = "The training itself is not changed; a hang lasts longer, jobs collide, or the end is not clean."
-    watches: ClassVar = {ProcessGroupJoined: "init_process_group in the user's code"}
+    watches: ClassVar = {ProcessGroupJoined: "init_process_group"}
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
         """Yield what is missing where the script's own code joined its process group."""

@@ -13,6 +13,7 @@ from instep.check.observations import Observation, Observed
 from instep.check.passes import MIN_COMPARED, LoaderPass, passes_by_rank, training_passes
 from instep.check.records.data import EpochLoaded
 from instep.check.rule import Rule
+from instep.check.source.functions import assignments, calls_in
 from instep.check.source.loops import function_around, loops_around, within
 from instep.check.source.module import Call, SourceModule
 
@@ -100,11 +101,14 @@ def _saves(module: SourceModule) -> list[ast.Call]:
 
 
 def _only_weights(module: SourceModule, call: Call) -> bool:
-    """Return whether a loaded file goes straight into a model: then it is not resumed."""
-    return any(
-        isinstance(outer, ast.Call) and module.name_of(outer.func).endswith("load_state_dict")
-        for outer in module.around(call.node)
-    )
+    """Return whether a loaded file goes into a model as a whole: then it is not resumed."""
+    loads = [outer for outer in module.around(call.node) if isinstance(outer, ast.Call)]
+    if any(module.name_of(outer.func).endswith("load_state_dict") for outer in loads):
+        return True
+    scope = function_around(module, call.node) or module.tree
+    names = {name for names, value in assignments(scope) if value is call.node for name in names}
+    wholes = [load.argument("state_dict", 0) for load in calls_in(module, scope) if load.last == "load_state_dict"]
+    return any(isinstance(whole, ast.Name) and whole.id in names for whole in wholes)
 
 
 def _skips(module: SourceModule, save: ast.Call) -> bool:

@@ -9,7 +9,7 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.collectives import ModelSplit
 from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, SeedChosen
-from instep.check.replication import are_replicas
+from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
 from instep.check.source.module import SourceModule
 
@@ -26,7 +26,7 @@ class SameNoise(Rule):
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield noise that all ranks share, and weights that they do not."""
-        if observed.world_size < 2 or observed.has(ModelSplit):
+        if observed.world_size < 2 or observed.has(ModelSplit) or not are_connected(observed):
             return
         if are_replicas(observed):
             yield from self._shared_noise(observed)

@@ -38,9 +38,9 @@ class SchedulerSteps(Rule):
                     self._prepared(module, call, own) for module in modules for call in prepared_schedules(module)
                 )
 
-    def settled(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[tuple[str, int]]:  # noqa: ARG002
-        """Yield the calls of `step` that were seen."""
-        return {(step.file, step.line) for steps in observed.by_rank(SchedulerStepped) for step in steps}
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse calls of `step` that were seen."""
+        return observed.has_at(SchedulerStepped, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield calls of `step` before the optimizer's, and schedules in epochs that are stepped for each batch."""

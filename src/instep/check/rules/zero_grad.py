@@ -68,6 +68,8 @@ class ZeroGrad(Rule):
         if any(call.last in _CLEARS for call in module.calls) or _sets_grad_to_none(module):
             return
         for call in module.calls_of("backward"):
+            if call.name.startswith("torch.distributed.autograd."):
+                continue  # each of its contexts has gradients of its own
             loop = next(iter(loops_around(module, call.node)), None)
             if loop is not None and any(loop in module.around(step.node) for step in _optimizer_steps(module)):
                 yield self.finding(

@@ -40,10 +40,27 @@ def collectives_over_local_keys(module: SourceModule) -> Iterator[tuple[ast.For,
     """Yield loops over a dict that has the keys which this rank has met, with a collective inside."""
     met = {name for names, value in assignments(module.tree) if _fills_itself(value) for name in names}
     for node in ast.walk(module.tree):
-        if not isinstance(node, ast.For) or not names_in(node.iter) & met:
+        if (
+            not isinstance(node, ast.For)
+            or not (dicts := names_in(node.iter) & met)
+            or _has_written_keys(module, dicts)
+        ):
             continue
         if calls := [call for call in calls_in(module, node) if is_collective(call) and not has_group(call)]:
             yield node, calls[0]
+
+
+def _has_written_keys(module: SourceModule, dicts: set[str]) -> bool:
+    """Return whether a dict is filled by the names of keyword arguments: those are in the source, for all ranks."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Subscript) or not names_in(node.value) & dicts:
+            continue
+        function = function_around(module, node)
+        given = getattr(getattr(function, "args", None), "kwarg", None)
+        loops = [outer for outer in module.around(node) if isinstance(outer, ast.For)]
+        if given is not None and any(given.arg in names_in(loop.iter) for loop in loops):
+            return True
+    return False
 
 
 def _fills_itself(value: ast.expr) -> bool:

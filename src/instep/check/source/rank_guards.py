@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.check.source.functions import Function, call_sites, function_around
+from instep.check.source.functions import Function, assignments, call_sites, function_around
 from instep.check.source.module import SourceModule
 
 _OF = "ddp|dp|dist|global|local|node|world|process|proc|my|cur|current|this|gpu|data_parallel|fsdp|tp|pp|sp"
 _RANK = re.compile(rf"^_?(({_OF})_)*rank$|^(process_index|SLURM_PROCID)$", re.IGNORECASE)
 """Not every name with `rank` in it: `lora_rank` is none."""
+_DEVICE = re.compile(r"^(gpu|gpu_id|gpu_index|device_id|device_index)$", re.IGNORECASE)
+"""What scripts with one process for each GPU compare with 0 instead of the local rank."""
 _MAIN = re.compile(
     r"^_?(is_((local|world|global)_)?(main|master|chief|primary|zero|leader|first|rank_?zero|rank_?0)"
     r"(_process|_rank|_proc|_node)?|is_world_process_zero|is_local_process_zero|should_(save|log)"
@@ -72,7 +74,7 @@ def rank_test(module: SourceModule, test: ast.expr) -> RankGuard | None:
     if isinstance(test, ast.BoolOp):
         return next((found for value in test.values if (found := rank_test(module, value)) is not None), None)
     if isinstance(test, ast.Compare):
-        return _compared(test)
+        return _compared(module, test)
     if isinstance(test, ast.Name) and (value := _assigned_test(module, test.id)) is not None:
         return rank_test(module, value)
     name = _last(test)
@@ -102,13 +104,21 @@ def mentions_rank(node: ast.AST) -> bool:
     return any(isinstance(inner, ast.expr) and is_rank(inner) for inner in ast.walk(node))
 
 
-def _compared(test: ast.Compare) -> RankGuard | None:
+def _compared(module: SourceModule, test: ast.Compare) -> RankGuard | None:
     sides = [test.left, *test.comparators]
+    numbers = [side for side in sides if isinstance(side, ast.Constant) and type(side.value) is int]
     rank = next((side for side in sides if not isinstance(side, ast.Constant) and is_rank(side)), None)
+    rank = rank or next((side for side in sides if numbers and _DEVICE.match(_last(side))), None)
     if rank is None or len(sides) != 2 or all(is_rank(side) for side in sides):
         return None
     is_main = isinstance(test.ops[0], ast.Eq | ast.In | ast.Lt | ast.LtE | ast.Is)
-    return RankGuard(is_main=is_main, is_local=_is_local(rank), node=test)
+    return RankGuard(is_main=is_main, is_local=_is_local(rank) or _is_set_to_local(module, rank), node=test)
+
+
+def _is_set_to_local(module: SourceModule, rank: ast.expr) -> bool:
+    """Return whether a variable was set to the rank within the node: `self.gpu_id = int(os.environ["LOCAL_RANK"])`."""
+    name = _last(rank)
+    return any(name in names and is_rank(value) and _is_local(value) for names, value in assignments(module.tree))
 
 
 def _assigned_test(module: SourceModule, name: str) -> ast.expr | None:

@@ -99,7 +99,8 @@ def _loop_bounds(module: SourceModule) -> set[str]:
 def _prepared_before(module: SourceModule, length: ast.Call, prepare: ast.Call) -> bool:
     """Return whether a loader had been set by `prepare` when its length was taken."""
     statement = next((outer for outer in module.around(prepare) if isinstance(outer, ast.Assign)), None)
-    if statement is None or prepare.lineno >= length.lineno:
+    is_same_scope = function_around(module, prepare) is function_around(module, length)
+    if statement is None or not is_same_scope or prepare.lineno >= length.lineno:
         return False
     return bool(names_in(length.args[0]) & {name for target in statement.targets for name in names_in(target)})
 
