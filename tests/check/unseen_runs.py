@@ -1,6 +1,6 @@
-"""Check forty scripts that were written without sight of the rules, and count what was found, and what in vain.
+"""Check scripts that were written without sight of the rules, and count what was found, and what in vain.
 
-PYTHONPATH=tests:tests/check python tests/check/unseen_runs.py [NAME …]      check scripts; print the table
+PYTHONPATH=tests:tests/check python tests/check/unseen_runs.py unseen2 [NAME …]      check scripts; print the table
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from corpus_runs import HERE, check
 from instep.check.finding import Finding, Severity
 
-FOLDER = HERE / "unseen"
 _NEAR = 5
 """A person and a rule may point at other lines of the same few."""
 
@@ -22,14 +21,14 @@ def is_found(findings: list[Finding], lines: list[int]) -> bool:
     return any(abs(finding.line - line) <= _NEAR for finding in findings for line in lines)
 
 
-def main(names: list[str]) -> None:
-    """Check the scripts, and print what came out."""
-    answers: dict[str, dict[str, Any]] = json.loads((FOLDER / "answers.json").read_text())
+def main(folder: str, names: list[str]) -> None:
+    """Check the scripts of a folder, and print what came out."""
+    answers: dict[str, dict[str, Any]] = json.loads((HERE / folder / "answers.json").read_text())
     found, false_errors, false_warnings = [], [], []
     for name, answer in answers.items():
         if names and name not in names:
             continue
-        findings = [f for f in check(f"unseen/{name}").findings if f.severity.is_at_least(Severity.WARNING)]
+        findings = [f for f in check(f"{folder}/{name}").findings if f.severity.is_at_least(Severity.WARNING)]
         said = ", ".join(f"{f.severity} {f.rule}:{f.line}" for f in findings) or "–"
         if answer["sound"]:
             false_errors += [name for f in findings if f.severity == Severity.ERROR]
@@ -42,4 +41,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])
