@@ -28,7 +28,12 @@ from machine import BIN, HERE, write_result
 VARIANTS = HERE / "explain_variants"
 LIMIT_S = 240
 STEPS = 40
-NUM_STEPS = {"tiny batch": 100, "Python in the loss": 25, "an evaluation every 5 steps": 25}
+NUM_STEPS = {
+    "a batch of 2 for a deep small net": 300,
+    "an evaluation every 5 steps": 25,
+    "Python in the loss": 25,
+    "tiny batch": 100,
+}
 """A short piece: fewer steps than in explain_campaign.py."""
 STARTUP_S = 12
 CHOSEN = (
@@ -57,6 +62,14 @@ CHOSEN = (
     "healthy: conv",
     "stop() sleeps, 2 ranks",
     "compiled for a few steps",
+    "on_step sleeps",
+    "rank 0 computes longer",
+    "a batch of 2 for a deep small net",
+    "the loss sleeps, 2 ranks",
+    "slow model(), 2 ranks",
+    "collate sleeps",
+    "dataset sleeps, 2 ranks",
+    "a checkpoint every step, 2 ranks",
 )
 """The most telling ones first: a campaign that is ended early is still of use."""
 COST_STEPS = 120

@@ -14,16 +14,20 @@ NEEDS = {
     "train": "a Task",
 }
 JUDGING = """\
-The rules are code, `explain_variants/judge.py`, written when two of the plants had been run. **names**: the tool states
-the planted stage (and rank), or this tops its table; of several ranks, the planted rank's table and no other.
-**shows**: at least a tenth of the time is in a line for it, but the reader must know what the line means (TraceML's
-Residual for a checkpoint, torch.profiler's `ProfilerStep` for Python code), or has to compare the ranks' tables.
-**no**: it is in no line, or in one that stands for something else (DDP's transfers in Lightning's `backward`).
+The rules are code, `explain_variants/judge.py`, written when the output of two plants had been read, and corrected once
+since (TraceML's summary has the blamed rank in two places).
+
+- **names**: the tool states the planted stage (and rank), or this tops its table; of several ranks, the planted rank's
+  table and no other.
+- shows: at least a tenth of the time is in a line for it, but the reader must know what the line means (TraceML's
+  Residual for a checkpoint, torch.profiler's `ProfilerStep` for Python code), or has to compare the ranks' tables.
+- no: it is in no line, or in one that stands for something else (DDP's transfers in Lightning's `backward`).
 
 In favour of the peers: all work of a step is put within what they measure; TraceML's RESIDUAL-HEAVY counts as naming a
 slow hook or Python in the loss, since it states what to look for; the tables of all ranks are read side by side; of
-Lightning's table, the lines that enclose others are skipped. In favour of instep: where other programs had the cores,
-the first cause beside it is judged, as in explain.md; and its rules for `instep train` were adjusted on these plants.
+Lightning's table, the lines that enclose others are skipped; "compute" counts as named by what they say of every run
+whose passes take long. In favour of instep: where other programs had the cores, the first cause beside it is judged, as
+in explain.md; and the column for `instep train` is that of explain.md: longer runs, on which its rules were adjusted.
 """
 
 
