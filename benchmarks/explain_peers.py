@@ -199,7 +199,7 @@ def launch(tool, folder, processes, words):
 
 
 def measure_costs(folder, rounds):
-    """Return, for each tool, the median over the rounds of its step's time, and CPU time, by those of its baseline."""
+    """Return a row for each tool: its step's time by that of its baseline, and the CPU time that it adds."""
     baselines = {"traceml": "plain", "torch": "plain", "instep": "plain", "lightning": "plain_lightning"}
     ways = ["plain", "traceml", "torch", "instep", "plain again", "plain_lightning", "lightning"]
     turns = {way: [] for way in ways}
@@ -212,12 +212,13 @@ def measure_costs(folder, rounds):
             print(f"turn {number}, {way}: {turns[way][-1]}", flush=True)
     rows = []
     for way, base in {**baselines, "plain again": "plain"}.items():
-        ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(turns[way], turns[base], strict=True)]
-        wall, cpu = ([each[i] for each in ratios] for i in (0, 1))
-        ms = statistics.median(turn[0] for turn in turns[base])
-        spread = f"{min(wall):.2f} to {max(wall):.2f}"
-        name = TOOLS.get(way, "the plain loop again")
-        rows.append([name, f"{ms:.1f}", f"{statistics.median(wall):.2f}", spread, f"{statistics.median(cpu):.2f}"])
+        pairs = list(zip(turns[way], turns[base], strict=True))
+        ratios = [above[0] / below[0] for above, below in pairs]
+        added = [above[1] - below[1] for above, below in pairs]
+        ms, cpu_ms = (statistics.median(turn[i] for turn in turns[base]) for i in (0, 1))
+        cells = [f"{ms:.1f}", f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+        cells += [f"{cpu_ms:.2f}", f"{statistics.median(added):+.2f}", f"{min(added):+.2f} to {max(added):+.2f}"]
+        rows.append([TOOLS.get(way, "the plain loop again"), *cells])
     return rows
 
 

@@ -161,7 +161,7 @@ TORCH = (
     (r"gloo|c10d|nccl", "communication"),
     (r"^Slow", "planted"),
     (r"^Optimizer\.", "optimizer"),
-    (r"[Dd]ynamo|Compiled|inductor", "startup"),
+    (r"compile_inner|compile_fx|dynamo_timed", "startup"),
     (r".", "compute"),
 )
 

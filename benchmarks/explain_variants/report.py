@@ -14,8 +14,8 @@ NEEDS = {
     "train": "a Task",
 }
 JUDGING = """\
-The rules are code, `explain_variants/judge.py`, written when the output of two plants had been read, and corrected once
-since (TraceML's summary has the blamed rank in two places).
+The rules are code, `explain_variants/judge.py`, written when the output of two plants had been read, and corrected
+twice since: TraceML's summary has the blamed rank in two places, and a compiled graph that runs is not being compiled.
 
 - **names**: the tool states the planted stage (and rank), or this tops its table; of several ranks, the planted rank's
   table and no other.
@@ -53,10 +53,11 @@ def report(plants, readings, piece):
         cells.append(
             [plant.name, expected, *said, f"{mark(plant, judge.NAMES if is_right else judge.BLIND)}: {verdict}"]
         )
+    left_out = [plant.name for plant in plants if plant not in complete]
     peers = ", ".join(f"{name} {version(name)}" for name in ("traceml-ai", "lightning", "torch"))
     return [
         f"Peers: {peers}. {len(planted)} planted bottlenecks and {len(complete) - len(planted)} healthy runs, "
-        f"{piece}, one run each.",
+        f"{piece}, one run each." + (f" Chosen, but not run: {'; '.join(left_out)}." if left_out else ""),
         "",
         *table(["tool", "names the cause", "shows it", "cannot see it", "healthy", "what it needs"], [*counts, own]),
         "",
@@ -81,7 +82,10 @@ def trained_verdicts():
 def report_costs(costs, num_steps):
     if not costs:
         return []
-    header = ["tool", "ms a step without", "with / without", "lowest to highest", "CPU time with / without"]
+    header = [
+        *("tool", "ms a step without", "with / without", "lowest to highest"),
+        *("CPU ms a step without", "added", "lowest to highest"),
+    ]
     return [
         "",
         "## What it costs",
