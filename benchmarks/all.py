@@ -30,6 +30,7 @@ ON_CPU = {
     "network": ("--links", "1gbit", "10gbit"),
     "accelerate_examples": (),
     "tune_search": (),
+    "explain_peers": (),
 }
 ON_GPU = {"gpt2_speed": (), "resnet_speed": (), "peak_memory": (), "input": ("--device", "cuda")}
 QUICK = {
@@ -44,6 +45,7 @@ QUICK = {
     "network": ("--links", "1gbit", "--rounds", "1"),
     "accelerate_examples": ("--repeats", "1"),
     "tune_search": ("--rounds", "1", "--trials", "2", "--epochs", "2"),
+    "explain_peers": ("--only", "dataset sleeps", "--rounds", "1"),
 }
 ON_MNIST = ("mnist_speed", "tune_search")
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 BIN = Path(sys.executable).parent
 PACKAGES = (
-    *("instep", "torch", "numpy", "accelerate", "lightning", "transformers", "datasets", "ray"),
+    *("instep", "torch", "numpy", "accelerate", "lightning", "traceml-ai", "transformers", "datasets", "ray"),
     *("pyarrow", "webdataset", "mosaicml-streaming"),
 )
 
