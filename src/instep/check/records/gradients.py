@@ -191,6 +191,14 @@ class GatherUsed(GradientEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatherMade(GradientEvent):
+    """An all_gather took a tensor that requires gradients, between two optimizer steps; once for each line."""
+
+    function: str
+    shape: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorReduced(GradientEvent):
     """The script called all_reduce on a tensor of numbers; once for each line and step."""
 

@@ -175,10 +175,10 @@ def _is_the_same(module: SourceModule, call: Call) -> bool:
     if is_imported(module, call) and not call.name.startswith(_LIBRARIES):
         names = {name.lower() for argument in call.node.args for name in names_in(argument)}
         return any(word in name for name in names for word in ("model", "loader", "net", "data"))
-    return bool(_functions(module, call)) and _has_all_data(module, call)
+    return bool(_functions(module, call)) and has_all_data(module, call)
 
 
-def _has_all_data(module: SourceModule, call: Call) -> bool:
+def has_all_data(module: SourceModule, call: Call) -> bool:
     """Return whether a function is given loaders that no sampler, framework or rank divides: every rank has all."""
     given = [*call.node.args, *(item.value for item in call.node.keywords)]
     names = {name for argument in given for name in names_in(argument)}
