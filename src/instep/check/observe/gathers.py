@@ -80,7 +80,7 @@ class GatherObserver(Observer):
         self._pending: list[_Gathered] = []
         self._num_losses = 0
         self._reduced: set[tuple[str, int]] = set()
-        self._made: set[tuple[str, int]] = set()
+        self._made: set[tuple[int, ...]] = set()
         self.num_collectives = 0
 
     def install(self) -> None:
@@ -122,10 +122,13 @@ class GatherObserver(Observer):
 
     def _note(self, function: str, source: torch.Tensor, place: tuple[str, int]) -> None:
         """Write down a gather of a tensor with gradients; whether it is for a loss, the source may tell."""
-        if place not in self._made:
-            self._made.add(place)
+        lines = tuple(int(caller.rsplit(":", 2)[1]) for caller in self.log.callers(sys._getframe(1)))
+        if lines not in self._made:
+            self._made.add(lines)
             order = self._trained.tick()
-            self.log.write_at(place, GatherMade, order=order, function=function, shape=list(source.shape))
+            self.log.write_at(
+                place, GatherMade, order=order, function=function, shape=list(source.shape), lines=list(lines)
+            )
 
     def forget(self) -> None:
         """Forget what was gathered before an optimizer step: later losses are made of other tensors."""

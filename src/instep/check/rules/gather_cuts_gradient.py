@@ -32,7 +32,11 @@ class GatherCutsGradient(Rule):
                 yield self._finding(used, observed.world_size)
         for made in (make for makes in observed.by_rank(GatherMade) for make in makes):
             module = module_of(modules, made.file)
-            if (made.file, made.line) not in seen and module is not None and reaches_loss(module, made.line):
+            if (
+                (made.file, made.line) not in seen
+                and module is not None
+                and reaches_loss(module, made.line, made.lines)
+            ):
                 seen.add((made.file, made.line))
                 yield self.finding(
                     (made.file, made.line),

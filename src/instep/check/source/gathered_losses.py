@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from instep.check.source.functions import Function, assignments, call_sites, calls_in, function_around, names_in
 from instep.check.source.module import Call, SourceModule
@@ -13,18 +14,23 @@ _ENDS = ("item", "tolist", "argmax", "argsort", "topk", "eq", "numpy")
 """Calls whose results carry no gradient anyway: metrics."""
 
 
-def reaches_loss(module: SourceModule, line: int) -> bool:
-    """Return whether what the all_gather of a line fills becomes part of a loss, and the own part is not put back."""
+def reaches_loss(module: SourceModule, line: int, lines: Iterable[int] = ()) -> bool:
+    """Return whether what the all_gather of a line fills becomes part of a loss, and the own part is not put back.
+
+    `lines`: those that called it, as the run has shown; empty: not known.
+    """
     call = next((one for one in module.calls if "all_gather" in one.last and _covers(one, line)), None)
     if call is None or not call.node.args or _is_in_autograd(module, call) or _is_put_back(module, call):
         return False
     source = call.node.args[1] if len(call.node.args) > 1 else None
     if source is not None and any(inner.last in ("detach", "item") for inner in calls_in(module, source)):
         return False  # on purpose
-    return _follow(module, function_around(module, call.node), names_in(call.node.args[0]) - {"torch"}, 4)
+    return _follow(
+        module, function_around(module, call.node), names_in(call.node.args[0]) - {"torch"}, 4, frozenset(lines)
+    )
 
 
-def _follow(module: SourceModule, scope: ast.AST, names: set[str], depth: int) -> bool:
+def _follow(module: SourceModule, scope: ast.AST, names: set[str], depth: int, lines: frozenset[int]) -> bool:
     """Return whether one of some variables of a function leads to a loss, there or in its callers."""
     reached = set(names)
     for _ in range(5):
@@ -38,17 +44,19 @@ def _follow(module: SourceModule, scope: ast.AST, names: set[str], depth: int) -
         return True
     if not isinstance(scope, Function) or not depth:
         return False
-    return any(_returned_to_loss(module, scope, node, reached, depth) for node in ast.walk(scope))
+    return any(_returned_to_loss(module, scope, node, reached, depth, lines) for node in ast.walk(scope))
 
 
-def _returned_to_loss(module: SourceModule, scope: Function, node: ast.AST, reached: set[str], depth: int) -> bool:
+def _returned_to_loss(
+    module: SourceModule, scope: Function, node: ast.AST, reached: set[str], depth: int, lines: frozenset[int]
+) -> bool:
     if not isinstance(node, ast.Return) or node.value is None or not _mentions(module, node.value, reached):
         return False
     parts = node.value.elts if isinstance(node.value, ast.Tuple) else []
     indices = {index for index, part in enumerate(parts) if _mentions(module, part, reached)}
     name = scope.name if scope.name not in ("forward", "__call__") else ""
     sites = call_sites(module, scope) if name else _calls_of_class(module, scope)
-    return any(_follow_site(module, site, indices, depth) for site in sites)
+    return any(_follow_site(module, site, indices, depth, lines) for site in sites)
 
 
 def _calls_of_class(module: SourceModule, scope: Function) -> list[Call]:
@@ -58,9 +66,9 @@ def _calls_of_class(module: SourceModule, scope: Function) -> list[Call]:
     return [call for call in module.calls if call.last in made]
 
 
-def _follow_site(module: SourceModule, site: Call, indices: set[int], depth: int) -> bool:
+def _follow_site(module: SourceModule, site: Call, indices: set[int], depth: int, lines: frozenset[int]) -> bool:
     scope = function_around(module, site.node)
-    if is_without_gradients(module, site.node):
+    if is_without_gradients(module, site.node) or (lines and not any(_covers(site, line) for line in lines)):
         return False
     around = [outer for outer in module.around(site.node) if isinstance(outer, ast.Call | ast.Attribute | ast.Assign)]
     if any(isinstance(outer, ast.Call) and module.call_of[outer].last in _BACKWARD for outer in around):
@@ -78,9 +86,11 @@ def _follow_site(module: SourceModule, site: Call, indices: set[int], depth: int
         return (
             returns
             and isinstance(scope, Function)
-            and any(_follow_site(module, outer, set(), depth - 1) for outer in call_sites(module, scope) if depth > 0)
+            and any(
+                _follow_site(module, outer, set(), depth - 1, lines) for outer in call_sites(module, scope) if depth > 0
+            )
         )
-    return _follow(module, scope, names, depth - 1)
+    return _follow(module, scope, names, depth - 1, lines)
 
 
 def _mentions(module: SourceModule, value: ast.expr, names: set[str]) -> bool:
