@@ -18,7 +18,7 @@ from instep.check.observe.loss_graph import nodes_of
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import is_plain
 from instep.check.observe.trained import Trained
-from instep.check.records.gradients import GatherUsed, TensorReduced
+from instep.check.records.gradients import GatherMade, GatherUsed, TensorReduced
 
 _COUNTED = (
     "all_gather_object",
@@ -80,6 +80,7 @@ class GatherObserver(Observer):
         self._pending: list[_Gathered] = []
         self._num_losses = 0
         self._reduced: set[tuple[str, int]] = set()
+        self._made: set[tuple[int, ...]] = set()
         self.num_collectives = 0
 
     def install(self) -> None:
@@ -112,10 +113,22 @@ class GatherObserver(Observer):
         result = original(*args, **kwargs)
         given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
         outputs, source = given[:2]
+        if isinstance(source, torch.Tensor) and source.requires_grad and source.ndim and is_plain(source):
+            self._note(original.__name__, source, self.log.place(sys._getframe(1)))
         if isinstance(source, torch.Tensor) and self._num_losses < _MAX_LOSSES and _needs_gradient(source):
             place = self.log.place(sys._getframe(1))
             self._pending.append(_Gathered(original.__name__, list(source.shape), outputs, place))
         return result
+
+    def _note(self, function: str, source: torch.Tensor, place: tuple[str, int]) -> None:
+        """Write down a gather of a tensor with gradients; whether it is for a loss, the source may tell."""
+        lines = tuple(int(caller.rsplit(":", 2)[1]) for caller in self.log.callers(sys._getframe(1)))
+        if lines not in self._made:
+            self._made.add(lines)
+            order = self._trained.tick()
+            self.log.write_at(
+                place, GatherMade, order=order, function=function, shape=list(source.shape), lines=list(lines)
+            )
 
     def forget(self) -> None:
         """Forget what was gathered before an optimizer step: later losses are made of other tensors."""

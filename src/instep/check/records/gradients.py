@@ -191,6 +191,16 @@ class GatherUsed(GradientEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatherMade(GradientEvent):
+    """An all_gather took a tensor that requires gradients, between two optimizer steps; once for each way to it."""
+
+    function: str
+    shape: list[int]
+    lines: list[int] = field(default_factory=list)
+    """Of the user's functions that led to it, the innermost first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorReduced(GradientEvent):
     """The script called all_reduce on a tensor of numbers; once for each line and step."""
 

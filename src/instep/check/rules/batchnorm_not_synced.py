@@ -11,6 +11,8 @@ from instep.check.observations import Observed
 from instep.check.records.model_state import NormEntered
 from instep.check.replication import are_replicas
 from instep.check.rule import Rule
+from instep.check.source.collective_calls import is_collective
+from instep.check.source.functions import Function, function_around, names_in
 from instep.check.source.module import SourceModule
 
 _FIX = (
@@ -38,6 +40,7 @@ class BatchNormNotSynced(Rule):
         training, num_trained = _differing(observed, training=True)
         evaluated, num_evaluated = _differing(observed, training=False)
         is_averaged = num_evaluated > 0 and not evaluated  # before each evaluation, as timm does
+        is_averaged |= not evaluated and any(_averages_buffers(module) for module in modules)  # later, by hand
         if is_averaged or (len(training) < 2 and not evaluated):
             return
         seen = []
@@ -96,5 +99,10 @@ def _is_false(node: ast.expr | None) -> bool:
 
 
 def _averages_buffers(module: SourceModule) -> bool:
-    """Return whether a file has to do with buffers itself, as `distribute_bn` of timm."""
-    return any(call.last in ("buffers", "named_buffers", "distribute_bn") for call in module.calls)
+    """Return whether a file has to do with buffers itself, as `distribute_bn` of timm, or reduces the statistics."""
+    if any(call.last in ("buffers", "named_buffers", "distribute_bn") for call in module.calls):
+        return True
+    functions = {function_around(module, call.node) for call in module.calls if is_collective(call)}
+    names = {name for scope in functions if isinstance(scope, Function) for name in names_in(scope)}
+    given = {name for call in module.calls if is_collective(call) for name in names_in(call.node)}
+    return bool((names | given) & {"running_mean", "running_var"})

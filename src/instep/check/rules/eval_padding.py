@@ -11,6 +11,7 @@ from instep.check.observations import Observation, Observed
 from instep.check.passes import LoaderPass, evaluations, passes_by_rank
 from instep.check.records.data import EvaluationSeen, LoaderMade
 from instep.check.rule import Rule
+from instep.check.source.kept_once import keeps_each_once
 from instep.check.source.loops import function_around, module_of, statement_at
 from instep.check.source.module import SourceModule
 from instep.check.source.names import mentions
@@ -112,7 +113,7 @@ def _is_made_up_for(one: LoaderPass, observed: Observed) -> bool:
 
 def _trims(modules: Sequence[SourceModule]) -> bool:
     """Return whether the script cuts what it gathers: by itself, or through Accelerate or the Trainer."""
-    if mentions(modules, "gather_for_metrics", "TrainingArguments"):
+    if mentions(modules, "gather_for_metrics", "TrainingArguments") or any(map(keeps_each_once, modules)):
         return True
     slices = [node for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.Slice)]
     return any(piece.lower is None and _is_length(piece.upper) for piece in slices)

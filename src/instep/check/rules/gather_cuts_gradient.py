@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.gradients import BackwardRan, GatherUsed
+from instep.check.records.gradients import BackwardRan, GatherMade, GatherUsed
 from instep.check.rule import Rule
+from instep.check.source.gathered_losses import reaches_loss
+from instep.check.source.loops import module_of
 from instep.check.source.module import SourceModule
 
 _FIX = "gathered = torch.distributed.nn.functional.all_gather(features)"
@@ -21,13 +23,29 @@ class GatherCutsGradient(Rule):
     effect = "The gradient lacks the terms that went through other ranks, or is too small by the world size."
     watches = {BackwardRan: "a backward pass"}  # noqa: RUF012
 
-    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield one finding for each line that gathers for a loss."""
         seen: set[tuple[str, int]] = set()
         for used in (use for uses in observed.by_rank(GatherUsed) for use in uses):
             if (used.file, used.line) not in seen:
                 seen.add((used.file, used.line))
                 yield self._finding(used, observed.world_size)
+        for made in (make for makes in observed.by_rank(GatherMade) for make in makes):
+            module = module_of(modules, made.file)
+            if (
+                (made.file, made.line) not in seen
+                and module is not None
+                and reaches_loss(module, made.line, made.lines)
+            ):
+                seen.add((made.file, made.line))
+                yield self.finding(
+                    (made.file, made.line),
+                    f"A term of the loss is computed from what {made.function} returned, which carries no gradient.",
+                    f"{made.function} of a tensor of shape {made.shape} that requires gradients; its result leads to "
+                    "`backward`",
+                    _FIX,
+                    Severity.WARNING,
+                )
 
     def _finding(self, used: GatherUsed, world_size: int) -> Finding:
         place = used.file, used.line

@@ -16,10 +16,13 @@ from instep.check.source.lightning_logs import local_logs
 from instep.check.source.loops import function_around, module_of, statement_at, within
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.names import calls_of, mentions
+from instep.check.source.shard_metrics import shard_metrics
 from instep.check.source.whole_metrics import averaged_metrics
 
 _REPORTS = ("print", "info", "log", "log_metrics", "add_scalar", "write", "report", "append")
 _LOGGED = "Lightning logs the metric of each rank's own batches, and reports that of rank 0."
+_OF_SHARD = "`{}` is that of the samples which this rank evaluated."
+_ENDINGS = (_LOGGED, _OF_SHARD.format("").removeprefix("``"))
 _REDUCES = ("all_reduce", "reduce")
 
 
@@ -56,7 +59,7 @@ class MetricOfOneShard(Rule):
         """Excuse logs of a run in one process, and of evaluations in which every rank went through everything."""
         seen = evaluations(observed)
         is_undivided = bool(seen) and not any(_is_divided(group) for group in seen)
-        return observed.world_size < 2 or (finding.message == _LOGGED and is_undivided)
+        return observed.world_size < 2 or (is_undivided and finding.message.endswith(_ENDINGS))
 
     def _read_logs(self, module: SourceModule) -> Iterable[Finding]:
         calls = list(local_logs(module))
@@ -72,6 +75,13 @@ class MetricOfOneShard(Rule):
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield ratios that are averaged over ranks, in functions that do not train, and what Lightning logs of one."""
         yield from self._read_logs(module)
+        for metric in shard_metrics(module):
+            yield self.finding(
+                module.place(metric.node),
+                _OF_SHARD.format(metric.last),
+                f"`{module.line(metric.node.lineno)}`: no collective mentions what it is computed from",
+                "+ dist.all_gather_object(parts, (predictions, targets))  # then compute the metric once, of all",
+            )
         for averaged in averaged_metrics(module):
             line = averaged.metric.node.lineno
             yield self.finding(

@@ -13,14 +13,15 @@ from instep.check.records.collectives import CollectiveCalled
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import has_group, is_collective, is_distributed
 from instep.check.source.functions import calls_below, functions_named, loops_around, trains
+from instep.check.source.local_clocks import clock_decisions
 from instep.check.source.local_conditions import (
     collectives_over_local_keys,
     collectives_under_local_conditions,
     local_collectives,
-    skips_under_local_conditions,
 )
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import rank_guard
+from instep.check.source.skipped_backwards import skipped_backwards
 
 
 class RankDependentCollective(Rule):
@@ -57,14 +58,26 @@ class RankDependentCollective(Rule):
             )
         if not is_distributed(module):
             return
-        for item in skips_under_local_conditions(module):
+        for skip in skipped_backwards(module):
             yield self.finding(
-                module.place(item.missed),
-                "A rank skips its backward pass if its own data says so; the others wait for its gradients.",
-                f"`{module.line(item.missed.lineno)}` under `if {ast.unparse(item.node.test)}`",
+                module.place(skip.node),
+                _NOT_UPDATED if skip.updates else _SKIPPED,
+                f"`{module.line(skip.node.lineno)}` under `{skip.condition}`",
                 "Agree on the condition first (all_reduce it), or let the rank go through backward with a zero loss.",
             )
+        yield from self._by_clock(module)
         yield from self._by_rank(module)
+
+    def _by_clock(self, module: SourceModule) -> Iterator[Finding]:
+        """Yield loops that each rank leaves, or saves in, when its own clock or a signal tells it to."""
+        for decision in clock_decisions(module):
+            what = "leave the training loop" if decision.stops else "issue collectives"
+            yield self.finding(
+                module.place(decision.node),
+                f"Each rank decides by its own clock, memory or signal when to {what}: not at the same step.",
+                f"`{ast.unparse(decision.node.test)}` depends on {decision.origin}, and no collective agrees on it",
+                "Let rank 0 decide, and broadcast the decision; or all_reduce it with MAX, in every step.",
+            )
 
     def _by_rank(self, module: SourceModule) -> Iterator[Finding]:
         """Yield functions with collectives that only some ranks call, and loops that only some ranks leave."""
@@ -87,6 +100,8 @@ class RankDependentCollective(Rule):
                 )
 
 
+_SKIPPED = "A rank skips its backward pass if its own data says so; the others wait for its gradients."
+_NOT_UPDATED = "A rank skips its update if its own data says so; the others make theirs, and the replicas drift apart."
 _FIX = "Issue the collective on all ranks: put the condition on what it gives, not around it."
 
 

@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from instep.check.source.collective_calls import has_group, is_collective
-from instep.check.source.functions import assignments, calls_in, function_around, loops_around, names_in, trains
+from instep.check.source.functions import (
+    Function,
+    assignments,
+    calls_in,
+    function_around,
+    functions_named,
+    is_imported,
+    names_in,
+)
 from instep.check.source.module import Call, SourceModule
+from instep.check.source.reaching import syncs
 
 _VALUES = frozenset(
     (
@@ -75,22 +84,10 @@ def local_collectives(module: SourceModule) -> set[tuple[str, int]]:
     return under | {module.place(call.node) for _, call in collectives_over_local_keys(module)}
 
 
-def skips_under_local_conditions(module: SourceModule) -> Iterator[LocalCondition]:
-    """Yield where a rank leaves a turn of a training loop before backward because its own data says so."""
-    for node in ast.walk(module.tree):
-        if not isinstance(node, ast.Continue) or not any(trains(module, loop) for loop in loops_around(module, node)):
-            continue
-        condition = _local_if(module, node)
-        loop = next(loops_around(module, node))
-        later = any(call.last == "backward" and call.node.lineno > node.lineno for call in calls_in(module, loop))
-        if condition is not None and later:
-            yield LocalCondition(condition, node)
-
-
 def _local_if(module: SourceModule, node: ast.AST) -> ast.If | None:
     inner = node
     for outer in module.around(node):
-        if isinstance(outer, ast.If) and inner is not outer.test and _is_local(module, outer):
+        if isinstance(outer, ast.If) and inner is not outer.test and is_local(module, outer):
             return outer
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             return None
@@ -98,7 +95,7 @@ def _local_if(module: SourceModule, node: ast.AST) -> ast.If | None:
     return None
 
 
-def _is_local(module: SourceModule, node: ast.If) -> bool:
+def is_local(module: SourceModule, node: ast.If) -> bool:
     """Return whether a test depends on a value of this rank's data that no collective has seen before."""
     if isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Is | ast.IsNot):
         return False  # whether there is a value, not which
@@ -108,17 +105,31 @@ def _is_local(module: SourceModule, node: ast.If) -> bool:
     agreed = [call for call in calls_in(module, scope) if is_collective(call) and call.node.lineno < node.lineno]
     if any(names & names_in(argument) for call in agreed for argument in call.node.args):
         return False
-    if any(is_collective(call) for source in sources for call in calls_in(module, source)):
+    if any(syncs(call) for source in [node.test, *sources] for call in calls_in(module, source)):
         return False
     return any(_is_value(module, expression) for expression in [node.test, *sources])
 
 
-def _is_value(module: SourceModule, expression: ast.expr) -> bool:
+def _is_value(module: SourceModule, expression: ast.expr, depth: int = 2) -> bool:
     for call in calls_in(module, expression):
         is_builtin = isinstance(call.node.func, ast.Name) and call.last in ("max", "min", "sum", "any", "all")
-        if call.last in _VALUES and not is_builtin and not call.name.startswith(("os.", "math.", "args.")):
+        if call.last in _VALUES and not is_builtin and not call.name.startswith(("os.", "args.")):
+            return True
+        if (
+            depth
+            and not is_imported(module, call)
+            and any(_returns_value(module, function, depth) for function in functions_named(module, call.last))
+        ):
             return True
     return False
+
+
+def _returns_value(module: SourceModule, function: Function, depth: int) -> bool:
+    """Return whether a function of this file returns a value of its own data, and brings no ranks together."""
+    if any(syncs(call) for call in calls_in(module, function)):
+        return False
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    return len(returned) == 1 and any(_is_value(module, value, depth - 1) for value in returned)
 
 
 def _other_branch_has(module: SourceModule, node: ast.If, call: Call) -> bool:

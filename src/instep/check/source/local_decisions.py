@@ -24,6 +24,14 @@ class LocalDecision:
 
 def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
     """Yield where a training loop is left, or collectives are issued, by a metric that nothing has averaged."""
+    for node, stops in decisions(module):
+        metric = next((found for test in tests_of(module, node) if (found := local_metric(module, test))), "")
+        if metric:
+            yield LocalDecision(node, metric, stops)
+
+
+def decisions(module: SourceModule) -> Iterator[tuple[ast.If | ast.While, bool]]:
+    """Yield the conditions that leave a training loop, or issue collectives in one, and whether they leave it."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.While):
             stops, gathers = trains(module, node), False
@@ -32,26 +40,28 @@ def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
             gathers = not stops and _issues_collectives(module, node) and _is_in_training(module, node)
         else:
             continue
-        if not (stops or gathers):
-            continue
-        metric = next((found for test in _tests(module, node) if (found := local_metric(module, test))), "")
-        if metric:
-            yield LocalDecision(node, metric, stops)
+        if stops or gathers:
+            yield node, stops
 
 
 def _leaves_training(module: SourceModule, node: ast.If) -> bool:
     """Return whether a branch leaves a loop that trains: `break` the innermost one, `return` all."""
-    leaving = [item for item in [*node.body, *node.orelse] if isinstance(item, ast.Break | ast.Return)]
+    leaving = [item for item in [*node.body, *node.orelse] if isinstance(item, ast.Break | ast.Return) or _exits(item)]
     loops = list(loops_around(module, node))
     left = loops[:1] if all(isinstance(item, ast.Break) for item in leaving) else loops
     return bool(leaving) and any(trains(module, loop) for loop in left)
+
+
+def _exits(item: ast.stmt) -> bool:
+    call = item.value if isinstance(item, ast.Expr) else None
+    return isinstance(call, ast.Call) and ast.unparse(call.func) in ("sys.exit", "exit", "quit", "os._exit")
 
 
 def _is_in_training(module: SourceModule, node: ast.If) -> bool:
     return any(trains(module, loop) for loop in loops_around(module, node))
 
 
-def _tests(module: SourceModule, node: ast.If | ast.While) -> Iterator[ast.expr]:
+def tests_of(module: SourceModule, node: ast.If | ast.While) -> Iterator[ast.expr]:
     """Yield the conditions under which a node is executed within its loop, its own first."""
     yield node.test
     for outer in module.around(node) if isinstance(node, ast.If) else ():

@@ -24,19 +24,19 @@ _MEASURED = re.compile(r"loss|acc(uracy)?$|metric|score|f1|auc|ppl|perplexity|rm
 _EVALUATES = re.compile(r"eval|valid|^test|_test|score|measure", re.I)
 _SETTINGS = frozenset(("args", "cfg", "config", "self", "hparams", "opts", "opt", "conf", "settings", "params"))
 _LIBRARIES = ("torch", "numpy", "math", "sklearn", "statistics", "np", "builtins")
-_DEPTH = 8
+DEPTH = 8
 
 
 def local_metric(module: SourceModule, test: ast.expr) -> str:
     """Return the metric of this rank's data that an expression depends on; empty: it depends on none."""
-    return next(_Walk(module).leaves(test, "", _DEPTH), "")
+    return next(Walk(module).leaves(test, "", DEPTH), "")
 
 
-class _Walk:
+class Walk:
     """One walk back from an expression; each expression is visited once for each metric that leads to it."""
 
     def __init__(self, module: SourceModule) -> None:
-        self._module = module
+        self.module = module
         self._seen: set[tuple[ast.AST, str, int | None]] = set()
 
     def leaves(self, value: ast.expr, metric: str, depth: int, index: int | None = None) -> Iterator[str]:
@@ -46,14 +46,25 @@ class _Walk:
         self._seen.add((value, metric, index))
         if index is not None and isinstance(value, ast.Tuple) and index < len(value.elts):
             value = value.elts[index]
-        if any(_is_the_same(self._module, call) for call in calls_in(self._module, value)):
+        if any(_is_the_same(self.module, call) for call in calls_in(self.module, value)):
             return
-        own = [call for call in calls_in(self._module, value) if _functions(self._module, call)]
+        own = [call for call in calls_in(self.module, value) if _functions(self.module, call)]
+        given = {inner for call in own for inner in ast.walk(call.node)}  # it counts if the function returns it
+        yield from self.origins([node for node in ast.walk(value) if node not in given])
         for call in own:
-            for function in _functions(self._module, call):
+            for function in _functions(self.module, call):
                 yield from self._returned(function, metric, depth, index if call.node is value else None)
-        for name, node in _uses(self._module, value, {call.node for call in own}):
+        for name, node in _uses(self.module, value, {call.node for call in own}):
             yield from self._of_name(name, node, metric, depth)
+
+    def origins(self, nodes: list[ast.AST]) -> Iterator[str]:  # noqa: ARG002
+        """Yield what makes an expression, given by its nodes, differ by rank, whatever it is called."""
+        return iter(())
+
+    def measured(self, name: str, value: ast.expr | None) -> str:
+        """Return a variable's name if it is that of a metric, or is set to one."""
+        is_metric = _MEASURED.search(name) or (value is not None and _evaluates(self.module, value))
+        return name if is_metric else ""
 
     def _returned(self, function: Function, metric: str, depth: int, index: int | None) -> Iterator[str]:
         for node in ast.walk(function):
@@ -63,22 +74,20 @@ class _Walk:
                     yield from self._conditions(node, depth)
 
     def _of_name(self, name: str, node: ast.expr, metric: str, depth: int) -> Iterator[str]:
-        found = reaching(self._module, name, node)
+        found = reaching(self.module, name, node)
         if found is None:
             return
         if isinstance(node, ast.Attribute) and not found:
-            found = definitions(self._module.tree, name)
+            found = definitions(self.module.tree, name)
         if found:
             for one in found:
                 yield from self._of_definition(name, one, metric, depth)
             return
-        scope = function_around(self._module, node)
+        scope = function_around(self.module, node)
         if isinstance(scope, Function) and name in {item.arg for item in scope.args.args}:
             yield from self._given(scope, name, metric, depth)
         elif (
-            isinstance(node, ast.Name)
-            and (outside := self._module.assigned.get(name))
-            and scope is not self._module.tree
+            isinstance(node, ast.Name) and (outside := self.module.assigned.get(name)) and scope is not self.module.tree
         ):
             for value in outside:
                 yield from self.leaves(value, metric, depth - 1)
@@ -86,22 +95,21 @@ class _Walk:
             yield metric
 
     def _of_definition(self, name: str, one: Definition, metric: str, depth: int) -> Iterator[str]:
-        own = name if _MEASURED.search(name) or _evaluates(self._module, one.value) else ""
-        yield from self.leaves(one.value, own or metric, depth - 1, one.index)
+        yield from self.leaves(one.value, self.measured(name, one.value) or metric, depth - 1, one.index)
         if isinstance(one.value, ast.Constant):  # a counter or flag: its condition decides
             yield from self._conditions(one.statement, depth)
 
     def _given(self, function: Function, name: str, metric: str, depth: int) -> Iterator[str]:
         """Yield what callers give for a parameter."""
         parameters = [item.arg for item in function.args.args if item.arg != "self"]
-        own = name if _MEASURED.search(name) else ""
-        for site in _sites(self._module, function):
+        own = self.measured(name, None)
+        for site in _sites(self.module, function):
             given = site.argument(name, parameters.index(name)) if name in parameters else None
             if given is not None:
                 yield from self.leaves(given, metric or own, depth - 1)
 
     def _conditions(self, node: ast.AST, depth: int) -> Iterator[str]:
-        for outer in self._module.around(node):
+        for outer in self.module.around(node):
             if isinstance(outer, Function):
                 return
             if isinstance(outer, ast.If):
@@ -167,10 +175,10 @@ def _is_the_same(module: SourceModule, call: Call) -> bool:
     if is_imported(module, call) and not call.name.startswith(_LIBRARIES):
         names = {name.lower() for argument in call.node.args for name in names_in(argument)}
         return any(word in name for name in names for word in ("model", "loader", "net", "data"))
-    return bool(_functions(module, call)) and _has_all_data(module, call)
+    return bool(_functions(module, call)) and has_all_data(module, call)
 
 
-def _has_all_data(module: SourceModule, call: Call) -> bool:
+def has_all_data(module: SourceModule, call: Call) -> bool:
     """Return whether a function is given loaders that no sampler, framework or rank divides: every rank has all."""
     given = [*call.node.args, *(item.value for item in call.node.keywords)]
     names = {name for argument in given for name in names_in(argument)}

@@ -51,7 +51,7 @@ class AveragedMetric:
 
 def averaged_metrics(module: SourceModule) -> Iterator[AveragedMetric]:
     """Yield the metrics of this rank's samples that become a mean over ranks."""
-    if not any(_is_whole(call) or call.last == "exp" for call in module.calls):
+    if not any(is_whole(call) or call.last == "exp" for call in module.calls):
         return
     for call in module.calls:
         if _becomes_mean(module, call):
@@ -102,7 +102,7 @@ def _metric_of(module: SourceModule, value: ast.expr, use: ast.AST, depth: int =
     if not depth:
         return None
     for call in calls_in(module, value):
-        if _is_whole(call):
+        if is_whole(call):
             return call if not _is_gathered(module, call) else None
         if call.last in _GATHERS:
             return None
@@ -139,7 +139,7 @@ def _perplexity(module: SourceModule, names: set[str], source: ast.expr) -> Call
     return next((call for call in calls_in(module, source) if call.last == "exp"), None)
 
 
-def _is_whole(call: Call) -> bool:
+def is_whole(call: Call) -> bool:
     """Return whether a call is one of a metric that is not a mean over samples."""
     if not _METRICS.match(call.last) or (call.last == "median" and _TIME.search(ast.unparse(call.node))):
         return False
