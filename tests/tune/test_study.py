@@ -175,6 +175,7 @@ def test_all_of_optunas_names() -> None:
     ("make", "sentence"),
     [
         (lambda: make_sampler("tpee", 0, 0, SPACE), "sampler='tpee' is unknown. Nearest: tpe"),
+        (lambda: make_pruner("pbtt"), "pruner='pbtt' is unknown. Nearest: pbt"),
         (lambda: make_sampler("tpe:startup=3", 0, 0, SPACE), "tpe has no option 'startup'. It has consider_"),
         (lambda: make_sampler("grid", 0, 0, SPACE), "lr=1e-05..0.1:log has infinitely many"),
         (lambda: make_pruner("percentile"), "pruner='percentile'"),

@@ -12,13 +12,14 @@ import hashlib
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
 
 from instep.core.errors import SpecError
 from instep.core.nearest import nearest
+from instep.tune import population, promotion
 from instep.tune.space import Dimension
 
 _ALIASES = {"none": "nop", "brute": "bruteforce", "cma": "cmaes"}
@@ -55,7 +56,8 @@ def make_sampler(
 
 def make_pruner(text: str) -> optuna.pruners.BasePruner:
     """Return the pruner of this name."""
-    cls, options = _read("pruner", text, _classes(optuna.pruners, optuna.pruners.BasePruner, "Pruner"))
+    classes = _classes(optuna.pruners, optuna.pruners.BasePruner, "Pruner")
+    cls, options = _read("pruner", text, classes, others=(promotion.NAME, population.NAME))
     pruner = _make("pruner", text, cls, options)
     assert isinstance(pruner, optuna.pruners.BasePruner)
     return pruner
@@ -75,13 +77,16 @@ def _classes(module: Any, base: type, suffix: str) -> dict[str, type]:
     }
 
 
-def _read(what: str, text: str, classes: Mapping[str, type]) -> tuple[type, dict[str, Any]]:
-    """Return the class and the options that a text such as `tpe:n_startup_trials=5` names."""
+def _read(what: str, text: str, classes: Mapping[str, type], others: Sequence[str] = ()) -> tuple[type, dict[str, Any]]:
+    """Return the class and the options that a text such as `tpe:n_startup_trials=5` names.
+
+    `others` may be chosen as well, and are no classes of Optuna.
+    """
     name, _, rest = text.partition(":")
     name = _ALIASES.get(name.lower(), name.lower())
     if name not in classes:
-        known = ", ".join(sorted(classes))
-        raise SpecError(f"{what}={text!r} is unknown.{nearest(name, list(classes))} Choose one of {known}.")
+        known = sorted([*classes, *others])
+        raise SpecError(f"{what}={text!r} is unknown.{nearest(name, known)} Choose one of {', '.join(known)}.")
     known_options = [p for p in inspect.signature(classes[name]).parameters if p not in _FROM_US]
     options = {}
     for word in filter(None, rest.split(",")):

@@ -57,7 +57,7 @@ class RayPlace(TrialPlace):
         self._marks = Path()
 
     def share(self) -> tuple[TrainSpec, str]:
-        """Give each process one thread, unless it was told otherwise: Ray counts CPUs by them."""
+        """Set one thread for each process, unless it was told otherwise: Ray counts CPUs by them."""
         spec = dataclasses.replace(self.spec, threads=self.spec.num_threads or 1)
         each = f"{plural(_processes(spec), 'process', 'processes')} of {plural(spec.threads or 1, 'thread')}"
         return spec, f"Ray places the trials, each with {each}: {plural(_num_cpus(spec), 'CPU')}."
