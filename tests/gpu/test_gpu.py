@@ -72,6 +72,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by what the compiler imports
 def test_row_dropout_compiles_without_compiling_anew_each_step() -> None:
     context = BatchContext(torch.device(DEVICE), seed=3)
     layer = RowDropout(0.1, context, 1)

@@ -122,6 +122,27 @@ class BatchContext:
         finally:
             self.draws.end_region()
 
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Run no region compiled for a while."""
+        before, self.compiles = self.compiles, False
+        try:
+            yield
+        finally:
+            self.compiles = before
+
+    @contextlib.contextmanager
+    def outside_region(self) -> Iterator[None]:
+        """Count draws of the whole part for a while: what a region calls that is not compiled with it."""
+        if self.draws is None:
+            yield
+            return
+        self.draws.end_region()
+        try:
+            yield
+        finally:
+            self.draws.begin_region()
+
     def begin_step(self, step: int, num_shards: int = 0) -> None:
         """Set the noise key of a global step, and the number of its shards."""
         self._preserved.clear()

@@ -8,10 +8,14 @@ shapes share one function, which dynamo compiles once for all of them: the time 
 What differs between such blocks must reach the function in tensors. A Python number would be a guard, and each block
 would be compiled anew (keys of noise: `RowDropout.hold_keys`, `RowNoise.begin_region`).
 
-As with a whole loss ([Note: Compiling]), only full batches of a training step are compiled. The first step of a process
-is not: it looks for noise that instep does not own, and raises the model's own errors as without compiling. A failure
-after it is the compiler's, and ends the run: a rank that continued uncompiled alone would make all others wait for it
-in every step, and nobody would know.
+The Task's loss is a region of its own: the call of the model in the middle of it stays outside. Uncompiled, a loss over
+a vocabulary would hold the logits in float32 several times, which is more than sharding saves.
+
+As with a whole loss ([Note: Compiling]), only full batches of a training step are compiled, and a pass without
+gradients before the first one looks for noise that instep does not own, and raises the model's own errors as without
+compiling. In a pipeline, where no rank can make that pass, and in a loop of one's own, the first step of a process is
+not compiled instead. A failure after that is the compiler's, and ends the run: a rank that continued uncompiled alone
+would make all others wait for it in every step, and nobody would know.
 """
 
 import contextlib
@@ -71,6 +75,36 @@ class _CompiledBlock(nn.Module):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         return self._region(self, *positional, **named)
+
+
+class _Opaque:
+    """A model as a compiled loss sees it: called outside of the region; its attributes are the model's."""
+
+    def __init__(self, model: Callable[..., Any], context: BatchContext) -> None:
+        self._model = model
+        self._context = context
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        with self._context.outside_region():
+            return self._model(*positional, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class RegionalLoss:
+    """A loss whose own code runs as a region, and whose model is called outside of it."""
+
+    def __init__(self, loss_of: Callable[[Any, Any], Any], context: BatchContext) -> None:
+        self._loss_of = loss_of
+        self._region = Region(loss_of, context)
+        self._context = context
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Any:
+        if not self._context.runs_compiled:
+            return self._loss_of(model, batch)
+        return self._region(_Opaque(model, self._context), batch)
 
 
 def compile_blocks(blocks: Sequence[nn.Module], context: BatchContext) -> None:

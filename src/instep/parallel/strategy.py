@@ -24,7 +24,7 @@ from instep.parallel.capture import Call
 from instep.parallel.dropout import replace_dropout
 from instep.parallel.gradients import clip_gradients, local_gradients
 from instep.parallel.norm import sync_batch_norm
-from instep.parallel.regional import compile_blocks
+from instep.parallel.regional import RegionalLoss, compile_blocks
 from instep.parallel.zero_weight import zero_gradient_of_outputs
 from instep.world.grid import Grid
 
@@ -267,6 +267,10 @@ class Strategy(ABC):
         """
         compile_blocks(blocks or [model], self.context)
         return bool(blocks)
+
+    def compile_loss(self, loss_of: LossOf) -> LossOf:
+        """Return a Task's loss as `run_part` is to get it, where blocks are compiled: compiled but for its model."""
+        return RegionalLoss(loss_of, self.context)
 
     def rest(self, model: nn.Module) -> None:  # noqa: B027 - most models always are
         """Bring a model to rest: its parameters are what this rank holds between two steps. Issues no collectives."""

@@ -136,14 +136,19 @@ class CompiledLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         return self._loss_of(model, batch)
 
-    def look_for_noise(self, model: nn.Module, batch: Any) -> None:
-        """Run forward once, uncompiled, and report noise that instep does not own: compiled, it cannot be seen."""
-        watch = NoiseWatch()
-        with torchs_own_functions(torch.Tensor), watch, torch.no_grad():
-            self(model, batch)
-        torch.clear_autocast_cache()  # weights that were cast without a gradient have none
-        for text in watch.notices():
-            self._engine.notice(text)
+
+def look_for_noise(engine: Engine, model: nn.Module, loss_of: LossOf, batch: Any) -> None:
+    """Run forward once, uncompiled, and report noise that instep does not own: compiled, it cannot be seen.
+
+    Called on all ranks where layers communicate.
+    """
+    restore, watch = note_state(engine), NoiseWatch()
+    with engine.context.uncompiled(), torchs_own_functions(torch.Tensor), watch, torch.no_grad():
+        loss_of(model, batch)
+    torch.clear_autocast_cache()  # weights that were cast without a gradient have none
+    restore()
+    for text in watch.notices():
+        engine.notice(text)
 
 
 def compile_models(engine: Engine) -> None:

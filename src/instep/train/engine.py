@@ -23,7 +23,7 @@ from instep.parallel.norm import update_running_statistics
 from instep.parallel.preserve import SavedBuffers
 from instep.parallel.registry import choose_strategy
 from instep.parallel.shard_buffers import ShardBuffers
-from instep.parallel.strategy import StepSums
+from instep.parallel.strategy import LossOf, StepSums
 from instep.train.forward_state import ForwardState
 from instep.train.precision import LossScale, Precision, wide_loss
 from instep.train.train_state import TrainState
@@ -94,6 +94,8 @@ class Engine:
         """None where ranks hold different parts of the model."""
         self.scalar_names: list[str] = []
         """Of the scalars that all ranks know, in the order of their slots ([Note: Scalars])."""
+        self.must_look = False
+        """Whether regions wait for a forward pass that looks for noise: then they run compiled in the first step."""
         self._has_stepped = False
         self._buffers: SavedBuffers | None = None
         """With on_nan=skip, as the step found them."""
@@ -101,6 +103,11 @@ class Engine:
         self._generators = [torch.default_generator]
         if (accelerator := accelerator_of(world.device)) is not None:
             self._generators.append(accelerator.default_generator(world.device))
+
+    def compile_loss(self, loss_of: LossOf) -> LossOf:
+        """Return a Task's loss as the strategy compiles it, for a model that is compiled by blocks."""
+        self.must_look = self.strategy.calls_model
+        return self.strategy.compile_loss(loss_of)
 
     def begin(self, plan: BatchPlan) -> None:
         """Prepare for steps with batches of this plan."""
@@ -114,8 +121,8 @@ class Engine:
         for trained in self.trained:
             trained.begin_step()
             compiles |= trained.compiled != ""
-        # Nothing is compiled under the watches of the first step.
-        self.context.compiles = compiles and is_full and self._has_stepped
+        # Nothing is compiled under the watches of the first step, unless a pass of its own looks before.
+        self.context.compiles = compiles and is_full and (self._has_stepped or self.must_look)
         self._has_stepped = True
         for trained in self.trained if num_shards else ():
             trained.reducer.be_ready()

@@ -102,7 +102,7 @@ class Loop:
             self._evaluate()
         loss_of = run.compile_loss(task.loss)
         # Under a watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
-        is_watched = not run.compiled and not is_compiled(model)
+        is_watched = not run.compiled and not run.engine.must_look and not is_compiled(model)
         watch = NoiseWatch() if is_watched and not run.spec.exact else None
         state = run.engine.forward_state
         goal = run.goal

@@ -186,8 +186,10 @@ class Run(RunEvaluation):
 
     def compile_loss(self, loss_of: LossOf) -> LossOf:
         """Return a Task's loss; where compiling is wanted, `Step.compute` runs it compiled with its model."""
-        if self.engine.strategy.compiles_blocks or not wants_compiling(self.engine):
+        if not wants_compiling(self.engine):
             return loss_of
+        if self.engine.strategy.compiles_blocks:
+            return self.engine.compile_loss(loss_of)
         self.compiled = True
         return CompiledLoss(self.engine, loss_of)
 

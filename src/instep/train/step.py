@@ -28,7 +28,7 @@ from instep.guard.pulse import Phase
 from instep.parallel.regional import raising_compile_errors
 from instep.parallel.strategy import LossOf, StepSums
 from instep.train.arriving import ArrivingNumbers
-from instep.train.compile import CompiledLoss, is_compiled, note_state
+from instep.train.compile import CompiledLoss, is_compiled, look_for_noise, note_state
 from instep.train.engine import Engine
 from instep.train.precision import wide_loss
 from instep.train.reading import cut_batch
@@ -219,8 +219,12 @@ class Step:
                 lambda: self.backward(*loss_parts(loss_of(model, batch))),
                 lambda: self._begin_trial(model, loss_of, batch),
             )
-        else:
-            self.backward(*loss_parts(loss_of(model, batch)))
+            return
+        if self._engine.must_look and self._engine.context.compiles:
+            look_for_noise(self._engine, model, loss_of, batch)
+            self._engine.must_look = False
+            self._engine.begin_part(self.rows, self._passes)
+        self.backward(*loss_parts(loss_of(model, batch)))
 
     def cut(self, num_pieces: int) -> list[tuple[int, int, Any]]:
         """Cut the part under way by rows; return each piece's first row, its number of rows, and the piece."""
@@ -258,8 +262,7 @@ class Step:
         parameters = [p for trained in engine.trained for p in trained.model.parameters()] if self._has_gradient else []
         grads = [None if p.grad is None else p.grad.clone() for p in parameters]  # backward adds to them in place
         if not loss_of.trials.known and not engine.spec.exact and not is_compiled(model):
-            loss_of.look_for_noise(model, batch)
-            restore_state()
+            look_for_noise(engine, model, loss_of, batch)
             engine.begin_part(plan, self._passes)
 
         def restore() -> None:

@@ -27,7 +27,7 @@ from instep.parallel.pipeline.ownership import Uses, keep_only, plan_ownership
 from instep.parallel.pipeline.profile import LayerProfile, StagePlan, estimate_profile, plan_stages, profile_layers
 from instep.parallel.pipeline.schedule import Microbatch
 from instep.parallel.pipeline.stages import LocalStages, Staged
-from instep.parallel.regional import Region, compile_blocks, hold_keys
+from instep.parallel.regional import Region, RegionalLoss, compile_blocks, hold_keys
 from instep.parallel.single import LocalReducer
 from instep.parallel.strategy import LossOf, ModelHints, Reducer, StepPart, StepSums, Strategy
 from instep.world.grid import Grid
@@ -66,6 +66,7 @@ class Pipeline(Strategy):
         self._layouts: list[str] = []
         self._num_parameters: dict[nn.Module, int] = {}
         """Of the whole model."""
+        self._compiled_losses: dict[LossOf, LossOf] = {}
         self._has_batch_norm = False
         self._predicted = 0.0
 
@@ -104,6 +105,10 @@ class Pipeline(Strategy):
         hold_keys(model)
         return False
 
+    def compile_loss(self, loss_of: LossOf) -> LossOf:
+        self._compiled_losses[loss_of] = RegionalLoss(loss_of, self.context)
+        return loss_of  # with which `run_part` captures the model's calls, uncompiled
+
     def run_part(self, part: StepPart, model: nn.Module, loss_of: LossOf) -> None:
         """Run a part through the stages, in microbatches; the loss is computed on the last stage."""
         local_stages = self._local_stages.get(model)
@@ -118,10 +123,12 @@ class Pipeline(Strategy):
             part.seed_noise(rows.first_row + first)
             microbatches.append(Microbatch(rows.first_row + first, num_rows, batch, call_of(loss_of, batch)))
 
+        compiled_loss = self._compiled_losses.get(loss_of, loss_of)
+
         def compute_loss(replay: Callable[..., Any], microbatch: Microbatch) -> torch.Tensor | None:
             part.seed_noise(microbatch.first_row)
             stand_in: Any = replay
-            return part.scaled_loss(loss_of(stand_in, microbatch.batch), microbatch.num_rows)
+            return part.scaled_loss(compiled_loss(stand_in, microbatch.batch), microbatch.num_rows)
 
         part.begin_gradient()
         backward_s = local_stages.clock.backward_s
