@@ -48,16 +48,27 @@ def main():
 
 
 def measure(how, size, by, steps):
-    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         make = torch_rank if by == "torch" else instep_rank
-        ranks = [make(how, size, rank, port, steps, Path(folder)) for rank in range(size)]
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            sys.exit(f"{by} {how} on {size}:\n" + "\n".join(err[-3000:] for _, err in outputs))
+        outputs = run_ranks(f"{by} {how}", size, lambda *place: make(how, size, *place, steps, Path(folder)))
         if by == "torch":
-            return max(json.loads(out.splitlines()[-1])["gib"] for out, _ in outputs)
-        return max(json.loads(path.read_text()) for path in Path(folder).glob("peak-*"))
+            return max(json.loads(out.splitlines()[-1])["gib"] for out in outputs)
+        return peak_in(Path(folder))
+
+
+def run_ranks(name, size, start_rank):
+    """Run `start_rank(rank, port)` for all ranks at the same time; return what they printed."""
+    port = free_port()
+    ranks = [start_rank(rank, port) for rank in range(size)]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit(f"{name} on {size}:\n" + "\n".join(err[-3000:] for _, err in outputs))
+    return [out for out, _ in outputs]
+
+
+def peak_in(folder):
+    """Return the largest peak that ranks of instep have noted, in GiB."""
+    return max(json.loads(path.read_text()) for path in folder.glob("peak-*"))
 
 
 def torch_rank(how, size, rank, port, steps, _folder):
@@ -66,9 +77,9 @@ def torch_rank(how, size, rank, port, steps, _folder):
     return start(command, rank, {name: str(value) for name, value in place.items()})
 
 
-def instep_rank(how, size, rank, port, steps, folder):
+def instep_rank(how, size, rank, port, steps, folder, compiles="--compile"):
     command = [BIN / "instep", "train", VARIANTS / "task.py", "--batch-size", BATCH, "--steps", steps]
-    command += ["--run-dir", folder / "run", "--save-every", "never", "-n", 1, "--strategy", how, "--compile"]
+    command += ["--run-dir", folder / "run", "--save-every", "never", "-n", 1, "--strategy", how, compiles]
     if size > 1:
         command += ["--nnodes", size, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     return start(command, rank, {"PEAK_MEMORY": str(folder)})

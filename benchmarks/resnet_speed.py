@@ -46,6 +46,10 @@ def main():
         rows.append([NAMES[kind], *images, reading, f"{ratio:.3f}", verdict])
         bars.append(Bars(f"ResNet-50, dataset {NAMES[kind]}", "images/s", speed, better="more"))
         print(*rows[-1], sep="  ", flush=True)
+        write(args, rows, bars)  # each kind takes minutes
+
+
+def write(args, rows, bars):
     header = ["dataset", f"plain loop, {WORKERS} workers", "instep", "instep chose", "instep / plain", f"≥ {GOAL}"]
     lines = [*table(header, rows), "", f"Images a second, medians of {args.repeats} runs each."]
     write_result("resnet_speed", "ResNet-50 on one GPU: images a second", lines, sys.argv[1:], bars=bars)
