@@ -71,7 +71,7 @@ test-all: .venv/installed-all ready ## the long campaigns too
 	.venv-bench/bin/pip install -q --disable-pip-version-check --no-compile -e '.[examples]' -r benchmarks/requirements.txt
 	touch $@
 
-bench: .venv-bench/installed ## measure instep and its peers, and write benchmarks/results and docs/benchmarks.md (an hour)
+bench: .venv-bench/installed ## measure instep and its peers, and write benchmarks/results and docs/benchmarks.md (40 minutes)
 	.venv-bench/bin/python benchmarks/all.py $(BENCH)
 
 clean: ## remove what make made

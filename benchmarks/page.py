@@ -30,6 +30,7 @@ ORDER = [
         "allreduce",
         "gpt2_speed",
         "peak_memory",
+        "compile_strategies",
         "gpu_start",
         "resnet_speed",
         "input_gpu",
