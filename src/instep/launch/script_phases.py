@@ -2,23 +2,26 @@
 
 Hooks on torch mark the phases in the rank's pulse: batches of a DataLoader, backward passes, optimizer steps, blocking
 collectives, torch.save. What a script does between a batch and its backward pass counts as the forward pass; without
-gradients, as an evaluation. What DistributedDataParallel and FSDP wait for in a backward pass counts as backward.
+gradients, as an evaluation. A backward pass ends where its last gradient is computed: what DistributedDataParallel does
+from there on is to wait for its transfers. What FSDP waits for between layers counts as backward.
 
 Ranks: each its own.
 """
 
+import contextlib
 import functools
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.autograd.variable import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
@@ -76,7 +79,7 @@ class ScriptPhases:
         """Put the hooks in place."""
         iterator = dataloader._BaseDataLoaderIter
         iterator.__next__ = self._reading(iterator.__next__)  # type: ignore[method-assign, assignment]
-        torch.autograd.backward = self._within(torch.autograd.backward, Phase.BACKWARD)
+        torch.autograd.backward = self._going_back(torch.autograd.backward)
         torch.save = self._within(torch.save, Phase.SAVE)
         register_optimizer_step_pre_hook(self._begin_update)
         register_optimizer_step_post_hook(self._end_update)
@@ -114,6 +117,37 @@ class ScriptPhases:
                 return function(*args, **kwargs)
 
         return call
+
+    def _going_back(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._pulse.during(Phase.BACKWARD), self._end_counted(tensors):
+                return backward(tensors, *args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def _end_counted(self, tensors: Any) -> Iterator[None]:
+        """Count what follows the last gradient of a backward pass from `tensors` as waiting."""
+        root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+        if not (
+            dist.is_available() and dist.is_initialized() and isinstance(root, torch.Tensor) and root.requires_grad
+        ):
+            yield
+            return
+        ends: list[float] = []
+
+        def note_end(_gradient: torch.Tensor) -> None:
+            # Callbacks of a pass run in the order in which they came: this one before DistributedDataParallel's.
+            Variable._execution_engine.queue_callback(lambda: ends.append(time.perf_counter()))
+
+        handle = root.register_hook(note_end)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if ends:
+            self._waits.seconds += time.perf_counter() - ends[0]
 
     def _waiting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
