@@ -53,7 +53,9 @@ class QuantileSearch:
             self._begin(made)
         if self._plan.collects:
             collected = [made.sorted_keys(column) for column in range(len(self._counts))]
-            self._finish([collected[column][rank] for column, rank in zip(self._columns, self._ranks, strict=True)])
+            self._finish(
+                [int(collected[column][rank]) for column, rank in zip(self._columns, self._ranks, strict=True)]
+            )
             return
         sizes: list[dict[int, int]] = [{} for _ in self._counts]
         for number, column in enumerate(self._columns):

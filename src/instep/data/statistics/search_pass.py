@@ -147,10 +147,12 @@ class SearchPass:
         before = int(until[place] - counts[place])
         return (prefix << self.bits) + place - half, rank - before, int(counts[place])
 
-    def sorted_keys(self, column: int) -> list[int]:
+    def sorted_keys(self, column: int) -> Keys:
         """Return what was collected of a column, in order."""
-        keys = np.sort(np.concatenate([np.zeros(0, np.int64), *self._collected[column]]))
-        return [int(key) for key in keys]
+        return np.sort(self._keys_in(column))
+
+    def _keys_in(self, column: int) -> Keys:
+        return np.concatenate([np.zeros(0, np.int64), *self._collected[column]])
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as plain values, to send to other processes."""
@@ -158,8 +160,8 @@ class SearchPass:
             return {}
         state: dict[str, Any] = {"num_columns": len(self._prefixes), "seen_bits": self._seen_bits.tolist()}
         if self._plan.collects:
-            return {**state, "collected": [self.sorted_keys(column) for column in range(len(self._prefixes))]}
-        return {**state, "counts": _packed(self._counts)}
+            return {**state, "collected": [_packed(self._keys_in(column)) for column in range(len(self._prefixes))]}
+        return {**state, "counts": _packed(_shortest(self._counts), level=1)}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the counts of other rows, which `to_json` returned."""
@@ -171,13 +173,17 @@ class SearchPass:
             self._counts += _unpacked(state["counts"]).reshape(self._counts.shape).astype(np.int64)
             return
         for own, keys in zip(self._collected, state["collected"], strict=True):
-            own.append(np.array(keys, np.int64))
+            own.append(_unpacked(keys))
 
 
-def _packed(counts: Keys) -> list[str]:
-    """Return counts as a short text, and their dtype: most of them are small, or 0."""
-    short = counts.astype(np.min_scalar_type(int(counts.max())))
-    return [short.dtype.name, base64.b64encode(zlib.compress(short.tobytes(), 1)).decode()]
+def _shortest(counts: Keys) -> npt.NDArray[Any]:
+    """Return counts in the shortest dtype that holds them: most of them are small, or 0."""
+    return counts.astype(np.min_scalar_type(int(counts.max())))
+
+
+def _packed(numbers: npt.NDArray[Any], level: int = 0) -> list[str]:
+    """Return numbers as a text, and their dtype; `level`: how much to compress."""
+    return [numbers.dtype.name, base64.b64encode(zlib.compress(numbers.tobytes(), level)).decode()]
 
 
 def _unpacked(packed: list[str]) -> npt.NDArray[Any]:
