@@ -19,14 +19,9 @@ _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 17, 1 << 13
 _ALL_BITS = np.int64(2**63 - 1)
 """But the sign."""
 
+# The bits of doubles, read as integers that have the order of the doubles; -0.0 and 0.0 have one.
 Keys = npt.NDArray[np.int64]
 Chosen = npt.NDArray[np.bool_] | None
-
-
-def keys_of(values: Floats) -> Keys:
-    """Return integers that have the order of the doubles; -0.0 and 0.0 have one key. There must be no NaN."""
-    bits: Keys = (values + 0.0).view(np.int64)
-    return bits ^ ((bits >> 63) & _ALL_BITS)
 
 
 def values_of(keys: Keys) -> Floats:
@@ -51,6 +46,22 @@ class SearchPlan(NamedTuple):
         return self.shift == 64
 
 
+class _Buffers:
+    """Memory for the numbers that are looked at: new memory for each group, from the system, took 40 % of a pass."""
+
+    def __init__(self) -> None:
+        self._integers = np.empty((3, _GROUP_ELEMENTS), np.int64)
+        self._booleans = np.empty((2, _GROUP_ELEMENTS), np.bool_)
+
+    def integers(self, number: int, shape: tuple[int, int]) -> Keys:
+        """Return one of three arrays of a shape."""
+        return self._integers[number, : shape[0] * shape[1]].reshape(shape)
+
+    def booleans(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.bool_]:
+        """Return one of two arrays of a shape."""
+        return self._booleans[number, : shape[0] * shape[1]].reshape(shape)
+
+
 class SearchPass:
     """Counts of the numbers that begin with one of some prefixes, by the bits after it."""
 
@@ -66,6 +77,7 @@ class SearchPass:
         self._counts: Keys = np.zeros((0, 0, 0), np.int64)
         """By number of the prefix, column, and next bits."""
         self._collected: list[list[Keys]] = []
+        self._buffers: _Buffers | None = None
 
     def _begin(self, num_columns: int) -> None:
         if self._prefixes:
@@ -83,44 +95,58 @@ class SearchPass:
     def add(self, block: npt.NDArray[Any]) -> None:
         """Count rows: a 2-D array of numbers."""
         self._begin(block.shape[1])
+        self._buffers = self._buffers or _Buffers()
         width = max(1, min(block.shape[1], _GROUP_ELEMENTS // _GROUP_ROWS))
         height = _GROUP_ELEMENTS // width
         for first_row in range(0, len(block), height):
             rows = block[first_row : first_row + height]
             for first in range(0, block.shape[1], width):
-                columns = np.array(rows[:, first : first + width].T, np.float64, order="C")
-                present = np.isfinite(columns)
-                if present.all():
-                    self._add_group(keys_of(columns), None, first)
-                    continue
-                refuse_infinity(columns, first)
-                columns[~present] = 0.0
-                self._add_group(keys_of(columns), present, first)
+                self._add_columns(rows[:, first : first + width].T, first, self._buffers)
 
-    def _add_group(self, keys: Keys, present: Chosen, first: int) -> None:
-        """Add the keys of some columns, from the first one on."""
+    def _add_columns(self, given: npt.NDArray[Any], first: int, buffers: _Buffers) -> None:
+        """Add the numbers of some columns, from the first one on."""
+        shape = (given.shape[0], given.shape[1])
+        keys = buffers.integers(0, shape)
+        columns: Floats = keys.view(np.float64)
+        np.copyto(columns, given, casting="unsafe")
+        is_finite = np.isfinite(columns, out=buffers.booleans(0, shape))
+        present: Chosen = None if is_finite.all() else is_finite
+        if present is not None:
+            refuse_infinity(columns, first)
+            columns[~present] = 0.0
+        columns += 0.0  # which turns -0.0 into 0.0
         if self._plan.is_first:
-            raw = values_of(keys).view(np.int64)
-            self._seen_bits[first : first + len(keys)] |= np.bitwise_or.reduce(raw, axis=1)
-            self._count(0, first, keys, present)
-            return
-        leading = keys >> self._plan.shift
+            self._seen_bits[first : first + len(keys)] |= np.bitwise_or.reduce(keys, axis=1)
+        sign = np.right_shift(keys, 63, out=buffers.integers(1, shape))
+        sign &= _ALL_BITS
+        keys ^= sign
+        if self._plan.is_first:
+            self._count(0, first, keys, present, buffers)
+        else:
+            self._add_matching(keys, present, first, buffers)
+
+    def _add_matching(self, keys: Keys, present: Chosen, first: int, buffers: _Buffers) -> None:
+        """Count or collect the keys that begin with one of the prefixes."""
+        shape = (keys.shape[0], keys.shape[1])
+        leading = np.right_shift(keys, self._plan.shift, out=buffers.integers(1, shape))
         own = self._prefixes[first : first + len(keys)]
         for slot in range(self._num_slots):
             prefixes = np.array([each[slot] if slot < len(each) else 0 for each in own], np.int64)
-            matches = leading == prefixes[:, None]
+            matches = np.equal(leading, prefixes[:, None], out=buffers.booleans(1, shape))
             matches &= np.array([slot < len(each) for each in own])[:, None]
             if present is not None:
                 matches &= present
             if not self._plan.collects:
-                self._count(slot, first, keys, matches)
+                self._count(slot, first, keys, matches, buffers)
                 continue
             for row in range(len(keys)):
                 self._collected[first + row].append(keys[row][matches[row]])
 
-    def _count(self, slot: int, first: int, keys: Keys, chosen: Chosen) -> None:
+    def _count(self, slot: int, first: int, keys: Keys, chosen: Chosen, buffers: _Buffers) -> None:
         size = 1 << self.bits
-        bins = (keys >> (self._plan.shift - self.bits)) & (size - 1)
+        shape = (keys.shape[0], keys.shape[1])
+        bins = np.right_shift(keys, self._plan.shift - self.bits, out=buffers.integers(2, shape))
+        bins &= size - 1
         bins += (np.arange(len(keys)) * size)[:, None]
         flat = bins.reshape(-1) if chosen is None else bins[chosen]
         counts = np.bincount(flat, minlength=len(keys) * size).reshape(len(keys), size)
