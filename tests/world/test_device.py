@@ -135,6 +135,15 @@ def test_a_lost_peer_is_not_seen_in_every_text():
     assert failure_of_exception(RuntimeError("xccl: remote process failed"), 0, 0, "").consequence
 
 
+def test_a_type_that_torch_does_not_know_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unknown(Xpu):
+        type = "unheard_of"
+
+    monkeypatch.setattr(device, "ACCELERATORS", {"unheard_of": Unknown()})
+    assert device.current_accelerator() is None
+    assert device.device_count() == 0
+
+
 def test_the_cpu_is_no_accelerator():
     cpu = torch.device("cpu")
     assert device.accelerator_of(cpu) is device.accelerator_of("cpu") is None

@@ -105,9 +105,9 @@ def _check_schedule(spec: TrainSpec) -> None:
 
 def _check_launcher(spec: TrainSpec) -> None:
     """Raise SpecError for options that would be ignored by what starts the processes."""
+    if spec.address and spec.on != "ray":
+        raise SpecError(f"address={spec.address} is a Ray cluster's, and Ray is not used. Add --on ray.")
     if spec.on == "here":
-        if spec.address:
-            raise SpecError(f"address={spec.address} is a Ray cluster's, and Ray is not used. Add --on ray.")
         return
     if spec.address.startswith("ray://"):
         raise SpecError(
@@ -118,8 +118,8 @@ def _check_launcher(spec: TrainSpec) -> None:
         value = getattr(spec, declared.name)
         if value != declared.default and (declared.scope is OptionScope.NODE or declared.name == "hang_after"):
             raise SpecError(
-                f"{declared.name}={value} is for processes that instep starts itself. With on={spec.on}, the "
-                f"cluster places and watches them. Leave {declared.flag} out."
+                f"{declared.name}={value} is for processes that instep starts itself. With on={spec.on}, "
+                f"another launcher places and watches them. Leave {declared.flag} out."
             )
 
 

@@ -57,11 +57,14 @@ class Accelerator(ABC):
 
     def is_available(self) -> bool:
         """Return whether torch can use a device of this type."""
-        return bool(self.module.is_available())
+        try:
+            return bool(self.module.is_available())
+        except RuntimeError:  # this torch does not know the type: its package was not imported
+            return False
 
     def device_count(self) -> int:
         """Return how many devices of this type this process sees."""
-        return int(self.module.device_count())
+        return int(self.module.device_count()) if self.is_available() else 0
 
     def default_generator(self, device: torch.device) -> torch.Generator:
         """Return a device's global random generator."""
