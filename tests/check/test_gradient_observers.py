@@ -9,7 +9,7 @@ import commands
 
 SCRIPT = Path(__file__).parent / "scripts" / "gradient_steps.py"
 SOUND = ("accumulated", "gan", "oddities", "local_sgd", "weighted", "closures", "scaled")
-WRONG = ("carried", "bypassed", "unfrozen", "contrasted", "summed")
+WRONG = ("carried", "bypassed", "unfrozen", "contrasted", "correlated", "summed")
 RULES = {
     "accumulation-scale",
     "clipping",
@@ -57,6 +57,7 @@ def test_mistakes_are_found_at_their_lines():
         "accumulation-scale",
         "ddp-options",
         "forward-bypasses-ddp",
+        "gather-cuts-gradient",
         "gradients-differ",
         "loss-summed",
         "parameters-changed-after-wrapping",

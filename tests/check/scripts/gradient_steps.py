@@ -73,7 +73,10 @@ def oddities():
         logits = model(x)
         gathered(logits)  # for a metric, although it has a gradient
         optimizer.zero_grad()
-        F.cross_entropy(logits, y).backward()
+        losses = F.cross_entropy(logits, y, reduction="none")
+        loss = losses.mean()
+        dist.all_reduce(losses)  # for the log, after its last use
+        loss.backward()
         optimizer.step()
         with torch.no_grad():
             model.module(x)
@@ -219,6 +222,18 @@ def contrasted():
         keys = gathered(z)
         optimizer.zero_grad()
         F.cross_entropy(z * scale @ keys.T, torch.arange(16) + 16 * dist.get_rank()).backward()
+        optimizer.step()
+
+
+def correlated():
+    model = DDP(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        z = F.normalize(model(batch()[0]), dim=0)
+        c = z.T @ z / dist.get_world_size()
+        dist.all_reduce(c)  # gather-cuts-gradient
+        optimizer.zero_grad()
+        (c - torch.eye(4)).square().mean().backward()
         optimizer.step()
 
 

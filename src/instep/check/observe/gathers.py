@@ -1,4 +1,5 @@
-"""Watch whether what an all_gather returned is part of a loss: the gradient ends there.
+"""Watch whether what a collective returned is part of a loss: for autograd an all_gather returns constants, and an
+all_reduce in place does not happen.
 
 Ranks: all.
 """
@@ -18,7 +19,7 @@ from instep.check.observe.loss_graph import nodes_of
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import is_plain
 from instep.check.observe.trained import Trained
-from instep.check.records.gradients import GatherMade, GatherUsed, TensorReduced
+from instep.check.records.gradients import GatherMade, GatherUsed, ReducedUsed, TensorReduced
 
 _COUNTED = (
     "all_gather_object",
@@ -71,6 +72,18 @@ class _Gathered:
         return not self.shape and any(part.requires_grad for part in self.parts)
 
 
+@dataclass
+class _Reduced:
+    """An all_reduce in place of a tensor that requires gradients."""
+
+    node: Any
+    """Of the tensor, in the graph."""
+    number: int
+    """The sequence number that the next node of the graph gets."""
+    shape: list[int]
+    place: tuple[str, int]
+
+
 class GatherObserver(Observer):
     """Counts collectives, and writes down losses that depend on gathered tensors."""
 
@@ -78,6 +91,7 @@ class GatherObserver(Observer):
         super().__init__(log)
         self._trained = trained
         self._pending: list[_Gathered] = []
+        self._pending_sums: list[_Reduced] = []
         self._num_losses = 0
         self._reduced: set[tuple[str, int]] = set()
         self._made: set[tuple[int, ...]] = set()
@@ -106,6 +120,10 @@ class GatherObserver(Observer):
             name = str(operation or "SUM").rpartition(".")[2]
             order = self._trained.tick()
             self.log.write(TensorReduced, order=order, num_elements=tensor.numel(), operation=name)
+        # A single number is mostly the loss itself, for the log.
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and _needs_gradient(tensor):
+            number = torch._C._autograd._get_sequence_nr()
+            self._pending_sums.append(_Reduced(tensor.grad_fn, number, list(tensor.shape), place))
         return original(*args, **kwargs)
 
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,10 +151,12 @@ class GatherObserver(Observer):
     def forget(self) -> None:
         """Forget what was gathered before an optimizer step: later losses are made of other tensors."""
         self._pending.clear()
+        self._pending_sums.clear()
         self._reduced.clear()
 
     def loss_made(self, loss: torch.Tensor) -> None:
-        """Write down which of the gathered tensors a loss depends on, just before its backward pass."""
+        """Write down which of the gathered and reduced tensors a loss depends on, just before its backward pass."""
+        self._look_for_sums(loss)
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -155,6 +175,18 @@ class GatherObserver(Observer):
                     has_gradient=not used or any(tensor.requires_grad for _, tensor in used),
                     is_whole=any(nodes.count(node) > 1 for node, _ in used),
                 )
+
+    def _look_for_sums(self, loss: torch.Tensor) -> None:
+        """Write down the tensors that were used after they had been reduced in place."""
+        pending, self._pending_sums = self._pending_sums, []
+        by_node = {reduced.node: reduced for reduced in pending if reduced.node is not None}
+        for node in nodes_of(loss) if by_node else ():
+            for before, _ in node.next_functions:
+                reduced = by_node.get(before)
+                if reduced is not None and node._sequence_nr() >= reduced.number:
+                    del by_node[before]
+                    order = self._trained.tick()
+                    self.log.write_at(reduced.place, ReducedUsed, order=order, shape=reduced.shape)
 
 
 def _needs_gradient(source: torch.Tensor) -> bool:

@@ -201,6 +201,13 @@ class GatherMade(GradientEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReducedUsed(GradientEvent):
+    """A loss was computed from a tensor that all_reduce had changed in place, behind autograd's back."""
+
+    shape: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorReduced(GradientEvent):
     """The script called all_reduce on a tensor of numbers; once for each line and step."""
 

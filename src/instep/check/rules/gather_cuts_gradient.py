@@ -1,4 +1,4 @@
-"""A loss of gathered tensors: all_gather returns copies without a gradient."""
+"""A loss of gathered or reduced tensors: all_gather returns copies without a gradient, all_reduce works unseen."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Iterable, Sequence
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.gradients import BackwardRan, GatherMade, GatherUsed
+from instep.check.records.gradients import BackwardRan, GatherMade, GatherUsed, ReducedUsed
 from instep.check.rule import Rule
 from instep.check.source.gathered_losses import reaches_loss
 from instep.check.source.loops import module_of
 from instep.check.source.module import SourceModule
 
 _FIX = "gathered = torch.distributed.nn.functional.all_gather(features)"
+_SUM_FIX = "total = torch.distributed.nn.functional.all_reduce(part)"
 
 
 class GatherCutsGradient(Rule):
-    """Finds losses that depend on what all_gather returned for a tensor with gradients."""
+    """Finds losses that depend on what all_gather or all_reduce made of a tensor with gradients."""
 
     id = "gather-cuts-gradient"
     severity = Severity.ERROR
@@ -30,6 +31,19 @@ class GatherCutsGradient(Rule):
             if (used.file, used.line) not in seen:
                 seen.add((used.file, used.line))
                 yield self._finding(used, observed.world_size)
+        for summed in (use for uses in observed.by_rank(ReducedUsed) for use in uses):
+            if (summed.file, summed.line) not in seen:
+                seen.add((summed.file, summed.line))
+                yield self.finding(
+                    (summed.file, summed.line),
+                    "The loss is computed from what all_reduce added up in place. Autograd does not see that: only the "
+                    f"rank's own part has a gradient, and averaged over ranks it is {observed.world_size} times too "
+                    "small.",
+                    f"all_reduce of a tensor of shape {summed.shape} that requires gradients; the loss's graph uses it "
+                    "afterwards",
+                    _SUM_FIX,
+                    Severity.WARNING,
+                )
         for made in (make for makes in observed.by_rank(GatherMade) for make in makes):
             module = module_of(modules, made.file)
             if (
