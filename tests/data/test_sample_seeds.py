@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.data import sample_seeds
 from instep.data.sample_seeds import SampleSeeds, generators_kept, seed_sample
 from loading import Squares, load
 
@@ -52,7 +51,7 @@ def test_a_sample_draws_what_it_would_draw_alone(draws: list[list[int]], batch_s
                 return batch
 
             actual += seeds.read(2, numbers, read)
-            random.random(), np.random.randn(), torch.rand(1)  # what others draw in between changes nothing
+            random.random(), np.random.randn()  # what others draw in between changes nothing
     assert actual == expected
 
 
@@ -75,11 +74,26 @@ def test_nothing_is_read_twice_if_the_first_samples_tell(drawing: range) -> None
 
 
 def test_the_seeds_of_a_batch_cost_little_if_nothing_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, of_torch = list[Any](), list[Any]()
+    calls = list[Any]()
     monkeypatch.setattr(np.random, "seed", calls.append)
-    monkeypatch.setattr(sample_seeds, "_seed_torch", of_torch.append)
     load(Counting(range(0)), 0, 5)
-    assert len(calls) == len(of_torch) == 5 + 4, "5 samples of the first batch, then once a batch"
+    assert len(calls) == 5 + 4, "5 samples of the first batch, then once a batch"
+
+
+def test_who_only_looks_at_torchs_seed_sees_that_of_the_sample() -> None:
+    """Some datasets make a generator of their own from torch.initial_seed(); nothing is drawn from torch's then."""
+    seeds, seen = SampleSeeds(1), list[int]()
+
+    def read(begin_row: Callable[[int], None]) -> None:
+        for row in range(3):
+            begin_row(row)
+            seen.append(torch.initial_seed())
+
+    with generators_kept():
+        for epoch in range(2):
+            for first in (0, 3, 6):
+                seeds.read(epoch, [first, first + 1, first + 2], read)
+    assert len(set(seen)) == 18
 
 
 def test_who_fails_because_of_a_draw_fails_alike() -> None:

@@ -9,12 +9,12 @@ seeded from (seed, epoch, sample), which depends on neither. Only the CPU genera
 that draws on a GPU must seed it itself. For the same reason a user's dataset always computes on one thread,
 as torch's worker processes do: the rounding of a sum may depend on the number of threads.
 
-To seed the generators of Python and NumPy takes as long as to read a small file, that of torch a fifth of it, and most
-datasets draw from torch's only, or from none. So generators that nothing draws from are set once for a batch, to what
-follows from (seed, epoch), and looked at afterwards. If one was drawn from, the batch is read again with it seeded
-before each sample, and so is every batch from then on. A process reads its first batch with all of them seeded, and
-looks after some of its samples: most of the time that tells, and nothing has to be read twice. (What looks at the state
-of a generator without drawing, or puts it back, sees that of the epoch, at any world size.)
+To seed the generators of Python and NumPy takes as long as to read a small file, and most datasets draw from torch's
+only, or from none. So while nothing draws from those two, they are set once for a batch, to what follows from (seed,
+epoch), and looked at afterwards. If they were drawn from, the batch is read again with all generators seeded before
+each sample, and so is every batch from then on. A process reads its first batch with all of them seeded, and looks
+after some of its samples: most of the time that tells, and nothing has to be read twice. (What looks at the state of
+one of the two without drawing, or puts it back, sees that of the epoch, at any world size.)
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,59 +38,43 @@ _LOOKED_AT = 16
 """Samples after which a process looks whether they have drawn."""
 
 
-class Drawn(IntEnum):
-    """From which generators a dataset draws, and so which are seeded before each sample."""
-
-    NONE = 0
-    TORCH = 1
-    ALL = 2
-
-
 class SampleSeeds:
     """Seeds the generators before each sample of a batch ([Note: Randomness of a sample])."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._drawn: Drawn | None = None
-        """None before the first sample was read."""
-        self._parked: tuple[int, _States] | None = None
-        """An epoch, and the states of the generators while nothing is drawn from them."""
+        self._seeds_all: bool | None = None
+        """Whether Python's and NumPy's generators are seeded, too; None before the first sample was read."""
+        self._parked: tuple[int, Any] | None = None
+        """An epoch, and the states of these two while nothing is drawn from them."""
 
     def read(self, epoch: int, numbers: list[int], read: Callable[[BeginRow], T]) -> T:
         """Return `read(begin_row)`, which calls `begin_row(i)` before row i draws; `numbers[i]` is the row's sample."""
-        if self._drawn is None:
+        if self._seeds_all is None:
             return self._read_first(epoch, numbers, read)
-        if self._drawn is Drawn.ALL:
+        if self._seeds_all:
             return read(lambda row: seed_sample(self._seed, epoch, numbers[row]))
-        parked, begun = self._park(epoch), _begun_digest(self._seed, epoch)
-        begin_row = (
-            _seed_nothing if self._drawn is Drawn.NONE else lambda row: _seed_torch(_digest(begun, numbers[row]))
-        )
+        parked = self._park(epoch)
         try:
-            batch = read(begin_row)
+            begun = _begun_digest(self._seed, epoch)
+            batch = read(lambda row: _seed_torch(_digest(begun, numbers[row])))
         except Exception:
-            if not self._has_news(parked):
+            if _states() == parked:
                 raise
         else:
-            if not self._has_news(parked):
+            if _states() == parked:
                 return batch
+        self._seeds_all = True
         return self.read(epoch, numbers, read)
 
-    def _has_news(self, parked: _States) -> bool:
-        """Return whether a generator was drawn from that was not to be; it is seeded from now on."""
-        assert self._drawn is not None
-        drawn = max(_states(self._drawn is Drawn.NONE).drawn_since(parked), self._drawn)
-        is_news, self._drawn = drawn > self._drawn, drawn
-        return is_news
-
     def _read_first(self, epoch: int, numbers: list[int], read: Callable[[BeginRow], T]) -> T:
-        """Return a batch, with all generators seeded; find out from which its first samples draw."""
-        seeded: _States | None = None
+        """Return a batch, with all generators seeded; find out whether its first samples draw."""
+        seeded: Any = None
         num_seeded = 0
 
         def look() -> None:
-            if seeded is not None and num_seeded <= _LOOKED_AT:
-                self._drawn = max(self._drawn or Drawn.NONE, _states().drawn_since(seeded))
+            if 0 < num_seeded <= _LOOKED_AT:
+                self._seeds_all = self._seeds_all or _states() != seeded
 
         def begin_row(row: int) -> None:
             nonlocal seeded, num_seeded
@@ -105,16 +88,12 @@ class SampleSeeds:
         look()
         return batch
 
-    def _park(self, epoch: int) -> _States:
-        """Set the generators to the states of an epoch, and return these."""
+    def _park(self, epoch: int) -> Any:
+        """Set Python's and NumPy's generators to the states of an epoch, and return these."""
         seed_sample(self._seed, epoch, _NO_SAMPLE)
         if self._parked is None or self._parked[0] != epoch:
             self._parked = epoch, _states()
         return self._parked[1]
-
-
-def _seed_nothing(_row: int) -> None:
-    pass
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
@@ -141,24 +120,10 @@ def _seed_torch(digest: bytes) -> None:
     torch.default_generator.manual_seed(_FIRST_8.unpack(digest)[0])
 
 
-class _States(NamedTuple):
-    """States of the generators."""
-
-    others: tuple[Any, ...]
-    """Of Python's and NumPy's."""
-    torchs: bytes | None
-
-    def drawn_since(self, before: _States) -> Drawn:
-        """Return from what was drawn since, as far as these states say."""
-        if self.others != before.others:
-            return Drawn.ALL
-        return Drawn.NONE if self.torchs in (None, before.torchs) else Drawn.TORCH
-
-
-def _states(with_torchs: bool = True) -> _States:
+def _states() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators."""
     _, keys, *rest = np.random.get_state(legacy=True)
-    others = rest, np.asarray(keys).tobytes(), random.getstate()
-    return _States(others, torch.get_rng_state().numpy().tobytes() if with_torchs else None)
+    return rest, np.asarray(keys).tobytes(), random.getstate()
 
 
 @contextmanager
@@ -173,6 +138,6 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def fingerprint() -> _States:
+def fingerprint() -> tuple[Any, ...]:
     """Return the states of the generators: they differ if something was drawn in between."""
-    return _states()
+    return torch.get_rng_state().numpy().tobytes(), *_states()
