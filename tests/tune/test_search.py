@@ -8,6 +8,7 @@ import os
 import random
 import shlex
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,15 @@ def test_twenty_trials_and_five_kills(tmp_path: Path, seed: int) -> None:
         "10",
     )
     words = ("instep", "tune", digits, *space, *how, "--seed", str(seed), "--json", "--run-dir")
+    begun = time.monotonic()
     commands.result_of(commands.run(*words, str(tmp_path / "calm"), timeout_s=400))
+    calm_s = time.monotonic() - begun
     rng, kills, folder = random.Random(seed), 0, tmp_path / "killed"
     while True:
         process = commands.start(*words, str(folder))
         while kills < 5:
             try:
-                process.communicate(timeout=rng.uniform(4, 15) / patience.PATIENCE)
+                process.communicate(timeout=rng.uniform(0.04, 0.16) * calm_s / patience.PATIENCE)
                 break
             except patience.subprocess.TimeoutExpired:
                 kills += 1
