@@ -23,7 +23,7 @@ KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS)
 _NUM_HOLDERS = 10
 
 
-class Trained(NamedTuple):
+class ModelAndOptimizers(NamedTuple):
     """A model, and the optimizers of its parameters."""
 
     model: nn.Module
@@ -37,7 +37,7 @@ class LiveTensor(NamedTuple):
     description: str
 
 
-def holders_by_module(trained: Iterable[Trained]) -> list[dict[str, Any]]:
+def holders_by_module(trained: Iterable[ModelAndOptimizers]) -> list[dict[str, Any]]:
     """Return how many bytes the tensors of each module hold, by kind, the largest first; tied tensors count once."""
     by_module: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     seen: set[tuple[int, int]] = set()
@@ -59,7 +59,7 @@ def holders_by_module(trained: Iterable[Trained]) -> list[dict[str, Any]]:
     return sorted((row for row in rows if row["total_bytes"]), key=lambda row: -row["total_bytes"])[:_NUM_HOLDERS]
 
 
-def live_tensors(trained: Iterable[Trained], device: str) -> list[LiveTensor]:
+def live_tensors(trained: Iterable[ModelAndOptimizers], device: str) -> list[LiveTensor]:
     """Return the other tensors of a kind of device that Python objects refer to, the largest first."""
     seen = {_storage(tensor)[0] for _, _, tensor in _tensors(trained)}
     live = []
@@ -75,7 +75,7 @@ def live_tensors(trained: Iterable[Trained], device: str) -> list[LiveTensor]:
     return sorted(live, reverse=True)
 
 
-def where_in_model(trained: Iterable[Trained], failed: TracebackType | None) -> str:
+def where_in_model(trained: Iterable[ModelAndOptimizers], failed: TracebackType | None) -> str:
     """Return which module a traceback ended in, and the user's line; empty: in none."""
     names = {id(module): name for one in trained for name, module in one.model.named_modules()}
     module, line = "", ""
@@ -89,7 +89,7 @@ def where_in_model(trained: Iterable[Trained], failed: TracebackType | None) -> 
     return f"{module}, {line}" if module and line else module or line
 
 
-def models_alive() -> list[Trained]:
+def models_alive() -> list[ModelAndOptimizers]:
     """Return the models and optimizers of this process that nobody has told us about: those of a plain script."""
     modules, optimizers = [], []
     for thing in gc.get_objects():
@@ -100,10 +100,10 @@ def models_alive() -> list[Trained]:
     children = {id(child) for module in modules for child in module.children()}
     roots = [module for module in modules if id(module) not in children]
     # Not those without parameters: losses, and modules that were taken out of a model.
-    return [Trained(root, optimizers) for root in roots if next(root.parameters(), None) is not None]
+    return [ModelAndOptimizers(root, optimizers) for root in roots if next(root.parameters(), None) is not None]
 
 
-def _tensors(trained: Iterable[Trained]) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _tensors(trained: Iterable[ModelAndOptimizers]) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield the module, the kind and the tensor of all that models and optimizers hold."""
     for model, optimizers in trained:
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from instep.profile.holders import KINDS, Trained, holders_by_module, live_tensors, where_in_model
+from instep.profile.holders import KINDS, ModelAndOptimizers, holders_by_module, live_tensors, where_in_model
 from instep.profile.summary import size
 from instep.world.device import accelerator_of
 
@@ -20,7 +20,7 @@ _NUM_NAMED = 3
 
 def explain_out_of_memory(
     error: BaseException,
-    trained: Sequence[Trained],
+    trained: Sequence[ModelAndOptimizers],
     device: torch.device,
     folder: Path | None,
     rank: int,

@@ -22,7 +22,7 @@ from instep.guard.phase_log import phase_name
 from instep.guard.pulse import Phase, Pulse
 from instep.launch.failures import is_out_of_memory
 from instep.profile.clock import ClockOffset, clock_offsets
-from instep.profile.holders import Trained, holders_by_module
+from instep.profile.holders import ModelAndOptimizers, holders_by_module
 from instep.profile.out_of_memory import explain_out_of_memory
 from instep.profile.ranges import PhaseRanges
 from instep.profile.recorder import StepProfiler
@@ -151,9 +151,9 @@ def _measure_clock(world: World) -> ClockOffset:
     return clock_offsets([each[0] for each in told], [each[1] for each in told])[world.rank]
 
 
-def trained_models(trained: Sequence[TrainState]) -> list[Trained]:
+def trained_models(trained: Sequence[TrainState]) -> list[ModelAndOptimizers]:
     """Return the models of a run with their optimizers."""
-    return [Trained(one.model, [one.optimizer]) for one in trained]
+    return [ModelAndOptimizers(one.model, [one.optimizer]) for one in trained]
 
 
 @contextlib.contextmanager

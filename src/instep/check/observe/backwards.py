@@ -21,7 +21,7 @@ from instep.check.observe.log import ObservationLog
 from instep.check.observe.loss_graph import LossGraph, read_loss
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import local_part, take_samples
-from instep.check.observe.trained import Trained
+from instep.check.observe.training_registry import TrainingRegistry
 from instep.check.records.gradients import BackwardRan, GradientsClipped
 
 _SAMPLED_STEPS = 4
@@ -31,7 +31,7 @@ _SAMPLED_STEPS = 4
 class BackwardObserver(Observer):
     """Writes down from which losses gradients come, and how they are clipped."""
 
-    def __init__(self, log: ObservationLog, trained: Trained, gathers: GatherObserver) -> None:
+    def __init__(self, log: ObservationLog, trained: TrainingRegistry, gathers: GatherObserver) -> None:
         super().__init__(log)
         self._trained = trained
         self._gathers = gathers

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.observer import Observer
-from instep.check.observe.trained import Trained, Wrapper
+from instep.check.observe.training_registry import TrainingRegistry, Wrapper
 from instep.check.records.gradients import CommHookRegistered, ForwardRan, ModelWrapped, WrapperBypassed, WrapperChanged
 from instep.world.device import device_count
 
@@ -36,7 +36,7 @@ _DEVICE_STEPS = 3
 class ForwardObserver(Observer):
     """Writes down which models are wrapped, how, and how they are called."""
 
-    def __init__(self, log: ObservationLog, trained: Trained) -> None:
+    def __init__(self, log: ObservationLog, trained: TrainingRegistry) -> None:
         super().__init__(log)
         self._trained = trained
         self._strategies: dict[type, str] = {}

@@ -18,7 +18,7 @@ from instep.check.observe.log import ObservationLog
 from instep.check.observe.loss_graph import nodes_of
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import is_plain
-from instep.check.observe.trained import Trained
+from instep.check.observe.training_registry import TrainingRegistry
 from instep.check.records.gradients import GatherMade, GatherUsed, ReducedUsed, TensorReduced
 
 _COUNTED = (
@@ -87,7 +87,7 @@ class _Reduced:
 class GatherObserver(Observer):
     """Counts collectives, and writes down losses that depend on gathered tensors."""
 
-    def __init__(self, log: ObservationLog, trained: Trained) -> None:
+    def __init__(self, log: ObservationLog, trained: TrainingRegistry) -> None:
         super().__init__(log)
         self._trained = trained
         self._pending: list[_Gathered] = []

@@ -21,7 +21,7 @@ from instep.check.observe.gathers import GatherObserver
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import Samples, take_samples
-from instep.check.observe.trained import KnownOptimizer, Trained
+from instep.check.observe.training_registry import KnownOptimizer, TrainingRegistry
 from instep.check.records.gradients import GradientsCleared, OptimizerBuilt, StepTaken
 
 _DETAILED_STEPS = 3
@@ -36,7 +36,7 @@ class GradientObserver(Observer):
 
     def __init__(self, log: ObservationLog) -> None:
         super().__init__(log)
-        self._trained = Trained()
+        self._trained = TrainingRegistry()
         self._forwards = ForwardObserver(log, self._trained)
         self._gathers = GatherObserver(log, self._trained)
         self._backwards = BackwardObserver(log, self._trained, self._gathers)

@@ -62,7 +62,7 @@ class KnownOptimizer:
         return not take_samples(gradients).are_zero
 
 
-class Trained:
+class TrainingRegistry:
     """The models and optimizers of this rank."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Trained:
         return self._order
 
     def add_wrapper(self, model: nn.Module, strategy: str) -> Wrapper:
-        """Take a wrapped model into the books."""
+        """Register a wrapped model."""
         wrapper = Wrapper(len(self.wrappers), strategy, weakref.ref(model))
         self.wrappers.append(wrapper)
         self._wrapper_of[id(model)] = wrapper
