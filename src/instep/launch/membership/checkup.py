@@ -29,6 +29,8 @@ _POLL_S = 0.1
 _PATIENCE_S = 10.0
 _ROUND_S = 40.0
 _LEAVE_S = 5.0
+_WAITED = "waited"
+"""The key of how many seconds the first node had waited that did not wait any longer for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class _Checkup:
     ) -> None:
         self._num_nodes, self._plan, self._client, self._key, self._say = num_nodes, plan, client, key, say
         self._nodes: dict[int, Address] = {}
+        self._num_here = 0
+        """Nodes that have joined, as far as this one knows."""
 
     def run(self) -> Checkup:
         """Wait for the other nodes, then try and measure all links."""
@@ -76,8 +80,8 @@ class _Checkup:
         """Leave; the host of the store leaves last, so that all nodes have read everything."""
         with contextlib.suppress(EnvironmentFailed):
             num_left = self._ask(lambda store: store.add("left"))
-            deadline = time.monotonic() + (_LEAVE_S if is_last and self._nodes else 0.0)
-            while num_left < self._num_nodes and time.monotonic() < deadline:
+            deadline = time.monotonic() + (_LEAVE_S if is_last else 0.0)
+            while num_left < self._num_here and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 num_left = self._ask(lambda store: store.add("left", 0))
 
@@ -87,6 +91,7 @@ class _Checkup:
         deadline = time.monotonic() + self._plan.join_timeout_s
         while True:
             nodes = self._ask(_read_nodes)[:needed]
+            self._num_here = len(nodes)
             if len(nodes) == needed:
                 addresses = addresses_of(nodes)
                 if self._key not in addresses:
@@ -96,8 +101,13 @@ class _Checkup:
                     )
                 return addresses
             names = list(names_of(nodes).values())
-            if time.monotonic() > deadline:
-                raise EnvironmentFailed(too_few_nodes(names, needed, endpoint, self._plan.join_timeout_s))
+            # The first whose time is over ends the wait of all: the host of the store may be it.
+            waited_s = self._ask(lambda store: store.get(_WAITED))
+            if waited_s is None and time.monotonic() > deadline:
+                waited_s = self._plan.join_timeout_s
+                self._ask(lambda store: store.set(_WAITED, self._plan.join_timeout_s))
+            if waited_s is not None:
+                raise EnvironmentFailed(too_few_nodes(names, needed, endpoint, waited_s))
             if len(names) != num_said:
                 num_said = len(names)
                 self._say(waiting_for_nodes(names, needed, endpoint))
