@@ -23,8 +23,8 @@ from loading import N, Squares, load, make
 # --- the decision ------------------------------------------------------------------------------------------
 
 
-class Machine:
-    """A machine on which a batch takes `read_s` to read and a step `step_s`; readers may slow steps down."""
+class ReadingCost:
+    """What a batch takes to read (`read_s`) and a step to compute (`step_s`); readers may slow steps down."""
 
     def __init__(self, read_s: float, step_s: float, busy: float = 1.0, handing_over_s: float = 0.0001) -> None:
         self.read_s, self.step_s, self.busy, self.handing_over_s = read_s, step_s, busy, handing_over_s
@@ -40,38 +40,38 @@ def limits(spare_cores: float, most: int | None = None) -> Limits:
     return Limits(16, spare_cores, most)
 
 
-def settle(machine: Machine, room: Limits, pace: InputPace | None = None) -> int:
+def readers_chosen(cost: ReadingCost, room: Limits, pace: InputPace | None = None) -> int:
     """Return the number of readers when it does not change any more."""
     pace = InputPace() if pace is None else pace
     for _ in range(20):
-        changes = [pace.decide(machine.window(pace.readers), room) for _ in range(2)]
+        changes = [pace.decide(cost.window(pace.readers), room) for _ in range(2)]
         if changes == [None, None]:
             return pace.readers
     raise AssertionError("it goes on changing")
 
 
 @pytest.mark.parametrize(
-    ("machine", "spare_cores", "readers"),
+    ("cost", "spare_cores", "readers"),
     [
-        pytest.param(Machine(0.0001, 0.001), 7, 0, id="MNIST: a tenth of a millisecond is not worth it"),
-        pytest.param(Machine(0.001, 0.040), 7, 0, id="a fortieth of a step"),
-        pytest.param(Machine(0.008, 0.040), 7, 1, id="a fifth of a step: one is enough"),
-        pytest.param(Machine(0.160, 0.040), 15, 5, id="as many as keep up, and a few more"),
-        pytest.param(Machine(0.512, 0.040), 15, 15, id="as many as there are cores"),
-        pytest.param(Machine(0.512, 0.040), 0, 0, id="all cores compute"),
-        pytest.param(Machine(0.512, 0.040, busy=0.02), 0, 12, id="all cores compute, but reading waits for a disk"),
-        pytest.param(Machine(5.12, 0.040, busy=0.01), 15, 32, id="not any number"),
-        pytest.param(Machine(0.008, 0.040, handing_over_s=0.009), 7, 0, id="handing over takes as long: undone"),
+        pytest.param(ReadingCost(0.0001, 0.001), 7, 0, id="MNIST: a tenth of a millisecond is not worth it"),
+        pytest.param(ReadingCost(0.001, 0.040), 7, 0, id="a fortieth of a step"),
+        pytest.param(ReadingCost(0.008, 0.040), 7, 1, id="a fifth of a step: one is enough"),
+        pytest.param(ReadingCost(0.160, 0.040), 15, 5, id="as many as keep up, and a few more"),
+        pytest.param(ReadingCost(0.512, 0.040), 15, 15, id="as many as there are cores"),
+        pytest.param(ReadingCost(0.512, 0.040), 0, 0, id="all cores compute"),
+        pytest.param(ReadingCost(0.512, 0.040, busy=0.02), 0, 12, id="all cores compute, but reading waits for a disk"),
+        pytest.param(ReadingCost(5.12, 0.040, busy=0.01), 15, 32, id="not any number"),
+        pytest.param(ReadingCost(0.008, 0.040, handing_over_s=0.009), 7, 0, id="handing over takes as long: undone"),
     ],
 )
-def test_the_number_of_readers(machine: Machine, spare_cores: float, readers: int) -> None:
-    assert settle(machine, limits(spare_cores)) == readers
+def test_the_number_of_readers(cost: ReadingCost, spare_cores: float, readers: int) -> None:
+    assert readers_chosen(cost, limits(spare_cores)) == readers
 
 
 def test_another_program_is_not_taken_for_the_readers() -> None:
-    """MNIST on a shared machine: reading takes a tenth of a millisecond, steps for a while three times as long."""
+    """MNIST on a shared cost: reading takes a tenth of a millisecond, steps for a while three times as long."""
     pace, room = InputPace(2), limits(1)
-    quiet, busy = (Machine(0.00014, step_s, handing_over_s=0.00014) for step_s in (0.003, 0.011))
+    quiet, busy = (ReadingCost(0.00014, step_s, handing_over_s=0.00014) for step_s in (0.003, 0.011))
     change = pace.decide(quiet.window(2), room)
     assert change is not None
     assert change.readers == 0
@@ -85,28 +85,28 @@ def test_another_program_is_not_taken_for_the_readers() -> None:
 
 
 def test_not_more_than_fit() -> None:
-    assert settle(Machine(0.512, 0.040), limits(15, most=3)) == 3
-    assert settle(Machine(0.512, 0.040), limits(15, most=0)) == 0
+    assert readers_chosen(ReadingCost(0.512, 0.040), limits(15, most=3)) == 3
+    assert readers_chosen(ReadingCost(0.512, 0.040), limits(15, most=0)) == 0
 
 
 def test_what_did_not_help_is_tried_again_when_reading_has_changed() -> None:
     pace, room = InputPace(), limits(7)
-    crowded = Machine(0.008, 0.040, handing_over_s=0.009)
-    assert settle(crowded, room, pace) == 0
+    crowded = ReadingCost(0.008, 0.040, handing_over_s=0.009)
+    assert readers_chosen(crowded, room, pace) == 0
     assert [pace.decide(crowded.window(0), room) for _ in range(5)] == [None] * 5
-    slower = Machine(0.080, 0.040)
+    slower = ReadingCost(0.080, 0.040)
     assert pace.decide(slower.window(0), room) == Change(
         3, "a batch takes 80 ms to read and a step 40 ms, and the training waited 80 ms for it"
     )
-    assert settle(slower, room, pace) == 3
+    assert readers_chosen(slower, room, pace) == 3
 
 
 def test_idle_readers_are_given_up() -> None:
     pace, room = InputPace(), limits(15)
-    assert settle(Machine(0.300, 0.040), room, pace) == 10
-    assert settle(Machine(0.080, 0.040), room, pace) == 10  # 3 would do: not enough to change
-    assert settle(Machine(0.040, 0.040), room, pace) == 4  # twice as many as just keep up
-    assert settle(Machine(0.0005, 0.040), room, pace) == 0
+    assert readers_chosen(ReadingCost(0.300, 0.040), room, pace) == 10
+    assert readers_chosen(ReadingCost(0.080, 0.040), room, pace) == 10  # 3 would do: not enough to change
+    assert readers_chosen(ReadingCost(0.040, 0.040), room, pace) == 4  # twice as many as just keep up
+    assert readers_chosen(ReadingCost(0.0005, 0.040), room, pace) == 0
 
 
 @given(

@@ -288,7 +288,7 @@ def test_counting_reads_as_an_evaluation_does_and_leaves_the_generators() -> Non
 
 
 class Moody(Numbers):
-    """Gives other elements each time."""
+    """A stream with other elements each time."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(np.random.default_rng().random(self.count).tolist())

@@ -240,7 +240,7 @@ def test_the_checkpoint_format_carries_a_version(tmp_path: Path) -> None:
 
 
 class Bad(Small):
-    """Gives a NaN for one sample."""
+    """A Task whose loss is NaN for one sample."""
 
     def loss(self, model: Any, batch: Any) -> Any:
         x, _ = batch

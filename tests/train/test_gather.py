@@ -79,7 +79,7 @@ def test_rows_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def uneven(world: World) -> Any:
-    """Give each rank as many pieces as its number, in the order of the last one first, one that does not count."""
+    """Return as many pieces as the rank's number, in the order of the last one first, one that does not count."""
     rows = [torch.full((2, 3), float(10 * world.rank + i)) for i in range(world.rank)]
     pieces = [Piece(i - 10 * world.rank, 2, counted=(world.rank, i) != (2, 1)) for i in range(world.rank)]
     return gather_rows(world, pieces, [{"row": row} for row in rows])["row"][:, 0].tolist()

@@ -24,7 +24,7 @@ POISONED = 17
 
 
 class Logarithm(nn.Module):
-    """Gives a NaN for one row, in the forward or in the backward pass."""
+    """A logarithm that is NaN for one row, in the forward or in the backward pass."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

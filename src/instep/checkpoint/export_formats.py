@@ -80,18 +80,18 @@ class HuggingFace(ExportFormat):
         return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
 
     def files(self, folder: Path) -> dict[str, Path]:
-        found = _files_in(folder)
-        if ADAPTER_CONFIG in found and CONFIG not in found:
+        paths = _files_in(folder)
+        if ADAPTER_CONFIG in paths and CONFIG not in paths:
             raise CheckpointError(
                 f"{folder} describes an adapter (PEFT) and no whole model. Export it with --export peft. A model with "
                 "the adapter merged into it: instep.load_model(task, RUN).merge_and_unload().save_pretrained(FOLDER)."
             )
-        if CONFIG not in found:
+        if CONFIG not in paths:
             raise CheckpointError(
                 f"{folder / CONFIG} does not exist, and from_pretrained needs it. A training writes it if the Task's "
                 "model has a config of transformers. Else give a folder that has one: --files FOLDER."
             )
-        return {name: path for name, path in found.items() if name != ADAPTER_CONFIG}
+        return {name: path for name, path in paths.items() if name != ADAPTER_CONFIG}
 
 
 class Peft(ExportFormat):
@@ -117,13 +117,13 @@ class Peft(ExportFormat):
         return {name: tensor for name, tensor in named.items() if name}
 
     def files(self, folder: Path) -> dict[str, Path]:
-        found = _files_in(folder)
-        if ADAPTER_CONFIG not in found:
+        paths = _files_in(folder)
+        if ADAPTER_CONFIG not in paths:
             raise CheckpointError(
                 f"{folder / ADAPTER_CONFIG} does not exist, and PEFT needs it. A training writes it if the Task's "
                 "model() returns a PeftModel. Else give a folder that has one: --files FOLDER."
             )
-        return {name: path for name, path in found.items() if name != CONFIG}
+        return {name: path for name, path in paths.items() if name != CONFIG}
 
 
 FORMATS: dict[str, ExportFormat] = {each.name: each for each in (Weights(), HuggingFace(), Peft())}

@@ -82,10 +82,10 @@ def takes(o: Option) -> bool:
 )
 def tune(task: str, values: list[str] | None, **options: Any) -> int:
     """Search the space of a file's Task, or find a setting of it."""
-    found = {o.name: options.pop(o.name) for o in FIND_OPTIONS}
-    if found["find"] is not None:
-        return _find(task, values or [], options, found)
-    refuse_without_find(**found)
+    find_options = {o.name: options.pop(o.name) for o in FIND_OPTIONS}
+    if find_options["find"] is not None:
+        return _find(task, values or [], options, find_options)
+    refuse_without_find(**find_options)
     require_packages()
     fork_forkserver()
     plan = _divided(plan_search(task, values or [], options))
@@ -97,7 +97,7 @@ def tune(task: str, values: list[str] | None, **options: Any) -> int:
     return _exit_code(result)
 
 
-def _find(task: str, words: Sequence[str], given: Mapping[str, Any], found: Mapping[str, Any]) -> int:
+def _find(task: str, words: Sequence[str], given: Mapping[str, Any], find_options: Mapping[str, Any]) -> int:
     """Find a setting of a Task; return the exit code."""
     from instep.tune.space import read_options
 
@@ -110,7 +110,7 @@ def _find(task: str, words: Sequence[str], given: Mapping[str, Any], found: Mapp
         raise SpecError(f"{unused[0]}={own[unused[0]]} is for a search, which --find is not. Leave it out.")
     if options["on"] != "here":
         raise SpecError(f"on={options['on']} is for a search; --find measures on this machine. Leave it out.")
-    return find(task, list(words), make_spec(TrainSpec, options | fixed), **found)
+    return find(task, list(words), make_spec(TrainSpec, options | fixed), **find_options)
 
 
 def plan_search(task: str, words: Sequence[str], given: Mapping[str, Any]) -> SearchPlan:

@@ -1,4 +1,4 @@
-"""Tells a dataset that lies in blocks which ones will be read.
+"""Announce to a dataset that lies in blocks which ones will be read.
 
 In training, these are the blocks of the window that is read and of the next one; in an evaluation, of the next chunks.
 

@@ -48,7 +48,7 @@ class LoadOptions:
     waited_s: Callable[[], float] = lambda: 0.0
     """Returns how long this rank has waited for others so far."""
     say: Callable[[str], None] = lambda _text: None
-    """Tells the user something at once: that reading takes long."""
+    """Prints to the user at once, such as that reading takes long."""
 
     on_bad_sample: str = "stop"
     """What happens when a sample cannot be read: stop, or skip ([Note: Bad samples])."""

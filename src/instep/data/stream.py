@@ -162,8 +162,8 @@ class StreamEpoch:
             if now - said > (_SAY_AFTER_S if said == begun else _SAY_EVERY_S):
                 said = now
                 say(f"reading the stream up to element {place.position}; {self.position} so far")
-        found = dict(self._digests)
-        return all(found.get(position, digest) == digest for position, digest in place.digests)
+        digests = dict(self._digests)
+        return all(digests.get(position, digest) == digest for position, digest in place.digests)
 
     def note_state(self) -> None:
         """Take the stream's state, unless that was done too recently for what it costs."""

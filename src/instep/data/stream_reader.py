@@ -169,11 +169,11 @@ class StreamReader(Reader):
             )
 
     def _check_length(self, epoch: StreamEpoch, ends: bool) -> None:
-        length, found = self._length, epoch.num_read
-        if length is None or (found == length if ends else found <= length):
+        length, num_read = self._length, epoch.num_read
+        if length is None or (num_read == length if ends else num_read <= length):
             return
         ended = "has ended after" if ends else "has more than"
-        count = found if ends else length
+        count = num_read if ends else length
         raise DataError(
             f"The stream {ended} {count} elements in epoch {epoch.epoch}, and its __len__ says {length}: the number of "
             "steps would be wrong. Correct its __len__, or remove it and give --steps."

@@ -15,7 +15,7 @@ _CONTINUATION = re.compile(
 
 
 class TorchLogFilter:
-    """Tells which lines of one rank's output are such a page."""
+    """Decides which lines of one rank's output are such a page."""
 
     def __init__(self) -> None:
         self._inside = self._quotes = False

@@ -114,7 +114,11 @@ def data_part(loader: Loader) -> CheckpointPart | None:
     """Return the part for where the data is, if that does not follow from the step."""
     if loader.state() is None:
         return None
-    return CheckpointPart("data", loader.state, lambda found: loader.load_state(found.part("data")), is_optional=True)
+
+    def restore(checkpoint: Checkpoint) -> None:
+        loader.load_state(checkpoint.part("data"))
+
+    return CheckpointPart("data", loader.state, restore, is_optional=True)
 
 
 def kept_part(name: str, thing: Any, strategy: Strategy) -> CheckpointPart:

@@ -196,9 +196,9 @@ def scores_in(metrics: dict[str, Any], name: str, num_rows: int) -> torch.Tensor
         )
     value = torch.from_numpy(metrics[name]) if isinstance(metrics[name], np.ndarray) else metrics[name]
     if not isinstance(value, torch.Tensor) or value.numel() != num_rows:
-        found = f"the shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        kind = f"the shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise TaskError(
-            f"the curriculum's difficulty is the metric {name!r}, which gave {found} for {num_rows} samples. One value "
+            f"the curriculum's difficulty is the metric {name!r}, which gave {kind} for {num_rows} samples. One value "
             "a sample is needed, higher for harder ones: a loss with reduction='none', for instance."
         )
     return value.detach().to("cpu", torch.float64).reshape(-1)

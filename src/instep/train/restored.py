@@ -60,24 +60,24 @@ def restore_model(
     if "run_dir" not in field_names(type(task)):
         object.__setattr__(task, "run_dir", directory.path)
     engine = Engine(world, spec, notice=notice)
-    found = _agree_on_checkpoint(world, directory, name, notice)
-    restore_fitted(task, world, found)
-    left_out = world.broadcast_object(_origin_of_frozen(found))
+    chosen = _agree_on_checkpoint(world, directory, name, notice)
+    restore_fitted(task, world, chosen)
+    left_out = world.broadcast_object(_origin_of_frozen(chosen))
     origin = FrozenSpec(**left_out) if left_out is not None else None
     model = _build(engine, task, origin)
     frozen = FrozenWeights(model, engine.strategy, origin) if origin is not None else None
     for attempt in range(_ATTEMPTS):
         if attempt:
-            found = _agree_on_checkpoint(world, directory, name, notice)
+            chosen = _agree_on_checkpoint(world, directory, name, notice)
         try:
-            checkpoint = open_on_all_ranks(world, directory, found)
+            checkpoint = open_on_all_ranks(world, directory, chosen)
             assert checkpoint is not None
             if ema:
                 check_averaged(checkpoint)
             _load(engine, model, task, checkpoint, frozen, ema)
             return RestoredModel(engine, model, checkpoint)
         except CheckpointError:  # on all ranks
-            is_gone = world.broadcast_object(found is not None and not found.path.exists())
+            is_gone = world.broadcast_object(chosen is not None and not chosen.path.exists())
             if name is not None or not is_gone or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
@@ -103,18 +103,18 @@ def _agree_on_checkpoint(
     world: World, directory: RunDirectory, name: str | None, notice: Callable[[str], None]
 ) -> Checkpoint | None:
     """Return on rank 0 the checkpoint that it has found and verified, or raise on all ranks. Called on all ranks."""
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     problem = ""
     if world.is_main:
         try:
-            found, complaints = _find(directory, name)
+            checkpoint, complaints = _find(directory, name)
             for complaint in complaints:
-                notice(f"{complaint} The older {found.path.name} is used.")
+                notice(f"{complaint} The older {checkpoint.path.name} is used.")
         except CheckpointError as error:
             problem = str(error)
     if problem := world.broadcast_object(problem):
         raise CheckpointError(problem)
-    return found
+    return checkpoint
 
 
 def _find(directory: RunDirectory, name: str | None) -> tuple[Checkpoint, list[str]]:

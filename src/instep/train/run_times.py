@@ -16,7 +16,7 @@ from instep.world.world import World
 
 
 class RunTimes:
-    """Tells the pulse, the log of phases and the profile when a step begins and ends."""
+    """The begin and end of each step, for the pulse, the log of phases and the profile."""
 
     def __init__(
         self,

@@ -114,10 +114,10 @@ def _find_files(paths: list[Any]) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        if not found:
+        in_folder = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        if not in_folder:
             raise DataError(f"The folder {path} has no files that end with {' or '.join(SUFFIXES)}.")
-        files += found
+        files += in_folder
     return files
 
 

@@ -59,10 +59,10 @@ class _Pool(NamedTuple):
         """Return what stands at these places."""
         ranks, rest, pool = np.empty_like(places), np.arange(len(places)), self
         while True:
-            found = permute(pool.key, pool.size, places)
-            left = found < pool.carried
-            ranks[rest[~left]] = found[~left] - pool.carried + pool.base
-            rest, places = rest[left], pool.taken + found[left]
+            drawn = permute(pool.key, pool.size, places)
+            left = drawn < pool.carried
+            ranks[rest[~left]] = drawn[~left] - pool.carried + pool.base
+            rest, places = rest[left], pool.taken + drawn[left]
             if pool.earlier is None or not rest.size:
                 return ranks
             pool = pool.earlier
@@ -144,10 +144,10 @@ class CurriculumOrder(Order):
 
     def _paced_ranks(self, epoch: int, positions: Indices) -> Indices:
         places = epoch * self._epoch_size + positions
-        found = np.searchsorted(self._starts, places, side="right") - 1
+        numbers = np.searchsorted(self._starts, places, side="right") - 1
         ranks = np.empty_like(places)
-        for number in np.unique(found).tolist():
-            here = found == number
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
             stretch = self._stretches[number]
             ranks[here] = stretch.ranks(places[here] - stretch.start)
         return ranks

@@ -40,8 +40,8 @@ def mds(url: str | os.PathLike[str], **options: Unpack[SourceOptions]) -> BlockD
     fmt = CompressedMds if shards[0].compression else Mds
     dataset = BlockDataset(folder, fmt(index.url, shards), **options)
     if len(dataset.files) != len(shards):
-        found = {file.url for file in dataset.files}
-        missing = [shard.file_name for shard in shards if not any(_is_file(name, shard) for name in found)]
+        urls = {file.url for file in dataset.files}
+        missing = [shard.file_name for shard in shards if not any(_is_file(name, shard) for name in urls)]
         raise DataError(f"{index.url} lists {', '.join(missing[:5])}, which the folder does not have. Copy it again.")
     return dataset
 

@@ -51,18 +51,18 @@ def _local_files(url: str, suffixes: tuple[str, ...]) -> Iterator[SourceFile]:
     root = Path(url).expanduser()
     try:
         if root.is_dir():
-            found = sorted(_walk(root, suffixes))
-            if not found:
+            paths = sorted(_walk(root, suffixes))
+            if not paths:
                 raise DataError(f"The folder {root} has no files that end with {' or '.join(suffixes)}.")
         elif glob.has_magic(url) and not root.exists():
-            found = [Path(name) for name in sorted(glob.glob(str(root), recursive=True))]
-            found = [path for path in found if path.is_file()]
-            if not found:
+            paths = [Path(name) for name in sorted(glob.glob(str(root), recursive=True))]
+            paths = [path for path in paths if path.is_file()]
+            if not paths:
                 raise DataError(f"No file fits the pattern {url}.")
         else:
-            found = [root]
+            paths = [root]
         # Absolute, because an index is found again by the names of its files.
-        return iter([LocalFile(path.absolute(), path.stat()) for path in found])
+        return iter([LocalFile(path.absolute(), path.stat()) for path in paths])
     except OSError as error:
         raise DataError(f"{error.filename or url} cannot be read: {error.strerror or error}.") from error
 

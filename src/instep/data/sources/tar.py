@@ -90,13 +90,13 @@ class Tar(SourceFormat):
     def read_block(self, file: SourceFile, block: Block) -> SampleRows:
         """Return the samples of a block, which are decoded when they are asked for."""
         start, data = block.start, memoryview(file.read(block.start, block.num_bytes))
-        found = members(
+        in_block = members(
             lambda place, size: bytes(data[place - start : place - start + size]),
             start,
             start + len(data),
             is_whole=False,
         )
-        samples = list(_samples(found))
+        samples = list(_samples(in_block))
         if len(samples) != block.num_rows:
             raise ValueError(f"it holds {len(samples)} samples, and the index says {block.num_rows}")
         return _TarRows(start, data, samples, self._members)
@@ -144,10 +144,10 @@ class _TarRows(SampleRows):
             raise ValueError(f"the member {member.name!r} is no {extension}: {error}") from error
 
 
-def _samples(found: Iterable[Member]) -> Iterator[_Sample]:
+def _samples(members: Iterable[Member]) -> Iterator[_Sample]:
     """Group consecutive members that share a key."""
     key, grouped = "", dict[str, Member]()
-    for member in found:
+    for member in members:
         match = None if member.name.startswith("__") and _META.match(member.name) else _KEY.match(member.name)
         if match is None:
             continue

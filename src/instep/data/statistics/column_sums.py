@@ -142,11 +142,12 @@ class ColumnSums:
         self._squares.add_integers(*state["squares"])
 
 
-def check_columns(found: int, expected: int) -> None:
+def check_columns(num_columns: int, expected: int) -> None:
     """Raise DataError if data has another number of columns than before."""
-    if found != expected:
+    if num_columns != expected:
         raise DataError(
-            f"This data has {found} columns, and there were {expected} before. Every batch must have the same columns."
+            f"This data has {num_columns} columns, and there were {expected} before. Every batch must have the same "
+            "columns."
         )
 
 
@@ -196,9 +197,9 @@ def _ratio(numerator: int, denominator: int, exponent: int) -> float:
 
 def refuse_infinity(columns: Floats, first_column: int) -> None:
     """Raise DataError if there is an infinity; the first axis is the columns."""
-    found = np.flatnonzero(np.isinf(columns).reshape(len(columns), -1).any(axis=1))
-    if len(found):
+    infinite = np.flatnonzero(np.isinf(columns).reshape(len(columns), -1).any(axis=1))
+    if len(infinite):
         raise DataError(
-            f"Column {first_column + int(found[0])} of the data has an infinity. Replace it, or use NaN for what is "
+            f"Column {first_column + int(infinite[0])} of the data has an infinity. Replace it, or use NaN for what is "
             "missing."
         )

@@ -340,8 +340,8 @@ def quantiles(data: Any, q: Any, *, column: int | str | None = None) -> Floats:
     wanted = np.asarray(q, np.float64)
     if not ((wanted >= 0) & (wanted <= 1)).all():
         raise SpecError(f"q={q!r:.60}: quantiles are numbers from 0 to 1.")
-    found = _search(read_numbers(data, column).map(matrix_of), wanted.reshape(-1))
-    return found.reshape(*wanted.shape, found.shape[1])
+    values = _search(read_numbers(data, column).map(matrix_of), wanted.reshape(-1))
+    return values.reshape(*wanted.shape, values.shape[1])
 
 
 def _search(data: Reading, wanted: Any) -> Floats:

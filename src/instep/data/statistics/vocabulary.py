@@ -95,11 +95,11 @@ class Vocabulary(Estimator):
         """Return the tokens of numbers."""
         self._require_fit()
         tokens = list(self._ids)
-        found = [int(number) for number in numbers]
-        wrong = [number for number in found if not 0 <= number < len(tokens)]
+        indices = [int(number) for number in numbers]
+        wrong = [number for number in indices if not 0 <= number < len(tokens)]
         if wrong:
             raise DataError(f"{wrong[0]} is no number of this vocabulary, which has {len(tokens)} tokens.")
-        return [tokens[number] for number in found]
+        return [tokens[number] for number in indices]
 
     def _state(self) -> dict[str, Any]:
         assert self._counts is not None

@@ -184,7 +184,7 @@ class _RunReader:
         )
 
     def _all_incidents(self, table: StepTable) -> tuple[ReportIncident, ...]:
-        found = [
+        incidents = [
             dataclasses.replace(incident, step=table.step_at(incident.time_s))
             if key in self._without_step
             else incident
@@ -193,8 +193,8 @@ class _RunReader:
         if bad := table.not_finite():
             time_s, step = float(table.steps.time[bad[0]]), int(table.steps.step[bad[0]])
             text = f"the loss was not finite in {plural(len(bad), 'step')}, first in this one"
-            found.append(_of_rank(Incident(time_s=time_s, step=step, kind="numerics", text=text), 0))
-        return tuple(sorted(found, key=lambda incident: incident.time_s)[:MAX_INCIDENTS])
+            incidents.append(_of_rank(Incident(time_s=time_s, step=step, kind="numerics", text=text), 0))
+        return tuple(sorted(incidents, key=lambda incident: incident.time_s)[:MAX_INCIDENTS])
 
     def _surroundings(self) -> Surroundings:
         start = self._starts[-1] if self._starts else {}

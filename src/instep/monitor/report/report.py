@@ -55,10 +55,10 @@ class Report:
 
     def charts(self) -> list[LineChart]:
         """Return the charts of the curves; those of several runs share them."""
-        found = dict.fromkeys(name for run in self.runs for name in run.curves)
-        first = [name for name in ("loss", "metric/eval_loss") if name in found]
-        last = [name for name in ("lr", "grad_norm", "samples/s") if name in found]
-        between = sorted(name for name in found if name not in (*first, *last))
+        names = dict.fromkeys(name for run in self.runs for name in run.curves)
+        first = [name for name in ("loss", "metric/eval_loss") if name in names]
+        last = [name for name in ("lr", "grad_norm", "samples/s") if name in names]
+        between = sorted(name for name in names if name not in (*first, *last))
         if len(self.runs) == 1 and len(first) == 2:
             return [self._loss_with_evaluation(), *(self._chart(name) for name in (*between, *last))]
         return [self._chart(name) for name in (*first, *between, *last)]

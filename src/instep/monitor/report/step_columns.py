@@ -77,21 +77,21 @@ class _Reader:
 
     def take(self, block: bytes) -> None:
         """Take whole lines in."""
-        found = _LINE.findall(block)
-        if len(found) == block.count(b"\n" + _PREFIX) + block.startswith(_PREFIX):
-            self._add(found)
+        rows = _LINE.findall(block)
+        if len(rows) == block.count(b"\n" + _PREFIX) + block.startswith(_PREFIX):
+            self._add(rows)
         else:
             self._take_lines(block.split(b"\n")[:-1])
         self._num_lines += block.count(b"\n")
 
-    def _add(self, found: list[tuple[bytes, ...]]) -> None:
-        for number, row in enumerate(found):
+    def _add(self, rows: list[tuple[bytes, ...]]) -> None:
+        for number, row in enumerate(rows):
             if row[7]:
                 self._add_scalars(self._num_rows + number, row[7])
-        numbers = map(float, chain.from_iterable((*row[:6], row[6] or b"nan") for row in found))
-        values = np.fromiter(numbers, np.float64, len(_COLUMNS) * len(found))  # faster than numpy's own parser
+        numbers = map(float, chain.from_iterable((*row[:6], row[6] or b"nan") for row in rows))
+        values = np.fromiter(numbers, np.float64, len(_COLUMNS) * len(rows))  # faster than numpy's own parser
         self._blocks.append(values.reshape(-1, len(_COLUMNS)))
-        self._num_rows += len(found)
+        self._num_rows += len(rows)
 
     def _add_scalars(self, row: int, text: bytes) -> None:
         self._scalars[row] = json.loads(text)

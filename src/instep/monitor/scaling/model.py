@@ -87,7 +87,7 @@ def limit(rounds: Sequence[Mapping[int, float]], least: float = 0.8) -> Limit:
         world_size = math.floor(sizes[0] * k * (1 + 1e-9)) + 1 if k < reach else reach + 1
         return world_size if world_size <= reach else None
 
-    found = crossing(rounds)
+    limit = crossing(rounds)
     generator = random.Random(0)
     drawn = sorted(
         (crossing([generator.choice(rounds) for _ in rounds]) or reach + 1 for _ in range(_RESAMPLES)),
@@ -95,9 +95,9 @@ def limit(rounds: Sequence[Mapping[int, float]], least: float = 0.8) -> Limit:
     low, high = drawn[int(0.025 * _RESAMPLES)], drawn[int(0.975 * _RESAMPLES) - 1]
     return Limit(
         least=least,
-        world_size=found,
+        world_size=limit,
         low=low if low <= reach and len(rounds) > 1 else None,
         high=high if high <= reach and len(rounds) > 1 else None,
-        is_measured=found is not None and found <= sizes[-1],
+        is_measured=limit is not None and limit <= sizes[-1],
         reach=reach,
     )

@@ -134,7 +134,7 @@ def _windows(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Mapping[
     for records in ranks:
         for record in records:
             by_stretch.setdefault((record["step"], record["num_steps"]), []).append(record)
-    shared = {stretch for stretch, found in by_stretch.items() if len(found) == len(ranks)}
+    shared = {stretch for stretch, records in by_stretch.items() if len(records) == len(ranks)}
     rest = [[r for r in records if (r["step"], r["num_steps"]) not in shared] for records in ranks]
     return [by_stretch[stretch] for stretch in sorted(shared)] + ([[_sum(r) for r in rest]] if any(rest) else [])
 

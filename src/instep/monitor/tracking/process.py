@@ -57,7 +57,7 @@ class Reports:
 
 
 class Parent:
-    """Tells when to finish: when the parent says so, or is gone."""
+    """The process that started this one: finish when it asks for it, or is gone."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid  # not os.getppid(): the parent may have ended already

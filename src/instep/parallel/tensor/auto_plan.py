@@ -103,12 +103,12 @@ def plan_by_trial(model: nn.Module, group: TensorParallelGroup, call: Call) -> T
         with try_splits(model, group, splits), record_slices() as record:
             try:
                 answer_of(model, call, with_gradients=False)
-                found = {path: _plan_after_trial(path, model, plans[path], record, group) for path in plans}
+                layers = {path: _plan_after_trial(path, model, plans[path], record, group) for path in plans}
                 break
             except Exception as error:
                 if not _gather_refused(plans, record, error):
                     raise
-    plan = TensorPlan(source, found)
+    plan = TensorPlan(source, layers)
     plan.pairs = [set(map(kind_of, {consumer, *origins})) for consumer, origins in record.used.items()]
     plan.pairs = [pair for number, pair in enumerate(plan.pairs) if pair not in plan.pairs[:number]]
     _replicate_small(plan, model)

@@ -120,13 +120,13 @@ def sizes_to_time(least: int, most: int) -> list[int]:
 def make_finding(limits: Limits, size: LargestSize, rates: Mapping[int, Sequence[float]], data_size: int) -> Finding:
     """Return the finding for three limits. Pure."""
     chosen, bound = limits.choose(data_size)
-    found = speeds(rates)
+    by_batch = speeds(rates)
     reasons = {
         "fits": _LARGEST[size.bound],
         "fast": f"it is the smallest batch within {LOSS_ALLOWED:.0%} of the highest speed",
         "critical": "beyond that, more samples in a batch make a step better by less than they cost",
     }
-    columns = speed_columns(found)
+    columns = speed_columns(by_batch)
     return Finding(
         "batch-size",
         chosen,
@@ -134,8 +134,10 @@ def make_finding(limits: Limits, size: LargestSize, rates: Mapping[int, Sequence
         changes={"batch_size": chosen, "accumulate": 1},
         measured=_measured(limits, size, rates, data_size, bound),
         head=("batch", "rows per process", "samples/s", "95 % interval"),
-        rows=tuple((str(batch), str(batch // data_size), *columns[batch]) for batch in found),
-        plots=(Plot("samples/s by batch size", "batch size", [speed_series(found)], [(float(chosen), "suggested")]),),
+        rows=tuple((str(batch), str(batch // data_size), *columns[batch]) for batch in by_batch),
+        plots=(
+            Plot("samples/s by batch size", "batch size", [speed_series(by_batch)], [(float(chosen), "suggested")]),
+        ),
     )
 
 

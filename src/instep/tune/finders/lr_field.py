@@ -34,8 +34,8 @@ def find_lr_field(task: Task, make: Callable[[Task, Any], torch.optim.Optimizer]
     `make(task, params)` builds the optimizer. Of several fields, one that is the learning rate itself goes first.
     """
     lr = lr_of(make(task, params))
-    found = [name for name in field_names(type(task)) if _is_proportional(task, name, lr, make, params)]
-    return next((name for name in found if getattr(task, name) == lr), found[0] if found else None)
+    fields = [name for name in field_names(type(task)) if _is_proportional(task, name, lr, make, params)]
+    return next((name for name in fields if getattr(task, name) == lr), fields[0] if fields else None)
 
 
 def _is_proportional(

@@ -67,8 +67,8 @@ def measure_noise(request: FindRequest, rows: int, folder: Path) -> NoiseScale |
     # A skipped step is one gradient less.
     spec = short_spec(request.spec, steps=num_steps, on_nan="skip")
     args = (request.source, spec, str(folder), rows, request.data_size)
-    found = launch_in(folder, noise_main, args, spec, request.say)
-    return None if found is None else NoiseScale(**found)
+    scale = launch_in(folder, noise_main, args, spec, request.say)
+    return None if scale is None else NoiseScale(**scale)
 
 
 def noise_main(
@@ -128,8 +128,8 @@ class _Runs:
         methods = {"scheduler": lambda _task, optimizer, _num_steps: LambdaLR(optimizer, lambda _step: 0.0)}
         run_dir, words = self._folder / f"gradients-{batch_size}", f"gradients of {batch_size} samples"
         steps = train_probe(self._world, self._task, still, run_dir, methods, self._reporter(words))
-        found = self._world.broadcast_object([[step.epoch, step.grad_norm] for step in steps])
-        return [(epoch, norm) for epoch, norm in found]
+        norms = self._world.broadcast_object([[step.epoch, step.grad_norm] for step in steps])
+        return [(epoch, norm) for epoch, norm in norms]
 
     def _fitting(self, spec: TrainSpec, batch_size: int) -> TrainSpec:
         return dataclasses.replace(spec, batch_size=batch_size, accumulate=math.ceil(batch_size / self._most))

@@ -71,7 +71,7 @@ def short_spec(spec: TrainSpec, **changes: Any) -> TrainSpec:
 
 
 class Progress:
-    """Tells the launching process how far the ranks are. Only rank 0 does, and not more often than it is read."""
+    """How far the ranks are, for the launching process. Written by rank 0 alone, and not more often than it is read."""
 
     def __init__(self, folder: Path, is_main: bool) -> None:
         self._file = folder / _PROGRESS if is_main else None

@@ -72,8 +72,8 @@ class SettingFinder(Finder):
         self.check(request)
         with scratch_folder() as folder:
             rates = measure_in_turns(request, self.specs(request), folder)
-        choice, found = fastest_of(rates), speeds(rates)
-        series = speed_series(found)
+        choice, by_choice = fastest_of(rates), speeds(rates)
+        series = speed_series(by_choice)
         return Finding(
             self.name,
             choice.chosen,
@@ -81,8 +81,8 @@ class SettingFinder(Finder):
             changes={self.option: choice.chosen},
             measured={"candidates": speed_json(rates), "fastest": choice.fastest, "is_clear": choice.is_clear},
             head=(self.what, "samples/s", "95 % interval"),
-            rows=tuple((str(number), *columns) for number, columns in speed_columns(found).items()),
-            plots=(Plot(f"samples/s by {self.what}", self.what, [series]),) if min(found) > 0 else (),
+            rows=tuple((str(number), *columns) for number, columns in speed_columns(by_choice).items()),
+            plots=(Plot(f"samples/s by {self.what}", self.what, [series]),) if min(by_choice) > 0 else (),
         )
 
     def _sentence(self, choice: Choice, num_rounds: int) -> str:

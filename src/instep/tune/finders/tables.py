@@ -10,11 +10,11 @@ from instep.tune.finders.choice import speeds
 from instep.tune.finders.finder import Series
 
 
-def speed_columns(found: Mapping[int, Estimate]) -> dict[int, tuple[str, str]]:
+def speed_columns(speeds: Mapping[int, Estimate]) -> dict[int, tuple[str, str]]:
     """Return the mean of each candidate and its interval, as texts."""
     return {
         key: (f"{e.mean:,.0f}", "" if e.low is None or e.high is None else f"{e.low:,.0f} to {e.high:,.0f}")
-        for key, e in found.items()
+        for key, e in speeds.items()
     }
 
 
@@ -26,8 +26,8 @@ def speed_json(rates: Mapping[int, Sequence[float]]) -> list[dict[str, Any]]:
     ]
 
 
-def speed_series(found: Mapping[int, Estimate]) -> Series:
+def speed_series(speeds: Mapping[int, Estimate]) -> Series:
     """Return the curve of the means with their intervals."""
-    estimates = list(found.values())
+    estimates = list(speeds.values())
     lows, highs = [each.low for each in estimates], [each.high for each in estimates]
-    return Series("samples/s", list(found), [each.mean for each in estimates], lows, highs)
+    return Series("samples/s", list(speeds), [each.mean for each in estimates], lows, highs)

@@ -56,8 +56,8 @@ def _run_round(request: FindRequest, specs: Mapping[int, TrainSpec], folder: Pat
     for _, group in itertools.groupby(specs, key=lambda key: specs[key].processes):
         keys = list(group)
         own = [specs[key] for key in keys]
-        found = launch_in(folder, pieces_main, (request.source, own, str(folder)), own[0], request.say)
-        rates.update(zip(keys, found, strict=True))
+        measured = launch_in(folder, pieces_main, (request.source, own, str(folder)), own[0], request.say)
+        rates.update(zip(keys, measured, strict=True))
     return rates
 
 
