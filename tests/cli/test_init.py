@@ -103,8 +103,8 @@ def moved(source: str) -> Any:
 
 def body(text: str, method: str) -> str:
     (cls,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "MyTask"]
-    (found,) = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method]
-    return "\n".join(ast.unparse(statement) for statement in found.body)
+    (method_node,) = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method]
+    return "\n".join(ast.unparse(statement) for statement in method_node.body)
 
 
 def test_a_task_that_trains_as_it_is(command: Any, tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ def left_script(name: str, folder: Path) -> Path:
 
 def printed(text: str, num_ranks: int = 1) -> tuple[list[float], float]:
     """Return the loss of each step, the mean over the ranks, and the accuracy that a left side printed."""
-    found = _LINE.findall(text)
+    values = _LINE.findall(text)
     by_rank = [
-        [float(v) for r, kind, v in found if kind == "loss" and int(r or 0) == rank] for rank in range(num_ranks)
+        [float(v) for r, kind, v in values if kind == "loss" and int(r or 0) == rank] for rank in range(num_ranks)
     ]
-    (accuracy,) = [float(value) for _, kind, value in found if kind == "accuracy"]
+    (accuracy,) = [float(value) for _, kind, value in values if kind == "accuracy"]
     return [sum(losses) / num_ranks for losses in zip(*by_rank, strict=True)], accuracy
 
 

@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_the_limit_is_found_within_five_percent(world_size: int, tmp_path: Path) -> None:
     task = HungryOnGpu(num_samples=1 << 16)
     request = FindRequest(TaskSource.of_value(task), TrainSpec(processes=world_size, precision="fp32"))
-    found = find_largest(request, SizeRange(1, None, 8, world_size), tmp_path / "a")
-    assert found.bound == "memory"
-    assert found.rows > 100
-    more = int(found.rows * 1.05) + 1
+    largest = find_largest(request, SizeRange(1, None, 8, world_size), tmp_path / "a")
+    assert largest.bound == "memory"
+    assert largest.rows > 100
+    more = int(largest.rows * 1.05) + 1
     beyond = find_largest(request, SizeRange(more, more, more, world_size), tmp_path / "b")
     assert beyond.failed_rows == more

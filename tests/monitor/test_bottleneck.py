@@ -33,9 +33,15 @@ def verdict(events: Events, **options: Any) -> Bottleneck:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_run_that_computes_is_not_blamed(world_size: int) -> None:
     own = COMPUTING | {"data": 0.02} | ({"communication": 0.05} if world_size > 1 else {})
-    found = verdict(log_of(steady([own] * world_size)))
-    assert (found.bounded_by, found.rank, found.share, found.advice, found.sentence) == ("nothing", None, 0.0, (), "")
-    assert "Nothing held this run back" in found.text
+    bottleneck = verdict(log_of(steady([own] * world_size)))
+    assert (bottleneck.bounded_by, bottleneck.rank, bottleneck.share, bottleneck.advice, bottleneck.sentence) == (
+        "nothing",
+        None,
+        0.0,
+        (),
+        "",
+    )
+    assert "Nothing held this run back" in bottleneck.text
 
 
 def test_a_run_without_phases_has_no_verdict() -> None:
@@ -56,11 +62,11 @@ def test_a_run_without_phases_has_no_verdict() -> None:
     ],
 )
 def test_what_takes_time_on_all_ranks_is_the_cause(phase: str, cause: str, world_size: int) -> None:
-    found = verdict(log_of(steady([COMPUTING | {phase: 1.0}] * world_size)))
-    assert (found.bounded_by, found.rank) == (cause, None)
-    assert found.share == pytest.approx(8 / (1 + 8 * 1.96), abs=0.01)
-    assert found.ranks == dict.fromkeys(range(world_size), 8.0)
-    assert found.text.startswith(found.sentence)
+    bottleneck = verdict(log_of(steady([COMPUTING | {phase: 1.0}] * world_size)))
+    assert (bottleneck.bounded_by, bottleneck.rank) == (cause, None)
+    assert bottleneck.share == pytest.approx(8 / (1 + 8 * 1.96), abs=0.01)
+    assert bottleneck.ranks == dict.fromkeys(range(world_size), 8.0)
+    assert bottleneck.text.startswith(bottleneck.sentence)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
@@ -71,17 +77,17 @@ def test_one_rank_that_the_others_wait_for_is_named(phase: str, cause: str, slow
     waiting = COMPUTING | {"communication": 0.62}
     late = COMPUTING | {"communication": 0.02}
     late = late | {phase: late.get(phase, 0.0) + 0.6}
-    found = verdict(log_of(steady([late if rank == slow else waiting for rank in range(3)])))
-    assert (found.bounded_by, found.rank) == (cause, slow)
-    assert found.share == pytest.approx(8 * 0.6 / (1 + 8 * 1.58), abs=0.01)
-    assert f"rank {slow}" in found.sentence
-    assert found.advice[0].gain == pytest.approx(found.share, abs=0.02)
+    bottleneck = verdict(log_of(steady([late if rank == slow else waiting for rank in range(3)])))
+    assert (bottleneck.bounded_by, bottleneck.rank) == (cause, slow)
+    assert bottleneck.share == pytest.approx(8 * 0.6 / (1 + 8 * 1.58), abs=0.01)
+    assert f"rank {slow}" in bottleneck.sentence
+    assert bottleneck.advice[0].gain == pytest.approx(bottleneck.share, abs=0.02)
 
 
 def test_the_last_of_several_ranks_with_slow_data_is_not_blamed_alone() -> None:
     last, ahead = COMPUTING | {"data": 3.0}, COMPUTING | {"data": 1.0, "communication": 2.0}
-    found = verdict(log_of(steady([last, ahead])))
-    assert (found.bounded_by, found.rank) == ("input", None)
+    bottleneck = verdict(log_of(steady([last, ahead])))
+    assert (bottleneck.bounded_by, bottleneck.rank) == ("input", None)
 
 
 def test_waiting_of_all_ranks_is_communication_and_that_of_some_is_not() -> None:
@@ -95,9 +101,9 @@ def test_waiting_of_all_ranks_is_communication_and_that_of_some_is_not() -> None
 def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
     fast, slow = COMPUTING | {"communication": 0.5}, COMPUTING | {"forward": 0.8}
     turns = [[phases(16 * n, 16, slow if (n + rank) % 2 else fast) for n in range(1, 9)] for rank in range(2)]
-    found = verdict(log_of(turns))
-    assert found.bounded_by == "nothing"
-    assert found.costs["uneven"] == pytest.approx(8 * 0.5, abs=0.01)
+    bottleneck = verdict(log_of(turns))
+    assert bottleneck.bounded_by == "nothing"
+    assert bottleneck.costs["uneven"] == pytest.approx(8 * 0.5, abs=0.01)
 
 
 def test_a_rank_with_more_samples_is_slow_for_that_reason() -> None:
@@ -108,9 +114,9 @@ def test_a_rank_with_more_samples_is_slow_for_that_reason() -> None:
     events = log_of(ranks)
     for own in events.values():
         own[1]["batch_size"] = 3
-    found = verdict(events, batch_size=3)
-    assert (found.bounded_by, found.rank) == ("straggler", 0)
-    assert found.advice[0].changes == {"batch_size": 4}
+    bottleneck = verdict(events, batch_size=3)
+    assert (bottleneck.bounded_by, bottleneck.rank) == ("straggler", 0)
+    assert bottleneck.advice[0].changes == {"batch_size": 4}
 
 
 def test_a_rank_that_does_not_compute_or_has_no_core_is_told_apart() -> None:
@@ -139,10 +145,10 @@ def test_waiting_for_ranks_that_have_no_core_is_not_communication() -> None:
 
 def test_batches_that_are_too_small() -> None:
     small = {"forward": 0.2, "backward": 0.3, "optimizer": 0.3, "other": 0.2}
-    found = verdict(log_of(steady([small])))
-    assert (found.bounded_by, found.causes[0]["kind"]) == ("host", "batch")
-    assert found.advice[0].options == "--batch-size 256"
-    assert found.advice[0].gain == pytest.approx(8 * 0.5 * 0.75 / 9, abs=0.01)
+    bottleneck = verdict(log_of(steady([small])))
+    assert (bottleneck.bounded_by, bottleneck.causes[0]["kind"]) == ("host", "batch")
+    assert bottleneck.advice[0].options == "--batch-size 256"
+    assert bottleneck.advice[0].gain == pytest.approx(8 * 0.5 * 0.75 / 9, abs=0.01)
 
 
 def test_passes_that_are_far_from_what_the_device_can_do_are_overhead() -> None:
@@ -167,11 +173,13 @@ def test_a_start_is_blamed_for_what_is_unusual() -> None:
 
 def test_the_advice_for_checkpoints_follows_their_cost() -> None:
     (records,) = steady([COMPUTING | {"checkpoint": 0.5}])
-    found = verdict(log_of([[*records, *(save(16 * n, 0.5) for n in range(1, 9))]]), save_every="16")
-    assert found.bounded_by == "checkpoint"
-    assert found.advice[0].options == "--save-every 1m"
-    assert found.advice[0].gain == pytest.approx(7 * 0.5 / (1 + 8 * 1.46), abs=0.01)  # the last one is always written
-    assert "8 checkpoints" in found.text
+    bottleneck = verdict(log_of([[*records, *(save(16 * n, 0.5) for n in range(1, 9))]]), save_every="16")
+    assert bottleneck.bounded_by == "checkpoint"
+    assert bottleneck.advice[0].options == "--save-every 1m"
+    assert bottleneck.advice[0].gain == pytest.approx(
+        7 * 0.5 / (1 + 8 * 1.46), abs=0.01
+    )  # the last one is always written
+    assert "8 checkpoints" in bottleneck.text
 
 
 @pytest.mark.parametrize(
@@ -180,10 +188,12 @@ def test_the_advice_for_checkpoints_follows_their_cost() -> None:
 )
 def test_the_advice_for_evaluations_is_a_longer_interval(eval_every: str, evals: int, options: str) -> None:
     (records,) = steady([COMPUTING | {"evaluation": 0.7}])
-    found = verdict(log_of([[*records, *(evaluation(n, 0.1) for n in range(1, evals + 1))]]), eval_every=eval_every)
-    assert (found.bounded_by, found.advice[0].options) == ("evaluation", options)
-    assert found.advice[0].gain is not None
-    assert 0 < found.advice[0].gain < found.share
+    bottleneck = verdict(
+        log_of([[*records, *(evaluation(n, 0.1) for n in range(1, evals + 1))]]), eval_every=eval_every
+    )
+    assert (bottleneck.bounded_by, bottleneck.advice[0].options) == ("evaluation", options)
+    assert bottleneck.advice[0].gain is not None
+    assert 0 < bottleneck.advice[0].gain < bottleneck.share
 
 
 def test_the_advice_for_input_depends_on_who_reads_and_whether_that_computes() -> None:
@@ -202,12 +212,18 @@ def test_the_advice_for_input_depends_on_who_reads_and_whether_that_computes() -
 @pytest.mark.parametrize(("cores", "gain"), [(1, None), (2, 0.49), (8, 0.66)])
 def test_readers_that_compute_need_cores(cores: int, gain: float | None) -> None:
     (records,) = steady([COMPUTING | {"data": 2.0}], cpu_s=2.96)  # it reads and computes by itself, all the time
-    found = verdict(log_of([[node(cores), *records]]), data_workers=0)
-    assert found.bounded_by == "input"
+    bottleneck = verdict(log_of([[node(cores), *records]]), data_workers=0)
+    assert bottleneck.bounded_by == "input"
     if gain is None:
-        assert (found.advice[0].options, found.advice[0].gain) == ("", pytest.approx(found.share, abs=0.01))
+        assert (bottleneck.advice[0].options, bottleneck.advice[0].gain) == (
+            "",
+            pytest.approx(bottleneck.share, abs=0.01),
+        )
     else:
-        assert (found.advice[0].options, found.advice[0].gain) == ("--data-workers 3", pytest.approx(gain, abs=0.02))
+        assert (bottleneck.advice[0].options, bottleneck.advice[0].gain) == (
+            "--data-workers 3",
+            pytest.approx(gain, abs=0.02),
+        )
 
 
 def test_threads_that_leave_cores_unused_are_the_only_reason_to_blame_computing() -> None:
@@ -215,9 +231,9 @@ def test_threads_that_leave_cores_unused_are_the_only_reason_to_blame_computing(
     assert verdict(log_of([[node(4), *records]])).bounded_by == "nothing"
     assert verdict(log_of([[node(1), *records]]), threads=1).bounded_by == "nothing"
     assert verdict(log_of([[node(4), *records]]), threads=1, exact=True).bounded_by == "nothing"
-    found = verdict(log_of([[node(4), *records]]), threads=1)
-    assert (found.bounded_by, found.advice[0].options) == ("compute", "--threads 4")
-    assert found.advice[0].gain == pytest.approx(0.75 * 8 * 0.9 / (1 + 8 * 0.96), abs=0.01)
+    bottleneck = verdict(log_of([[node(4), *records]]), threads=1)
+    assert (bottleneck.bounded_by, bottleneck.advice[0].options) == ("compute", "--threads 4")
+    assert bottleneck.advice[0].gain == pytest.approx(0.75 * 8 * 0.9 / (1 + 8 * 0.96), abs=0.01)
     recomputed = verdict(log_of([records]), recompute=True)
     assert (recomputed.bounded_by, recomputed.advice[0].options) == ("compute", "--no-recompute")
 
@@ -268,21 +284,21 @@ def test_the_time_of_a_run_is_divided_and_nothing_of_it_is_lost(times: list[list
     total_s = sum(frontier.phases.values()) + frontier.slow_s + frontier.uneven_s
     assert total_s == pytest.approx(frontier.wall_s)
     assert min([*frontier.phases.values(), frontier.slow_s, frontier.uneven_s]) >= -1e-9
-    found = verdict(events)
-    assert {cause["bounded_by"] for cause in found.causes} | {found.bounded_by} <= VERDICTS
-    assert found.to_json().keys() >= {"bounded_by", "rank", "share", "advice", "text"}
-    assert 0 <= found.share <= 1.0001
-    assert all(advice.gain is None or 0 <= advice.gain <= 1 for advice in found.advice)
-    for advice in found.advice:
+    bottleneck = verdict(events)
+    assert {cause["bounded_by"] for cause in bottleneck.causes} | {bottleneck.bounded_by} <= VERDICTS
+    assert bottleneck.to_json().keys() >= {"bounded_by", "rank", "share", "advice", "text"}
+    assert 0 <= bottleneck.share <= 1.0001
+    assert all(advice.gain is None or 0 <= advice.gain <= 1 for advice in bottleneck.advice)
+    for advice in bottleneck.advice:
         assert bool(advice.options) == bool(advice.changes)
         TrainSpec(**advice.changes)  # what is advised exists, and can be set
 
 
 def test_options_that_are_not_known_are_not_needed() -> None:
     events = log_of(steady([COMPUTING | {"data": 2.0, "checkpoint": 1.0, "evaluation": 1.0, "communication": 1.0}] * 2))
-    found = find_bottleneck(events)
-    assert found is not None
-    assert found.bounded_by == "input"
+    bottleneck = find_bottleneck(events)
+    assert bottleneck is not None
+    assert bottleneck.bounded_by == "input"
 
 
 def test_a_log_without_plan_or_start_still_has_a_verdict() -> None:
@@ -298,9 +314,9 @@ def test_clocks_of_nodes_may_differ(ahead_s: float) -> None:
         events[rank] += own
     for event in events[1]:
         event["time"] += ahead_s
-    found = verdict(events)
-    assert (found.bounded_by, found.rank) == ("input", 1)
-    assert found.wall_s == pytest.approx(2 * (1 + 8 * 1.96))
+    bottleneck = verdict(events)
+    assert (bottleneck.bounded_by, bottleneck.rank) == ("input", 1)
+    assert bottleneck.wall_s == pytest.approx(2 * (1 + 8 * 1.96))
     assert all(len(window) == 2 for window in windows_of(events))
 
 
@@ -312,14 +328,16 @@ def test_the_verdict_on_a_script_names_no_task_and_no_options_of_train(phase: st
     for rank, own in events.items():
         start, _plan, *rest = own
         events[rank] = [start | {"launcher": "run", "backend": ""}, *rest]
-    found = find_bottleneck(events)
-    assert found is not None
-    assert found.advice
-    assert not any(advice.options or advice.changes for advice in found.advice)
+    bottleneck = find_bottleneck(events)
+    assert bottleneck is not None
+    assert bottleneck.advice
+    assert not any(advice.options or advice.changes for advice in bottleneck.advice)
     for words in ("--", "Task", "0 samples", "0 checkpoints", "0 times", "(, ", "`"):
-        assert words not in found.text.replace("`.item()`", "")
+        assert words not in bottleneck.text.replace("`.item()`", "")
 
 
 def test_long_steps_are_in_seconds() -> None:
-    found = verdict(log_of([[phases(1, 1, COMPUTING | {"hooks": 3.21}), phases(2, 1, COMPUTING | {"hooks": 3.21})]]))
-    assert "took 3.21 s per step" in found.text
+    bottleneck = verdict(
+        log_of([[phases(1, 1, COMPUTING | {"hooks": 3.21}), phases(2, 1, COMPUTING | {"hooks": 3.21})]])
+    )
+    assert "took 3.21 s per step" in bottleneck.text

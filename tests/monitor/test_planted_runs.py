@@ -28,7 +28,7 @@ def test_a_planted_bottleneck_is_named_first(tmp_path: Path, words: str, cause: 
     done = commands.run("instep", "train", str(TASK), *words.split(), *more)
     assert done.returncode == 0, done.stderr
     verdict = explain_run(open_log(tmp_path / "run"))
-    first = next(found for found in verdict.causes if found["kind"] != "delayed")
+    first = next(cause for cause in verdict.causes if cause["kind"] != "delayed")
     assert (first["bounded_by"], first["rank"]) == (cause, rank), verdict
 
 

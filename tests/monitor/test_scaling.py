@@ -56,9 +56,9 @@ def test_what_is_lost_adds_up_to_the_loss(rounds: list[dict[int, Piece]], is_wea
 @given(st.floats(0, 0.5), st.floats(0, 0.05), st.lists(st.integers(2, 64), min_size=2, max_size=5, unique=True))
 def test_the_model_is_recovered(sigma: float, kappa: float, sizes: list[int]) -> None:
     model = EfficiencyModel(sigma, kappa)
-    found = fit({float(k): model.efficiency(k) for k in sizes})
+    recovered = fit({float(k): model.efficiency(k) for k in sizes})
     for k in sizes:
-        assert found.efficiency(k) == pytest.approx(model.efficiency(k), rel=1e-3)
+        assert recovered.efficiency(k) == pytest.approx(model.efficiency(k), rel=1e-3)
 
 
 @settings(deadline=None)
@@ -83,8 +83,8 @@ def test_the_model_is_never_negative(efficiencies: dict[int, float]) -> None:
 def test_two_world_sizes_determine_one_number() -> None:
     model = fit({1.0: 1.0, 2.0: 0.9})
     assert (model.sigma, model.kappa) == (pytest.approx(1 / 0.9 - 1), 0.0)
-    found = limit([{1: 1.0, 2: 0.9}])
-    assert (found.world_size, found.is_measured, found.low) == (4, False, None)  # 1 + 0.25 / 0.111 = 3.25
+    bound = limit([{1: 1.0, 2: 0.9}])
+    assert (bound.world_size, bound.is_measured, bound.low) == (4, False, None)  # 1 + 0.25 / 0.111 = 3.25
 
 
 def test_a_limit_within_the_measurements_is_measured_and_one_far_beyond_is_not_said() -> None:
@@ -100,8 +100,8 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
     generator = random.Random(1)
     covered = 0
     for _ in range(2000):
-        found = estimate([generator.gauss(10, 1) for _ in range(4)])
-        covered += found.low <= 10 <= found.high  # type: ignore[operator]
+        interval = estimate([generator.gauss(10, 1) for _ in range(4)])
+        covered += interval.low <= 10 <= interval.high  # type: ignore[operator]
     assert 0.93 <= covered / 2000 <= 0.97
     assert estimate([1.0]).low is None
 

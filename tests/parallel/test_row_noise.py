@@ -299,8 +299,8 @@ def test_training_is_that_of_one_process(tmp_path: Path) -> None:
     alone = load_weights(tmp_path / "plain-1")
     for name in tasks:
         for size in (1, 2, 3):
-            found = load_weights(tmp_path / f"{name}-{size}")
-            torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
+            weights = load_weights(tmp_path / f"{name}-{size}")
+            torch.testing.assert_close(weights, alone, rtol=1e-9, atol=1e-11)
     notices = [event.get("text", "") for event in read_events(tmp_path / "plain-2")]
     assert [text for text in notices if "random numbers" in text and "(rand)" not in text] == []
 

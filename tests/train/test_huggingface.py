@@ -38,12 +38,12 @@ def exported(result: instep.Result, folder: Path, format: str = "hf", **more: An
 
 
 def tensors_in(folder: Path) -> dict[str, str]:
-    found = {}
+    files = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-            found |= dict.fromkeys(file.keys(), path.name)
-    return found
+            files |= dict.fromkeys(file.keys(), path.name)
+    return files
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 50_000])

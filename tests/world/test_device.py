@@ -126,8 +126,8 @@ def test_why_a_kind_of_device_is_not_there(monkeypatch, tmp_path):
     assert xpu.why_unavailable() == "this machine has no Intel GPU"
     (tmp_path / "xe" / "0000:01:00.0").mkdir(parents=True)
     assert xpu.why_unavailable() == "torch sees no device"
-    found = judge_accelerators({"cuda": "", "xpu": "torch sees no device"})
-    assert found.text == "cuda: found; xpu: not found (torch sees no device)"
+    judgement = judge_accelerators({"cuda": "", "xpu": "torch sees no device"})
+    assert judgement.text == "cuda: found; xpu: not found (torch sees no device)"
 
 
 def test_a_lost_peer_is_not_seen_in_every_text():

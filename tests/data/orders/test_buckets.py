@@ -22,12 +22,12 @@ def plan_of(order: Order, **options: int) -> BatchPlan:
 
 
 def batches(order: Order, plan: BatchPlan, epoch: int = 0) -> list[np.ndarray]:
-    found = []
+    cut = []
     for step in range(epoch * plan.num_batches, (epoch + 1) * plan.num_batches):
         batch = plan.batch(step)
         assert batch.epoch == epoch
-        found.append(order.indices(epoch, np.arange(batch.first_position, batch.first_position + batch.size)))
-    return found
+        cut.append(order.indices(epoch, np.arange(batch.first_position, batch.first_position + batch.size)))
+    return cut
 
 
 def padding(lengths: np.ndarray, cut: list[np.ndarray]) -> float:

@@ -48,8 +48,8 @@ def curricula(draw: st.DrawFn) -> tuple[int, BatchSpec, Pacing]:
 
 def steps_of(order: CurriculumOrder, batches: BatchSpec, num_epochs: int) -> list[np.ndarray]:
     plan = order.plan(batches)
-    found = (plan.batch(step) for step in range(num_epochs * plan.num_batches))
-    return [order.indices(b.epoch, np.arange(b.first_position, b.first_position + b.size)) for b in found]
+    steps = (plan.batch(step) for step in range(num_epochs * plan.num_batches))
+    return [order.indices(b.epoch, np.arange(b.first_position, b.first_position + b.size)) for b in steps]
 
 
 @settings(deadline=None)

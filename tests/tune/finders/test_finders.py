@@ -67,8 +67,8 @@ def test_a_range_test_is_the_same_bits_on_two_processes(tmp_path: Path) -> None:
 
 
 def fits(task: instep.Task, world_size: int, folder: Path, where: SizeRange) -> tuple[int, int | None]:
-    found = find_largest(request(task, processes=world_size), where, folder)
-    return found.rows, found.failed_rows
+    largest = find_largest(request(task, processes=world_size), where, folder)
+    return largest.rows, largest.failed_rows
 
 
 def test_memory_that_runs_out_on_one_rank(tmp_path: Path) -> None:
@@ -127,12 +127,12 @@ def test_batch_sizes_of_one_and_two_processes() -> None:
 def test_settings(name: str, over: str, flag: str, tmp_path: Path) -> None:
     words = ("--find", name, "--over", over, "--rounds", "2", "--json", "-o", str(tmp_path / "s.html"))
     done = commands.run("instep", "tune", f"{FILE}:Plain", *words, env=ENV, timeout_s=100)
-    found = commands.result_of(done)
-    assert [each["value"] for each in found["candidates"]] == [int(word) for word in over.split(",")]
-    assert all(each["mean"] > 0 and len(each["rounds"]) == 2 for each in found["candidates"])
-    assert found["suggestion"] in (0, 1, 2)
-    is_default = flag == "--nproc-per-node" and found["suggestion"] == 1
-    assert is_default or f"{flag} {found['suggestion']}" in found["command"]
+    result = commands.result_of(done)
+    assert [each["value"] for each in result["candidates"]] == [int(word) for word in over.split(",")]
+    assert all(each["mean"] > 0 and len(each["rounds"]) == 2 for each in result["candidates"])
+    assert result["suggestion"] in (0, 1, 2)
+    is_default = flag == "--nproc-per-node" and result["suggestion"] == 1
+    assert is_default or f"{flag} {result['suggestion']}" in result["command"]
     assert "samples/s" in (tmp_path / "s.html").read_text()
 
 

@@ -25,9 +25,9 @@ def measure(seed: int, num_blocks: int = 32, mean: numpy.ndarray = MEAN) -> Nois
 
 
 def test_the_estimates_have_no_bias() -> None:
-    found = [measure(seed) for seed in range(200)]
-    assert numpy.mean([each.signal for each in found]) == pytest.approx((MEAN**2).sum(), rel=0.03)
-    assert numpy.mean([each.noise for each in found]) == pytest.approx((DEVIATION**2).sum(), rel=0.01)
+    estimates = [measure(seed) for seed in range(200)]
+    assert numpy.mean([each.signal for each in estimates]) == pytest.approx((MEAN**2).sum(), rel=0.03)
+    assert numpy.mean([each.noise for each in estimates]) == pytest.approx((DEVIATION**2).sum(), rel=0.01)
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -43,9 +43,9 @@ def test_more_blocks_make_it_narrower() -> None:
 
 
 def test_a_gradient_that_is_all_noise_has_no_upper_limit() -> None:
-    found = [measure(seed, mean=numpy.zeros(DIM)) for seed in range(20)]
-    assert all(math.isinf(each.high) for each in found)
-    assert any(math.isinf(each.critical) for each in found)
+    estimates = [measure(seed, mean=numpy.zeros(DIM)) for seed in range(20)]
+    assert all(math.isinf(each.high) for each in estimates)
+    assert any(math.isinf(each.critical) for each in estimates)
 
 
 def test_blocks_begin_anew_in_each_epoch() -> None:

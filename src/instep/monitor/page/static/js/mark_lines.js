@@ -58,12 +58,12 @@ function drawMarks(plot, { runs, axis }) {
 export function markAt(plot, runs, axis) {
   const { left } = plot.cursor;
   if (left === undefined || left < 0) return [];
-  const found = [];
+  const near = [];
   for (const run of runs) {
     for (const mark of run.marks) {
       const distance = Math.abs(plot.valToPos(markX(mark, axis), "x") - left);
-      if (distance <= NEAR_PX) found.push({ ...mark, distance });
+      if (distance <= NEAR_PX) near.push({ ...mark, distance });
     }
   }
-  return found.sort((one, other) => TICKS.has(one.kind) - TICKS.has(other.kind) || one.distance - other.distance);
+  return near.sort((one, other) => TICKS.has(one.kind) - TICKS.has(other.kind) || one.distance - other.distance);
 }
