@@ -177,12 +177,12 @@ class TestWhatGrows:
             assert first["tables"]["train"]["level"] == 2
             log.steps(3001, 3001, loss=0.125)
             log.write(NoticeRecord(text="something happened"))
-            news = messages.until(lambda message: message.get("marks"))
-            assert not news["reset"]
-            assert points(news, "train", "loss")[3001] == 0.125
-            assert len(points(news, "train", "loss")) <= 3
-            assert [mark["text"] for mark in news["marks"]] == ["something happened"]
-            assert len(json.dumps(news)) < 3000
+            update = messages.until(lambda message: message.get("marks"))
+            assert not update["reset"]
+            assert points(update, "train", "loss")[3001] == 0.125
+            assert len(points(update, "train", "loss")) <= 3
+            assert [mark["text"] for mark in update["marks"]] == ["something happened"]
+            assert len(json.dumps(update)) < 3000
 
     def test_a_lost_connection_is_taken_up_where_it_ended(self, tmp_path: Path) -> None:
         log = Writer(tmp_path / "run", world_size=1)
@@ -194,9 +194,9 @@ class TestWhatGrows:
                 cursors = messages.cursors
             log.steps(101, 110)
             with site.stream("run", last_event_id=cursors) as messages:
-                news = messages.until(lambda message: "reset" in message)
-                assert not news["reset"]
-                assert sorted(points(news, "train", "loss")) == list(range(101, 111))
+                update = messages.until(lambda message: "reset" in message)
+                assert not update["reset"]
+                assert sorted(points(update, "train", "loss")) == list(range(101, 111))
             for nonsense in ("no json", "[]", '{"run": 3}', '{"run": {"view": "x", "tables": {"train": [-1, "a"]}}}'):
                 with site.stream("run", last_event_id=nonsense) as messages:
                     messages.whole()
@@ -209,10 +209,10 @@ class TestWhatGrows:
             messages.whole()
             log.start(attempt=1, first_step=40)
             log.steps(41, 45, loss=9.0)
-            news = messages.until(lambda message: 45 in points(message, "train", "loss"))
-            assert news["tables"]["train"]["from"] == 40
-            assert points(news, "train", "loss") == dict.fromkeys(range(41, 46), 9.0)
-            assert {"lost", "restart"} <= {mark["kind"] for mark in news["marks"]}
+            update = messages.until(lambda message: 45 in points(message, "train", "loss"))
+            assert update["tables"]["train"]["from"] == 40
+            assert points(update, "train", "loss") == dict.fromkeys(range(41, 46), 9.0)
+            assert {"lost", "restart"} <= {mark["kind"] for mark in update["marks"]}
 
     def test_a_run_that_begins_anew_is_another_one(self, tmp_path: Path) -> None:
         run_dir = tmp_path / "run"
@@ -225,8 +225,8 @@ class TestWhatGrows:
             log = Writer(run_dir, world_size=1)
             log.start()
             log.steps(1, 2, loss=4.0)
-            news = messages.until(lambda message: message.get("reset"))
-            assert points(news, "train", "loss") == {1: 4.0, 2: 4.0}
+            update = messages.until(lambda message: message.get("reset"))
+            assert points(update, "train", "loss") == {1: 4.0, 2: 4.0}
 
     def test_a_client_that_goes_away_leaves_nothing_behind(self, tmp_path: Path) -> None:
         log = Writer(tmp_path / "run", world_size=1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from instep.checkpoint.rundir import RunDirectory
 from instep.core.spec import TrainSpec
@@ -72,3 +74,29 @@ def test_what_a_hook_raises_names_it(hook: str, tmp_path: Path) -> None:
     assert f"Raised by Told.on_{hook}(), which instep calls on rank 0." in "".join(
         traceback.format_exception(raised.value)
     )
+
+
+class Tracing(torch.optim.SGD):
+    """Keeps the frames of instep above each step."""
+
+    seen: ClassVar[set[tuple[str, ...]]] = set()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        frames = traceback.extract_stack()
+        self.seen.add(tuple(f.name for f in frames if "/src/instep/" in f.filename))
+        super().step(closure)
+
+
+@dataclass(kw_only=True)
+class Traced(Small):
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return Tracing(params, lr=0.1)
+
+
+def test_the_documented_frames_lead_to_the_optimizer(tmp_path: Path) -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "architecture.md").read_text().split())
+    documented = re.search(r"four frames of ours: `([^`]+) → optimizer.step`", text)[1].split(" → ")
+    assert len(documented) == 4
+    spec = TrainSpec(batch_size=8, steps=3, save_every="never")
+    worker_main(World.join(Place()), Traced(), spec, RunDirectory(tmp_path))
+    assert {frames[-4:] for frames in Tracing.seen} == {tuple(name.rpartition(".")[2] for name in documented)}

@@ -14,13 +14,13 @@ from tasks import Small
 
 def test_a_peak_is_told_when_it_has_grown() -> None:
     memory = PeakMemory(torch.device("cpu"))
-    first = memory.news(1)
+    first = memory.new_peak(1)
     assert first is not None
     assert first.host_bytes > 2**26
     assert first.device_bytes is None
-    assert memory.news(2) is None
+    assert memory.new_peak(2) is None
     held = torch.ones(first.host_bytes // 10)  # touched, so that it is resident
-    second = memory.news(3)
+    second = memory.new_peak(3)
     assert second is not None
     assert second.host_bytes > 1.1 * first.host_bytes
     assert held.sum() > 0

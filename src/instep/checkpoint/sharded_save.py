@@ -19,6 +19,7 @@ from instep.checkpoint.shards import local_shard
 from instep.checkpoint.snapshot import FlatState, Snapshot
 from instep.checkpoint.state_tree import merge_skeletons
 from instep.checkpoint.write_reports import WriteReport, WriteTimeout, wait_for_reports
+from instep.core.mesh import AXES
 from instep.world.grid import Grid
 
 
@@ -101,7 +102,7 @@ class SavePlanner:
         self._skeleton_ranks = tuple(
             rank
             for rank in range(grid.mesh.size)
-            if not any(grid.mesh.coordinate(rank, axis) for axis in ("dp", "fsdp", "tp"))
+            if not any(grid.mesh.coordinate(rank, axis) for axis in AXES if axis != "pp")
         )
         self.timeout = WriteTimeout()
         self._run = str(self._world.broadcast_object(secrets.token_hex(4)))

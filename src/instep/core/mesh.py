@@ -19,6 +19,8 @@ from instep.core.errors import SpecError
 
 Axis = Literal["pp", "dp", "fsdp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+DATA_AXES: tuple[Axis, ...] = ("dp", "fsdp")
+"""Those along which ranks get different rows of a batch."""
 STRATEGIES: dict[str, Axis | None] = {
     "auto": "dp",
     "single": None,
@@ -75,7 +77,7 @@ class Mesh(NamedTuple):
         return cls(**{axis or "dp": world_size})
 
     def __str__(self) -> str:
-        named = [f"{axis}({self.along(axis)})" for axis in ("dp", "fsdp", "tp", "pp") if self.along(axis) > 1]
+        named = [f"{axis}({self.along(axis)})" for axis in (*AXES[1:], AXES[0]) if self.along(axis) > 1]
         return " × ".join(named) or "dp(1)"
 
     def along(self, axis: Axis) -> int:
@@ -95,7 +97,7 @@ class Mesh(NamedTuple):
     @property
     def data_size(self) -> int:
         """The number of shares that a batch is split into."""
-        return self.dp * self.fsdp
+        return math.prod(self.along(axis) for axis in DATA_AXES)
 
     @property
     def has_whole_models(self) -> bool:

@@ -26,12 +26,12 @@ class BlocksAhead:
 
     def __init__(self, order: Order, dataset: Any) -> None:
         self._order, self._dataset = order, _in_blocks(dataset)
-        self._told = (0, 0)
+        self._announced = (0, 0)
         """The epoch, and the position in it up to which everything was announced."""
 
     def begin(self) -> None:
         """Begin anew: reading may have moved anywhere."""
-        self._told = (0, 0)
+        self._announced = (0, 0)
 
     def announce(self, start: Batch, num_batches: int, is_last: bool) -> None:
         """Announce what some consecutive batches read, and the window behind them unless they are the last ones."""
@@ -39,23 +39,23 @@ class BlocksAhead:
         last = first + size * num_batches - 1
         if self._dataset is None or (window := self._order.window(epoch, last)) is None:
             return
-        if self._told < (epoch, first):
-            self._told = (epoch, first)
-        self._tell(epoch, last)
+        if self._announced < (epoch, first):
+            self._announced = (epoch, first)
+        self._announce_until(epoch, last)
         if not is_last:
             ends_epoch = window.end >= self._order.num_samples
-            self._tell(epoch + ends_epoch, 0 if ends_epoch else window.end)
+            self._announce_until(epoch + ends_epoch, 0 if ends_epoch else window.end)
 
-    def _tell(self, epoch: int, last: int) -> None:
+    def _announce_until(self, epoch: int, last: int) -> None:
         """Announce the windows up to the one of this position."""
-        if self._told[0] < epoch:
-            self._told = (epoch, 0)
-        while self._told <= (epoch, last):
-            window = self._order.window(*self._told)
+        if self._announced[0] < epoch:
+            self._announced = (epoch, 0)
+        while self._announced <= (epoch, last):
+            window = self._order.window(*self._announced)
             assert window is not None
             assert self._dataset is not None
             self._dataset.prefetch(window.blocks)
-            self._told = (epoch, window.end)
+            self._announced = (epoch, window.end)
 
 
 def announced(dataset: Any, spans: Sequence[range]) -> Iterator[range]:
@@ -65,16 +65,16 @@ def announced(dataset: Any, spans: Sequence[range]) -> Iterator[range]:
         return
     assert in_blocks.block_sizes is not None
     ends = np.cumsum(in_blocks.block_sizes)
-    last_told, num_told, told_by = -1, 0, list[int]()
+    last_announced, num_announced, told_by = -1, 0, list[int]()
     for number, span in enumerate(spans):
-        while len(told_by) <= number or (len(told_by) < len(spans) and num_told - told_by[number] < _CHUNK_BLOCKS):
+        while len(told_by) <= number or (len(told_by) < len(spans) and num_announced - told_by[number] < _CHUNK_BLOCKS):
             coming = spans[len(told_by)]
             first, last = np.searchsorted(ends, [coming.start, coming.stop - 1], side="right").tolist()
             # One at a time: they are no window, which must fit into memory as a whole.
-            for block in range(max(first, last_told + 1), last + 1):
+            for block in range(max(first, last_announced + 1), last + 1):
                 in_blocks.prefetch(np.array([block]))
-                last_told, num_told = block, num_told + 1
-            told_by.append(num_told)
+                last_announced, num_announced = block, num_announced + 1
+            told_by.append(num_announced)
         yield span
 
 

@@ -96,7 +96,7 @@ class StreamReader(Reader):
             self._epoch = self._open(self._next_epoch)
         epoch, first = self._epoch, self._epoch.position
         epoch.note_state()
-        self._tell(epoch)
+        self._note_useless_state(epoch)
         elements = epoch.take(self._plan.batch_size)
         self._check_size(epoch, len(elements))
         ends = not epoch.has(self._plan.batch_size if self._plan.drop_last else 1)
@@ -148,7 +148,7 @@ class StreamReader(Reader):
         except Exception as error:  # noqa: BLE001 - whatever the stream raises, reading from the beginning remains
             return f"{type(error).__name__}: {error}"
 
-    def _tell(self, epoch: StreamEpoch) -> None:
+    def _note_useless_state(self, epoch: StreamEpoch) -> None:
         """Add a notice, once, if the stream's state is of no use."""
         if epoch.state_problem and not any("state_dict" in text for text in self.notices):
             self.notices.append(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from instep.train.run import Run
 
 RUN_PARTS = ("rng", "data", "curriculum", "progress", "platform", "spec")
-"""The parts of the run itself; they follow the models' parts in a checkpoint."""
+"""These follow all other parts in a checkpoint."""
 
 
 class CheckpointPart(NamedTuple):

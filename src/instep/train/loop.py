@@ -1,7 +1,7 @@
 """Train a Task: the loop that a person would write, with `instep.start`'s run."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 from instep.core.durations import Cadence
 from instep.events.schema import Record, StepRecord
 from instep.parallel.noise import NoiseWatch
+from instep.parallel.strategy import LossOf
 from instep.train.compile import is_compiled
 from instep.train.data_check import DataCheck
 from instep.train.flops import log_flops
@@ -81,58 +82,77 @@ class Loop:
 
     def run(self) -> None:
         """Make all steps that are still to be made, then evaluate and save."""
-        try:
-            self._train()
-        finally:
-            if self._run.status == "preempted":
-                self._report_saves()
+        run, model = self._run, self._model
+        with self._saves_reported_if_preempted():
+            self._check_before_training()
+            loss_of = run.compile_loss(self._task.loss)
+            # Under a watch nothing would be compiled, now or later.
+            is_watched = not run.compiled and not run.engine.must_look and not is_compiled(model)
+            goal, noise = run.goal, None
+            is_first, step = True, None
+            for step in () if run.stopped else run.steps(self._train_data, collate=self._task.collate):
+                if is_first:
+                    check_schedule(run.engine.trained[0].schedule, goal, self._evaluates)
+                    noise = self._compute_first(step, loss_of, is_watched)
+                else:
+                    step.compute(model, loss_of)
+                record = step.finish()
+                for text in noise.notices() if is_first and noise is not None else ():
+                    run.notice(text)
+                is_first = False
+                if reason := self._follow(step, record):
+                    run.stop_early(reason)
+                    break
+            self._end(step)
 
-    def _train(self) -> None:
-        run, task, model = self._run, self._task, self._model
-        witness = run.engine.witness  # it reports itself what this would refuse
-        if witness is None and not run.stopped:
-            self._data_check.compare(run, self._train_data, task.collate)
-        if run.step == 0 and run.engine.strategy.calls_model and not run.stopped and witness is None:
-            try_loss(run, task, model, self._train_data)
-            try_difficulty(run, task, model, self._train_data)
+    def _check_before_training(self) -> None:
+        """Compare the ranks' data and try the Task's functions, unless a witness does so itself."""
+        run, task = self._run, self._task
+        if run.engine.witness is not None:
+            if run.step == 0:
+                self._evaluate()
+            return
+        if run.stopped:
+            return
+        self._data_check.compare(run, self._train_data, task.collate)
+        if run.step == 0 and run.engine.strategy.calls_model:
+            try_loss(run, task, self._model, self._train_data)
+            try_difficulty(run, task, self._model, self._train_data)
             if self._eval_data is not None:
                 prepare_metrics(vars(task).values(), run.world.device)
                 try_metrics(run, partial(metrics_of, copy_of(task)), self._eval_data, task.collate)
-        if witness is not None and run.step == 0:
-            self._evaluate()
-        loss_of = run.compile_loss(task.loss)
-        # Under a watch nothing would be compiled, now or later. In exact mode all noise is the shard's.
-        is_watched = not run.compiled and not run.engine.must_look and not is_compiled(model)
-        watch = NoiseWatch() if is_watched and not run.spec.exact else None
-        state = run.engine.forward_state
-        goal = run.goal
-        is_first, step = True, None
-        for step in () if run.stopped else run.steps(self._train_data, collate=task.collate):
-            if is_first:
-                check_schedule(run.engine.trained[0].schedule, goal, self._evaluates)
-                with contextlib.ExitStack() as watches:
-                    if watch is not None:
-                        watches.enter_context(watch)
-                    if is_watched and state is not None and not state.is_checked:
-                        watches.enter_context(state.watch)
-                    step.compute(model, loss_of)
-            else:
-                step.compute(model, loss_of)
-            record = step.finish()
-            for text in watch.notices() if is_first and watch is not None else ():
-                run.notice(text)
-            is_first = False
-            if reason := self._follow(step, record):
-                run.stop_early(reason)
-                break
-        if step is not None and witness is None:
-            log_flops(run, step)
+
+    def _compute_first(self, step: Step, loss_of: LossOf, is_watched: bool) -> NoiseWatch | None:
+        """Compute the first step under the watches for noise and state, if it is watched; return that for noise."""
+        engine = self._run.engine
+        noise = NoiseWatch() if is_watched and not self._run.spec.exact else None  # in exact mode it is the shard's
+        with contextlib.ExitStack() as watches:
+            if noise is not None:
+                watches.enter_context(noise)
+            if is_watched and engine.forward_state is not None and not engine.forward_state.is_checked:
+                watches.enter_context(engine.forward_state.watch)
+            step.compute(self._model, loss_of)
+        return noise
+
+    def _end(self, last: Step | None) -> None:
+        """Evaluate and save after the last step, if this process made one."""
+        run = self._run
+        if last is not None and run.engine.witness is None:
+            log_flops(run, last)
         run.close_data()
         self._evaluate()
         if self._saves:
             run.save_last()
         run.finish_saving()
         self._report_saves()
+
+    @contextlib.contextmanager
+    def _saves_reported_if_preempted(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._run.status == "preempted":
+                self._report_saves()
 
     def _follow(self, step: Step, record: StepRecord) -> str:
         """Evaluate if due, and call the Task's hooks; return why to stop, or nothing."""

@@ -380,7 +380,7 @@ class Run(RunEvaluation):
         self._times.end_step(self.step, num_rows)
         epoch = self.epoch_means.take(record, ends_epoch)
         if self.is_main:
-            if (self.log.step(record) or epoch) and (memory := self._memory.news(self.step)):
+            if (self.log.step(record) or epoch) and (memory := self._memory.new_peak(self.step)):
                 self.log.write(memory)
             if epoch is not None:
                 self.log.write(epoch)

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from instep.core.mesh import AXES, Mesh
+from instep.core.mesh import AXES, DATA_AXES, Mesh
 from instep.world.world import World
 
 
@@ -34,7 +34,7 @@ class Grid:
         if mesh.has_whole_models:
             return cls(mesh, world, world)
         devices = init_device_mesh(world.device.type, mesh.shape, mesh_dim_names=AXES)
-        data = devices["dp", "fsdp"]._flatten("data")
+        data = devices[DATA_AXES]._flatten("data")
         return cls(mesh, world, world.within(data.get_group()), devices)
 
     def among(self, stages: Sequence[int]) -> World | None:

@@ -26,7 +26,7 @@ from instep.monitor.page.view import RunView
 
 POLL_S = 0.5
 ALIVE_S = 15.0
-"""A stream without news says so, so that a connection that is gone is noticed."""
+"""A stream on which nothing changes says so, so that a connection that is gone is noticed."""
 SLICE_S, PAUSE_S = 0.1, 0.01
 """A long log is read in slices: in between, requests are answered."""
 MAX_RUNS = 16

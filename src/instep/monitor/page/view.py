@@ -92,7 +92,7 @@ class RunView:
             had: Mapping[str, Any] = cursor if cursor is not None and is_known else {}
             tables = {name: table.since(_cursor_of(had, name), self.origin_s) for name, table in self._tables.items()}
             first_mark = had.get("marks", max(0, len(self._marks.marks) - MAX_MARKS))
-            news = {
+            changes = {
                 "tables": {name: change for name, change in tables.items() if change is not None},
                 "marks": [mark.to_json(self.origin_s) for mark in self._marks.marks[first_mark:]],
                 "phases": {
@@ -101,9 +101,9 @@ class RunView:
                 },
                 "damaged": self._damage_text() if self._num_damaged > had.get("damaged", 0) else None,
             }
-            if is_known and not any(news.values()):
+            if is_known and not any(changes.values()):
                 return None
-            return {"reset": not is_known, "cursor": self._cursor(), "origin_s": self.origin_s, **news}
+            return {"reset": not is_known, "cursor": self._cursor(), "origin_s": self.origin_s, **changes}
 
     def window(self, first_step: float, last_step: float) -> dict[str, Any]:
         """Return finer buckets of the tables between two steps."""

@@ -46,7 +46,7 @@ export class Logs {
     this.begin = piece.begin;
     this.end = piece.end;
     this.text.textContent = piece.text;
-    this.tell(piece);
+    this.showSize(piece);
     this.text.scrollTop = this.text.scrollHeight;
   }
 
@@ -63,7 +63,7 @@ export class Logs {
     this.text.append(piece.text);
     this.end = piece.end;
     if (this.text.textContent.length > KEPT_CHARACTERS) { await this.open(name); return; }
-    this.tell(piece);
+    this.showSize(piece);
     if (atEnd) this.text.scrollTop = this.text.scrollHeight;
   }
 
@@ -73,7 +73,7 @@ export class Logs {
     const height = this.text.scrollHeight;
     this.text.prepend(piece.text);
     this.begin = piece.begin;
-    this.tell(piece);
+    this.showSize(piece);
     this.text.scrollTop += this.text.scrollHeight - height;
   }
 
@@ -81,7 +81,7 @@ export class Logs {
     return ask("api/log", { run: this.run, name: this.name, ...where }).catch(() => null);
   }
 
-  tell(piece) {
+  showSize(piece) {
     this.earlier.hidden = this.begin === 0;
     this.about.textContent = piece.num_bytes ? bytes(piece.num_bytes) : "nothing was printed";
   }
