@@ -95,6 +95,7 @@ class FolderCache(ABC):
                 return content
             pieces = make()
             try:
+                self._check_room(sum(map(len, pieces)))
                 self._write(path, pieces)
             except OSError as error:
                 self._give_up(error)
@@ -180,9 +181,16 @@ class FolderCache(ABC):
     def max_bytes(self) -> int:
         """The bound."""
         if self._max_bytes is None:
-            free = shutil.disk_usage(self.folder).free + sum(entry.num_bytes for entry in self._entries())
-            self._max_bytes = min(self._most_bytes, free // 2)
+            self._max_bytes = min(self._most_bytes, self._free_bytes() // 2)
         return self._max_bytes
+
+    def _free_bytes(self) -> int:
+        """Return what the disk has free besides the entries."""
+        return shutil.disk_usage(self.folder).free + sum(entry.num_bytes for entry in self._entries())
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raise OSError if no more should be written, though it may be possible."""
+        del num_bytes
 
     def _entries(self) -> Iterator[_Entry]:
         with suppress(FileNotFoundError):

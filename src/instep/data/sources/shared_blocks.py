@@ -17,7 +17,9 @@ for itself; what others have written it always maps.
 
 from __future__ import annotations
 
+import errno
 import logging
+import shutil
 import time
 from collections.abc import Callable
 
@@ -47,6 +49,7 @@ class SharedBlocks(FolderCache):
         """
         self._shared = SharedFolder(name)
         super().__init__(self._shared.path, "blocks", None, most_bytes)
+        self._least_free_bytes = self._free_bytes() // 2
         self.num_processes = 1
         """Processes of this machine that read the blocks, as far as this one knows."""
         self._num_written = 0
@@ -93,6 +96,11 @@ class SharedBlocks(FolderCache):
         if self._num_written:
             self._decode_s, self._write_s = self._decode_s + decode_s, self._write_s + write_s
         self._num_written += 1
+
+    def _check_room(self, num_bytes: int) -> None:
+        # Not the bound of the folder: what was removed from it takes memory for as long as a process has it mapped.
+        if shutil.disk_usage(self.folder).free - num_bytes < self._least_free_bytes:
+            raise OSError(errno.ENOSPC, "half of what was free is used")
 
     def _warn(self, error: OSError, is_full: bool) -> None:
         _log.warning(
