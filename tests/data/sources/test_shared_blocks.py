@@ -1,4 +1,4 @@
-"""Decoded blocks in shared memory: decoded once a machine, the same rows as alone, whatever is killed, full or damaged."""
+"""Decoded blocks in shared memory: decoded once a machine, the same rows as alone, whatever is killed or damaged."""
 
 from __future__ import annotations
 
@@ -254,7 +254,9 @@ def test_a_stopped_writer_is_not_waited_for(
     process.start()
     try:
         assert locked.wait(30)
+        begun = time.monotonic()
         assert all_rows(dataset) == expected
+        assert time.monotonic() - begun < 20
     finally:
         process.kill()
         process.join()
@@ -279,6 +281,7 @@ def test_shared_memory_is_full(
         write(file, piece)
 
     monkeypatch.setattr(folder_cache, "_write_all", write_all)
+    monkeypatch.setattr(folder_cache, "_FULL_AGAIN_S", 0.0)
     assert all_rows(dataset) == expected
     assert caplog.text.count("Each process of this machine decodes its own blocks") == 1
     assert ("--shm-size" in caplog.text) == (code == errno.ENOSPC)
@@ -327,7 +330,7 @@ def test_a_bad_block_is_named_as_alone(files: Path, tmp_path: Path) -> None:
 def test_bounded(files: Path, tmp_path: Path) -> None:
     """The oldest blocks are removed, also while they are in use."""
     expected = all_rows(opened(files, tmp_path / "cache"))
-    most = 20_000
+    most = 6_000
     dataset = instep.data.parquet(files, COLUMNS, cache=tmp_path / "cache", memory_bytes=most)
     dataset.share_blocks(2)
     for _ in range(2):
