@@ -27,6 +27,7 @@ from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.scratch import Scratch
 from instep.launch.worker import GRACE_S, name_process, wait_for_cause, work
 from instep.world.device import ACCELERATORS
+from instep.world.shared_memory import remove_unused_folders
 
 _HANDLED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD}
 _TORCHRUN_NAMES = (
@@ -132,6 +133,8 @@ class _Keeper:
         if self.lifeline in ready:
             self._kill_group()
             shutil.rmtree(self.job.scratch.folder, ignore_errors=True)
+            os.waitid(os.P_PID, self.worker_pid, os.WEXITED | os.WNOWAIT)
+            remove_unused_folders()  # the launcher would have done it
             os._exit(EXIT_ENVIRONMENT)
         if self.inbox in ready:
             for number in os.read(self.inbox, 512):
