@@ -28,7 +28,7 @@ from instep.world.shared_memory import SHARED_MEMORY, SharedFolder
 
 _WAIT_S = 10.0
 """How long to wait for a block that another process decodes: that one may have been stopped."""
-_LEARN_BLOCKS = 4
+_LEARN_BLOCKS = 3
 """Blocks that are written before the first decision. The first is not counted: libraries are imported with it."""
 _MAP_COST = 0.25
 """Of what writing a block costs; measured, docs/log.md."""
