@@ -66,7 +66,7 @@ class SharedBlocks(FolderCache):
         key = str(block)
         if (content := self.open(key)) is not None or not self.pays:
             return content
-        decode_s = 0.0
+        decode_s: float | None = None
 
         def timed() -> Pieces:
             nonlocal decode_s
@@ -77,7 +77,7 @@ class SharedBlocks(FolderCache):
 
         begun = time.thread_time()
         content = self.make(key, timed, wait_s=_WAIT_S if wait else 0)
-        if decode_s:
+        if decode_s is not None:
             self._count(decode_s, time.thread_time() - begun - decode_s)
         if content is None and not wait and not self.is_full:
             raise BlockBusy
