@@ -57,6 +57,13 @@ class BatchDataset(ABC):
         """Begin to fetch blocks that will be read soon, without waiting for them; called by the training process."""
         del blocks
 
+    def share_blocks(self, num_processes: int) -> None:
+        """Share what is decoded with the other processes of this machine that read the same, of so many in all.
+
+        Called by the training process, before worker processes are forked.
+        """
+        del num_processes
+
     def map(self, fn: Callable[..., Any]) -> BatchDataset:
         """Return the dataset of `fn(sample)` of each sample.
 
@@ -97,6 +104,9 @@ class SelectedDataset(BatchDataset):
 
     def prefetch(self, blocks: npt.NDArray[np.int64]) -> None:
         self._dataset.prefetch(blocks)
+
+    def share_blocks(self, num_processes: int) -> None:
+        self._dataset.share_blocks(num_processes)
 
 
 def check_split(split: str) -> None:

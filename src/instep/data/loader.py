@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from instep.core.errors import DataError, TaskError
 from instep.data.bad_samples import SkippingReader
 from instep.data.batch_plan import Batch, BatchPlan, PartPlan
-from instep.data.blocks_ahead import BlocksAhead, announced
+from instep.data.blocks_ahead import BlocksAhead, announced, blocks_sharing
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
 from instep.data.order import Indices, Order
@@ -58,8 +58,8 @@ class LoadOptions:
         reader = find_reader(dataset, self.collate, self.seed)
         return SkippingReader(reader, num_samples) if self.on_bad_sample == "skip" else reader
 
-    def open_source(self, reader: Reader, max_workers: int | None = None) -> Source:
-        """Return a source of the batches that a reader reads."""
+    def open_source(self, reader: Reader, dataset: Any, max_workers: int | None = None) -> Source:
+        """Return a source of the batches that a reader reads of a dataset."""
         ranks = self.local_world_size or self.world_size
         limits = ReaderLimits(
             fixed=self.workers,
@@ -68,7 +68,8 @@ class LoadOptions:
             compute_threads=torch.get_num_threads() if self.device.type == "cpu" else 1,
             local_world_size=ranks,
         )
-        return Source(reader, limits, self.waited_s, pins=has_streams(self.device))
+        share_blocks = blocks_sharing(dataset)
+        return Source(reader, limits, self.waited_s, pins=has_streams(self.device), share_blocks=share_blocks)
 
 
 # Named tuples rather than dataclasses: as immutable, and several times as fast to create. One of each is created in
@@ -158,7 +159,7 @@ class TrainLoader(Loader):
         assert plan.num_samples == order.num_samples
         plan.check_world(options.world_size)
         self._reader = options.find_reader(dataset, num_samples(dataset, options.collate))
-        self.source = options.open_source(self._reader)
+        self.source = options.open_source(self._reader, dataset)
         self.source.notices.extend(order.notices())
         self._ahead = BlocksAhead(order, dataset)
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
@@ -288,7 +289,7 @@ def evaluation_chunks(
         starts, counted = [*starts, 0], [*counted, 0]
     if not starts:
         return
-    source = options.open_source(options.find_reader(dataset, total), max_workers=len(starts))
+    source = options.open_source(options.find_reader(dataset, total), dataset, max_workers=len(starts))
     spans = [range(start, min(start + chunk_size, total)) for start in starts]
     requests = (Request(0, torch.arange(span.start, span.stop)) for span in announced(dataset, spans))
     try:
