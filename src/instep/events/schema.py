@@ -106,6 +106,8 @@ class StepRecord(Record, event="step", once_per_step=True):
     lr: float
     num_samples: int
     """Samples in this step's global batch."""
+    num_tokens: int | None = None
+    """Tokens in it, as the loss's weights or else the data count them; None where neither does."""
     grad_norm: float | None = None
     """Before clipping; None where it is not computed (`--clip-norm`, `--log-grad-norm`), or was not finite."""
     skipped: bool = False

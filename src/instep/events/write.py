@@ -71,9 +71,10 @@ def _step_line(record: StepRecord, when: float) -> str:
     # to_line costs 20 µs a step (deep copies in asdict); most steps have only these fields.
     if record.metrics or record.skipped or record.loss - record.loss != 0:
         return json.dumps(to_line(record, when)) + "\n"
+    tokens = f', "num_tokens": {record.num_tokens}' if record.num_tokens is not None else ""
     norm = f', "grad_norm": {record.grad_norm!r}' if record.grad_norm is not None else ""
     scalars = f', "scalars": {json.dumps(record.scalars)}' if record.scalars else ""
     return (
         f'{{"event": "step", "time": {when:.6f}, "step": {record.step}, "epoch": {record.epoch}, '
-        f'"loss": {record.loss!r}, "lr": {record.lr!r}, "num_samples": {record.num_samples}{norm}{scalars}}}\n'
+        f'"loss": {record.loss!r}, "lr": {record.lr!r}, "num_samples": {record.num_samples}{tokens}{norm}{scalars}}}\n'
     )

@@ -177,6 +177,7 @@ class _RunReader:
             world_sizes=worlds,
             restarts=max(0, len(self._starts) - 1),
             samples_per_s=table.samples_per_s(),
+            tokens_per_s=table.tokens_per_s(),
             curves=table.curves(max_points),
             phases=tuple(self._phases[rank] for rank in sorted(self._phases)),
             incidents=self._all_incidents(table),

@@ -99,6 +99,8 @@ class RunFacts:
     restarts: int
     samples_per_s: float | None
     """Without evaluations, checkpoints and the first steps of each attempt."""
+    tokens_per_s: float | None
+    """The same in tokens; None: they are not counted."""
     curves: Mapping[str, Curve]
     phases: tuple[RankPhases, ...]
     incidents: tuple[ReportIncident, ...]

@@ -37,6 +37,7 @@ def key_numbers(run: RunFacts) -> list[tuple[str, str]]:
     numbers += [
         ("processes", " → ".join(map(str, run.world_sizes)) or _NONE),
         ("samples/s", _value(run.samples_per_s, 3)),
+        *([] if run.tokens_per_s is None else [("tokens/s", _value(run.tokens_per_s, 3))]),
         ("time", _NONE if run.wall_s is None else duration(run.wall_s)),
     ]
     return numbers

@@ -75,6 +75,7 @@ function entriesOf(run) {
   }
   for (const [name, value] of Object.entries(facts.metrics ?? {})) entries.push([name, "", number(value), value]);
   if (facts.samples_per_s) entries.push(["samples/s", "", number(Math.round(facts.samples_per_s)), facts.samples_per_s]);
+  if (facts.tokens_per_s) entries.push(["tokens/s", "", number(Math.round(facts.tokens_per_s)), facts.tokens_per_s]);
   const memory = Object.entries(run.tables).filter(([name]) => name.startsWith("rank/")).map(([, table]) => lastValue(table.series.device_bytes) ?? lastValue(table.series.host_bytes) ?? 0);
   if (memory.length && Math.max(...memory) > 0) entries.push([memory.length > 1 ? "most memory" : "memory", "", bytes(Math.max(...memory)), Math.max(...memory)]);
   if (facts.device_flops_per_s) entries.push(["FLOP/s of the device", "", percent(facts.flops_per_s / facts.device_flops_per_s), facts.flops_per_s]);
