@@ -193,7 +193,11 @@ class PhasesRecord(Record, event="phases"):
     host_bytes: int = 0
     """Resident in host memory now."""
     device_bytes: int | None = None
-    """Allocated on the accelerator now; None on CPU."""
+    """Allocated on the accelerator now, by this process; None on CPU."""
+    device_reserved_bytes: int | None = None
+    """Taken from the accelerator now, tensors or not; None on CPU."""
+    device_peak_bytes: int | None = None
+    """The most that was allocated so far; None on CPU, and where torch does not count it."""
     comm_bytes: int = 0
     """Passed to collectives by this rank."""
     queue: float | None = None

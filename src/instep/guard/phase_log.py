@@ -103,7 +103,7 @@ class PhaseLog:
         self._take_compiling(phases)
         cpu_s, delayed_s, comm_bytes = time.process_time(), _delayed_seconds(), self._total_bytes()
         seconds = since_s - self._since_s
-        device = None if self._accelerator is None else self._accelerator.memory_bytes(self._device)
+        device = None if self._accelerator is None else self._accelerator.memory(self._device)
         self._log.write(
             PhasesRecord(
                 step=step,
@@ -116,7 +116,9 @@ class PhaseLog:
                 cpu_s=round(cpu_s - self._cpu_s, 6),
                 delayed_s=round(max(0.0, delayed_s - self._delayed_s), 6),
                 host_bytes=_resident_bytes(),
-                device_bytes=device,
+                device_bytes=None if device is None else device.allocated,
+                device_reserved_bytes=None if device is None else device.reserved,
+                device_peak_bytes=None if device is None else device.peak,
                 comm_bytes=comm_bytes - self._comm_bytes,
                 queue=None if (depth := self.queue_depth()) is None else round(depth, 2),
             )

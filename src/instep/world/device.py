@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.core.errors import SpecError
-from instep.world.accelerator import Accelerator
+from instep.world.accelerator import Accelerator, DeviceMemory
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +146,10 @@ class Mps(Accelerator):
 
     def memory_bytes(self, _device: torch.device) -> int:
         return int(self.module.current_allocated_memory())
+
+    def memory(self, _device: torch.device) -> DeviceMemory:
+        module = self.module
+        return DeviceMemory(int(module.current_allocated_memory()), int(module.driver_allocated_memory()), None)
 
     def peak_memory_bytes(self, _device: torch.device) -> int:
         return int(self.module.driver_allocated_memory())  # torch keeps no peak there

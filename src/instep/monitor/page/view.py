@@ -25,6 +25,7 @@ CHARTED_RANKS = 64
 MAX_MARKS = 2000
 """The newest marks that a page gets when it is opened."""
 _CLOCK_CHECK = 64
+_DEVICE_MEMORY = ("device_bytes", "device_reserved_bytes", "device_peak_bytes")
 
 
 class RunView:
@@ -235,8 +236,9 @@ class RunView:
         if rank >= CHARTED_RANKS:
             return
         cores = event.get("cpu_s", 0.0) / event["seconds"] if event["seconds"] > 0 else None
-        values = {"host_bytes": event.get("host_bytes") or None, "device_bytes": event.get("device_bytes")}
-        self._append(f"rank/{rank}", event, {**values, "cores": cores}, again=False)
+        of_device = {name: event.get(name) for name in _DEVICE_MEMORY}
+        values = {"host_bytes": event.get("host_bytes") or None, **of_device, "cores": cores}
+        self._append(f"rank/{rank}", event, values, again=False)
 
     def _append(
         self, name: str, event: Mapping[str, Any], values: Mapping[str, float | None], again: bool = True

@@ -110,9 +110,7 @@ class _RunReader:
         elif kind == "node":
             self._nodes.setdefault(event["host"], event)
         elif kind == "memory":
-            for name in ("host_bytes", "device_bytes"):
-                if isinstance(event.get(name), int):
-                    self._peaks[name] = max(self._peaks.get(name, 0), event[name])
+            self._take_peaks(host=event["host_bytes"], reserved=event.get("device_bytes"))
 
     def _take_first_rank(self, kind: str, event: Mapping[str, Any]) -> None:
         self._first_rank.append(event)
@@ -139,7 +137,17 @@ class _RunReader:
         known = self._incidents.get(key) or _of_rank(incident, rank)
         self._incidents[key] = dataclasses.replace(known, ranks=tuple(dict.fromkeys((*known.ranks, rank))))
 
+    def _take_peaks(self, **num_bytes: int | None) -> None:
+        for name, value in num_bytes.items():
+            if value:
+                self._peaks[name] = max(self._peaks.get(name, 0), value)
+
     def _take_phases(self, rank: int, event: Mapping[str, Any]) -> None:
+        self._take_peaks(
+            host=event.get("host_bytes"),
+            reserved=event.get("device_reserved_bytes"),
+            allocated=event.get("device_peak_bytes"),
+        )
         before = self._phases.get(rank)
         seconds = {**before.phases} if before else {}
         for name, value in event["phases"].items():
@@ -211,8 +219,9 @@ class _RunReader:
             variables=node.get("variables", {}),
             code_sha256=node.get("code", {}),
             packages_sha256=node.get("packages_sha256", ""),
-            peak_host_bytes=self._peaks.get("host_bytes"),
-            peak_device_bytes=self._peaks.get("device_bytes"),
+            peak_host_bytes=self._peaks.get("host"),
+            peak_device_bytes=self._peaks.get("reserved"),
+            peak_allocated_bytes=self._peaks.get("allocated"),
             **plan,
         )
 

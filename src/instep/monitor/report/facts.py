@@ -71,6 +71,9 @@ class Surroundings:
     peak_host_bytes: int | None = None
     """The most that any rank needed."""
     peak_device_bytes: int | None = None
+    """Reserved."""
+    peak_allocated_bytes: int | None = None
+    """Of these, the most that tensors took at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

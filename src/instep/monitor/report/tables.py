@@ -161,7 +161,8 @@ def _memory_text(run: RunFacts) -> str:
     here = run.surroundings
     host = "" if here.peak_host_bytes is None else f"{size_text(here.peak_host_bytes)} host"
     device = "" if here.peak_device_bytes is None else f"{size_text(here.peak_device_bytes)} device"
-    return ", ".join(filter(None, (host, device)))
+    tensors = "" if here.peak_allocated_bytes is None else f"{size_text(here.peak_allocated_bytes)} of it in tensors"
+    return ", ".join(filter(None, (host, device, tensors)))
 
 
 def _pairs(values: Any, between: str = " ") -> str:

@@ -4,6 +4,8 @@ const TITLES = { lr: "learning rate", grad_norm: "gradient norm", samples_per_s:
 
 const PER_RANK = [
   ["device_bytes", "device", "memory of the device", "bytes"],
+  ["device_reserved_bytes", "device_reserved", "memory of the device, reserved", "bytes"],
+  ["device_peak_bytes", "device_peak", "memory of the device, peak", "bytes"],
   ["host_bytes", "host", "host memory", "bytes"],
   ["cores", "cores", "cores in use", ""],
 ];
