@@ -198,10 +198,35 @@ class PhasesRecord(Record, event="phases"):
     """Taken from the accelerator now, tensors or not; None on CPU."""
     device_peak_bytes: int | None = None
     """The most that was allocated so far; None on CPU, and where torch does not count it."""
+    num_timed_steps: int = 0
+    """Of the steps since the last record or the one before, those that were timed on the accelerator's own clock."""
+    device_phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase on that clock, in these steps. The accelerator may have been idle in them."""
+    device_lag_s: float = 0.0
+    """How far the accelerator was behind the host when the host had launched the last backward pass, in these steps;
+    about 0: it waited for the host."""
     comm_bytes: int = 0
     """Passed to collectives by this rank."""
     queue: float | None = None
     """Batches that were ready when one was asked for, on average; None where nobody reads ahead."""
+
+
+class DeviceRecord(Record, event="device"):
+    """What the sensors of a rank's accelerator said since the last such record; not there without a package for it."""
+
+    step: int
+    num_readings: int
+    """One about every two seconds; the numbers that follow are their means."""
+    utilisation: float | None = None
+    """The share of the time in which it computed anything, for this process or another."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    """The highest."""
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    slowed: dict[str, float] = field(default_factory=dict)
+    """The share of the readings in which something lowered its clock: `power` (its limit), `heat`."""
 
 
 class FlopsRecord(Record, event="flops"):

@@ -25,6 +25,20 @@ class DeviceMemory(NamedTuple):
     """The most that was allocated so far; None: torch does not count it."""
 
 
+class DeviceReading(NamedTuple):
+    """What the sensors of a device say at one moment; None: it has no such sensor."""
+
+    utilisation: float | None = None
+    """The share of the last fraction of a second in which it computed anything."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    slowed_by: tuple[str, ...] = ()
+    """Why its clock is lower than it could be: `power`, `heat`, both or nothing."""
+
+
 class Accelerator(ABC):
     """One accelerator type. Methods that ask torch use the module `torch.get_device_module` returns."""
 
@@ -108,6 +122,14 @@ class Accelerator(ABC):
     def dump_memory(self, path: Path) -> bool:  # noqa: ARG002 - for subclasses
         """Write a snapshot of the memory that this process has on the devices; return whether there is one."""
         return False
+
+    def sensors(self, device: torch.device) -> Callable[[], DeviceReading] | None:  # noqa: ARG002 - for subclasses
+        """Return what reads a device's sensors, from any thread; None: there are none, or no package to read them."""
+        return None
+
+    def timing_event(self) -> Any:
+        """Return an event that measures time on a device: `record`, `query`, `elapsed_time` (ms), as torch has them."""
+        return self.module.Event(enable_timing=True)
 
     def ranges(self) -> tuple[Callable[[str], None], Callable[[], None]] | None:
         """Return what opens and closes a range that a profiler outside shows (NVTX); None: there is nothing."""

@@ -17,6 +17,7 @@ from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.events.schema import BETWEEN_STEPS
 from instep.monitor.bottleneck.causes import LARGER_BATCH, Cause
+from instep.monitor.bottleneck.devices import SLOWED
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
 from instep.monitor.bottleneck.windows import COMPUTING
@@ -200,6 +201,14 @@ def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advi
     )
 
 
+def _starved(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advice]:
+    yield _hint(
+        "`--compile`, or larger batches: fewer and larger operations; and look for what makes the host wait for the "
+        "accelerator in `loss` and the model (`.item()`, `.cpu()`, masks that select).",
+        cause.avoidable_s / frontier.wall_s,
+    )
+
+
 def _communication(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
     share = cause.seconds / frontier.wall_s
     if facts.option("comm") == "gloo" and facts.on_cpu and len(set(facts.hosts.values())) == 1:
@@ -234,7 +243,9 @@ def _straggler(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advic
             batch_size=even,
         )
         return
-    if frontier.slow_phases.get("delayed", 0.0) > cause.seconds / 2:
+    if (use := facts.devices.get(cause.rank)) is not None and use.slowed("heat") >= SLOWED:
+        why = f"its accelerator lowered its clock because of heat, in {use.slowed('heat'):.0%} of the readings: cool it"
+    elif frontier.slow_phases.get("delayed", 0.0) > cause.seconds / 2:
         why = "another process uses its cores: end it, or leave them to it and train on fewer ranks (-n)"
     elif frontier.slow_phases.get("idle", 0.0) > cause.seconds / 2:
         why = "it does not compute in this time: look at what it waits for (a file, a lock, a sleep) on that rank only"
@@ -345,6 +356,7 @@ _ADVISERS: Mapping[str, Callable[[Cause, Frontier, Facts], Iterator[Advice]]] = 
     "idle": _idle,
     "batch": _small_batch,
     "operations": _operations,
+    "starved": _starved,
     "transfer": _communication,
     "rank": _straggler,
     "saving": _checkpoint,

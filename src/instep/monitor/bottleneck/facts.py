@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instep.events.schema import SCRIPT_LAUNCHER
+from instep.monitor.bottleneck.devices import DeviceUse, add_use
 
-KINDS = ("start", "node", "plan", "phases", "save", "eval", "input", "flops")
+KINDS = ("start", "node", "plan", "phases", "save", "eval", "input", "flops", "device")
 """The kinds of events that a verdict is derived from."""
 
 _FLOPS_PER_PARAMETER = 6
@@ -41,11 +42,25 @@ class Facts:
     """The newest `flops` event, of a run that was long enough to have one."""
     inputs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """The newest `input` event of each rank."""
+    devices: Mapping[int, DeviceUse] = field(default_factory=dict)
+    """What each rank's accelerator did, where the log says it."""
 
     @property
     def on_cpu(self) -> bool:
         """Whether the ranks compute on CPU, so that their host times are those of the computation."""
         return self.device == "cpu"
+
+    @property
+    def device_keeps_up(self) -> bool | None:
+        """Whether the accelerators wait for their hosts, most of them; None: that was not timed."""
+        known = [use.keeps_up for use in self.devices.values() if use.keeps_up is not None]
+        return None if not known else sum(known) * 2 > len(known)
+
+    @property
+    def utilisation(self) -> float | None:
+        """The share of the time in which the accelerators computed, on average; None: not known."""
+        known = [mean for use in self.devices.values() if (mean := use.mean("utilisation")) is not None]
+        return sum(known) / len(known) if known else None
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return the value of an option of the training; `default` where it is not known."""
@@ -76,8 +91,10 @@ def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping
     start: Mapping[str, Any] = by_kind["start"][-1] if by_kind["start"] else {}
     plan: Mapping[str, Any] = by_kind["plan"][-1] if by_kind["plan"] else {}
     hosts, cores, inputs = {}, {}, {}
+    devices: dict[int, DeviceUse] = {}
     for rank, of_rank in events.items():
         for event in of_rank:
+            add_use(devices, rank, event)
             if event["event"] == "start":
                 hosts[rank] = event["host"]
             elif event["event"] == "node":
@@ -101,4 +118,5 @@ def facts_of(events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping
         evals=tuple(by_kind["eval"]),
         flops=by_kind["flops"][-1] if by_kind["flops"] else None,
         inputs=inputs,
+        devices=devices,
     )

@@ -25,6 +25,7 @@ CHARTED_RANKS = 64
 MAX_MARKS = 2000
 """The newest marks that a page gets when it is opened."""
 _CLOCK_CHECK = 64
+_SENSORS = ("utilisation", "power_w", "temperature_c")
 _DEVICE_MEMORY = ("device_bytes", "device_reserved_bytes", "device_peak_bytes")
 
 
@@ -182,6 +183,8 @@ class RunView:
         self._evidence.take(rank, event)
         if kind == "phases":
             self._take_phases(rank, event)
+        elif kind == "device" and rank < CHARTED_RANKS:
+            self._append(f"rank/{rank}", event, {name: event.get(name) for name in _SENSORS}, again=False)
         elif kind == "start":
             self._take_start(rank, event)
         elif rank == 0:

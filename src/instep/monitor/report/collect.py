@@ -10,6 +10,7 @@ from typing import Any
 
 from instep.core.plural import plural
 from instep.events.read import path_of
+from instep.monitor.bottleneck.devices import DeviceUse, add_use
 from instep.monitor.bottleneck.facts import KINDS
 from instep.monitor.bottleneck.verdict import find_bottleneck
 from instep.monitor.charts.axis import is_drawn
@@ -92,6 +93,7 @@ class _RunReader:
         self._metrics: Mapping[str, Any] = {}
         self._nodes: dict[str, Mapping[str, Any]] = {}
         self._peaks: dict[str, int] = {}
+        self._devices: dict[int, DeviceUse] = {}
         self._first_s: float | None = None
         self._last_s: float | None = None
 
@@ -105,6 +107,7 @@ class _RunReader:
             self.explained.setdefault(rank, []).append(event)
         if rank == 0:
             self._take_first_rank(kind, event)
+        add_use(self._devices, rank, event)
         if kind == "phases":
             self._take_phases(rank, event)
         elif kind == "node":
@@ -188,6 +191,7 @@ class _RunReader:
             tokens_per_s=table.tokens_per_s(),
             curves=table.curves(max_points),
             phases=tuple(self._phases[rank] for rank in sorted(self._phases)),
+            devices=dict(sorted(self._devices.items())),
             incidents=self._all_incidents(table),
             damage=None,
         )

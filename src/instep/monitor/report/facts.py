@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instep.events.schema import PHASES
+from instep.monitor.bottleneck.devices import DeviceUse
 from instep.monitor.charts.curve import Curve
 
 
@@ -106,6 +107,8 @@ class RunFacts:
     """The same in tokens; None: they are not counted."""
     curves: Mapping[str, Curve]
     phases: tuple[RankPhases, ...]
+    devices: Mapping[int, DeviceUse]
+    """What the accelerator of each rank did, where its log says it."""
     incidents: tuple[ReportIncident, ...]
     damage: str | None
     """Which parts of its files could not be read."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.core.plural import plural
+from instep.events.schema import PHASES
 from instep.monitor.charts.axis import number_text
 from instep.monitor.progress import duration
 from instep.monitor.reading import size_text
@@ -101,6 +102,21 @@ def phases_table(run: RunFacts) -> Table:
         rows.append((name, _seconds(mean), f"{mean / total:.1%}" if total > 0 else _NONE, *ends))
     head = ("phase", "seconds", "share", *(("least", "most") if several else ()))
     return Table(head, tuple(rows), frozenset(range(1, len(head))))
+
+
+def devices_table(run: RunFacts) -> Table:
+    """Return what the sensors of each rank's accelerator said, and the phases of a step on its own clock."""
+    phases = [name for name in PHASES if any(use.phases.get(name, 0.0) > 0 for use in run.devices.values())]
+    rows = []
+    for rank, use in run.devices.items():
+        utilisation, power_w, limit_w = use.mean("utilisation"), use.mean("power_w"), use.mean("power_limit_w")
+        power = _value(power_w, 3) + ("" if limit_w is None else f" of {_value(limit_w, 3)}")
+        slowed = ", ".join(f"{reason} {use.slowed(reason):.0%}" for reason in use.slowed_readings)
+        times = [f"{use.phases.get(name, 0.0) * 1e3 / max(1, use.num_timed_steps):.1f}" for name in phases]
+        in_use = _NONE if utilisation is None else f"{utilisation:.0%}"
+        rows.append((str(rank), in_use, power, _value(use.temperature_c, 3), slowed or _NONE, *times))
+    head = ("rank", "in use", "power (W)", "hottest (°C)", "slowed by", *(f"{name} (ms)" for name in phases))
+    return Table(head, tuple(rows), frozenset({1, 3, *range(5, len(head))}))
 
 
 def incidents_table(run: RunFacts) -> Table:

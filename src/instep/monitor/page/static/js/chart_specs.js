@@ -7,6 +7,9 @@ const PER_RANK = [
   ["device_reserved_bytes", "device_reserved", "memory of the device, reserved", "bytes"],
   ["device_peak_bytes", "device_peak", "memory of the device, peak", "bytes"],
   ["host_bytes", "host", "host memory", "bytes"],
+  ["utilisation", "utilisation", "device in use, share of the time", ""],
+  ["power_w", "power", "power of the device, W", ""],
+  ["temperature_c", "temperature", "temperature of the device, °C", ""],
   ["cores", "cores", "cores in use", ""],
 ];
 
