@@ -50,6 +50,13 @@ class StartRecord(Record, event="start"):
     schema: int = SCHEMA_VERSION
 
 
+class RestartRecord(Record, event="restart"):
+    """All ranks are started again; written by the launching process, to rank 0's file, before that `start`."""
+
+    reason: str
+    """A sentence: which rank failed first and how, or which nodes joined or were lost."""
+
+
 class NodeRecord(Record, event="node"):
     """A description of a node; written by the node's first rank, after the start."""
 
@@ -207,6 +214,9 @@ class PhasesRecord(Record, event="phases"):
     about 0: it waited for the host."""
     comm_bytes: int = 0
     """Passed to collectives by this rank."""
+    comm_s: float = 0.0
+    """How long its collectives took, also those that threads ran while it computed; what it waited for is in `phases`.
+    On an accelerator only what the host waited."""
     queue: float | None = None
     """Batches that were ready when one was asked for, on average; None where nobody reads ahead."""
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from instep.events.schema import Record, StepRecord, to_line
+from instep.events.schema import Record, RestartRecord, StepRecord, to_line
 
 FLUSH_S = 0.2
 
@@ -65,6 +65,17 @@ class EventLog:
         # A process that was killed while it wrote leaves half a line; ours must not be appended to it.
         if self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
             self._file.write(b"\n")
+
+
+def log_restart(run_dir: Path, reason: str) -> None:
+    """Write why all ranks start again, to the log of rank 0; called by the launching process while no rank runs."""
+    try:
+        log = EventLog(run_dir, 0)
+    except OSError as error:  # a disk that is full or gone: the ranks will say so
+        sys.stderr.write(f"instep: {run_dir} cannot be written ({error}): its log lacks the reason of a restart\n")
+        return
+    log.write(RestartRecord(reason=reason))
+    log.close()
 
 
 def _step_line(record: StepRecord, when: float) -> str:

@@ -46,6 +46,16 @@ class SampleRate(NamedTuple):
     seconds: float
 
 
+class Traffic(NamedTuple):
+    """What a rank has passed to collectives, and how long these took."""
+
+    num_bytes: int
+    seconds: float
+
+
+NO_TRAFFIC = Traffic(0, 0.0)
+
+
 def phase_name(phase: int) -> str:
     """Return the name of a phase of the pulse, as events and traces have it."""
     return _NAMES.get(Phase(phase), "other")
@@ -55,10 +65,10 @@ class PhaseLog:
     """Writes a rank's PhasesRecords: after steps that are multiples of a power of two, the last one, and the end."""
 
     def __init__(
-        self, pulse: Pulse, log: EventLog, device: torch.device, comm_bytes: Callable[[], int] = lambda: 0
+        self, pulse: Pulse, log: EventLog, device: torch.device, traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC
     ) -> None:
-        """`comm_bytes` returns how much this rank has passed to collectives so far."""
-        self._pulse, self._log, self._total_bytes = pulse, log, comm_bytes
+        """`traffic` returns what this rank has passed to collectives so far."""
+        self._pulse, self._log, self._traffic = pulse, log, traffic
         self._device, self._accelerator = device, accelerator_of(device)
         self._times: DeviceTimes | None = None
         self._sensors: DeviceSensors | None = None
@@ -72,7 +82,7 @@ class PhaseLog:
         pulse.is_used = True
         self._cpu_s, self._delayed_s = time.process_time(), _delayed_seconds()
         self._compile_s = _compile_seconds()
-        self._comm_bytes = comm_bytes()
+        self._sent = traffic()
         self.queue_depth: Callable[[], float | None] = lambda: None
         """Returns how many batches were ready when one was asked for, on average since the last call."""
         self.last_step: int | None = None
@@ -114,7 +124,7 @@ class PhaseLog:
         for phase in Phase:
             phases[phase_name(phase)] += pulse.seconds[phase] - self._seconds[phase]
         self._take_compiling(phases)
-        cpu_s, delayed_s, comm_bytes = time.process_time(), _delayed_seconds(), self._total_bytes()
+        cpu_s, delayed_s, sent = time.process_time(), _delayed_seconds(), self._traffic()
         seconds = since_s - self._since_s
         device = None if self._accelerator is None else self._accelerator.memory(self._device)
         timed = None if self._times is None else self._times.take()
@@ -136,7 +146,8 @@ class PhaseLog:
                 num_timed_steps=0 if timed is None else 1,
                 device_phases={} if timed is None else _by_name(timed.phases),
                 device_lag_s=0.0 if timed is None else round(timed.lag_s, 6),
-                comm_bytes=comm_bytes - self._comm_bytes,
+                comm_bytes=sent.num_bytes - self._sent.num_bytes,
+                comm_s=round(sent.seconds - self._sent.seconds, 6),
                 queue=None if (depth := self.queue_depth()) is None else round(depth, 2),
             )
         )
@@ -152,7 +163,7 @@ class PhaseLog:
                 else SampleRate(before.num_samples + self._num_samples, before.seconds + seconds)
             )
             self._every = 2 ** max(0, round(math.log2(_RECORD_S * self._num_steps / max(seconds, 1e-6))))
-        self._seconds, self._since_s, self._comm_bytes = list(pulse.seconds), since_s, comm_bytes
+        self._seconds, self._since_s, self._sent = list(pulse.seconds), since_s, sent
         self._cpu_s, self._delayed_s = cpu_s, delayed_s
         self._num_steps = self._num_samples = 0
         self._longest = (0.0, 0)

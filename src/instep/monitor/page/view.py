@@ -240,7 +240,9 @@ class RunView:
             return
         cores = event.get("cpu_s", 0.0) / event["seconds"] if event["seconds"] > 0 else None
         of_device = {name: event.get(name) for name in _DEVICE_MEMORY}
+        rate = event.get("comm_bytes", 0) / event["seconds"] if event["seconds"] > 0 else 0.0
         values = {"host_bytes": event.get("host_bytes") or None, **of_device, "cores": cores}
+        values |= {"queue": event.get("queue"), "comm_bytes_per_s": rate or None}
         self._append(f"rank/{rank}", event, values, again=False)
 
     def _append(

@@ -151,19 +151,8 @@ class _RunReader:
             reserved=event.get("device_reserved_bytes"),
             allocated=event.get("device_peak_bytes"),
         )
-        before = self._phases.get(rank)
-        seconds = {**before.phases} if before else {}
-        for name, value in event["phases"].items():
-            seconds[name] = seconds.get(name, 0.0) + value
-        cpu_s = event.get("cpu_s", 0.0)
-        self._phases[rank] = RankPhases(
-            rank=rank,
-            seconds=event["seconds"] + (before.seconds if before else 0.0),
-            phases=seconds,
-            num_steps=event["num_steps"] + (before.num_steps if before else 0),
-            num_samples=event["num_samples"] + (before.num_samples if before else 0),
-            cpu_s=(cpu_s if isinstance(cpu_s, int | float) else 0.0) + (before.cpu_s if before else 0.0),
-        )
+        before = self._phases.get(rank) or RankPhases.nothing_of(rank)
+        self._phases[rank] = before.with_event(event)
 
     def facts(self, run_dir: Path, steps: StepColumns, max_points: int) -> RunFacts:
         """Return what the events and the steps say."""

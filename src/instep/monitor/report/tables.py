@@ -79,6 +79,8 @@ def what_ran(run: RunFacts) -> list[tuple[str, str]]:
         ("nodes", ", ".join(here.hosts)),
         ("started", "" if run.started_s is None else clock_text(run.started_s)),
         ("peak memory of a rank", _memory_text(run)),
+        ("communication", _traffic_text(run)),
+        ("batches ready when asked for", _queue_text(run)),
         ("versions", _pairs(here.versions)),
         ("platform", _pairs(here.platform)),
         ("environment", _pairs(here.variables, "=")),
@@ -179,6 +181,23 @@ def _memory_text(run: RunFacts) -> str:
     device = "" if here.peak_device_bytes is None else f"{size_text(here.peak_device_bytes)} device"
     tensors = "" if here.peak_allocated_bytes is None else f"{size_text(here.peak_allocated_bytes)} of it in tensors"
     return ", ".join(filter(None, (host, device, tensors)))
+
+
+def _traffic_text(run: RunFacts) -> str:
+    """Return what the rank that passed most to collectives passed in a step, and how much of its time was hidden."""
+    most = max(run.phases, key=lambda rank: rank.comm_bytes, default=None)
+    if most is None or not most.comm_bytes:
+        return ""
+    sent = f"{size_text(round(most.comm_bytes / max(1, most.num_steps)))} a step (rank {most.rank})"
+    hidden_s = most.comm_s - most.phases.get("communication", 0.0)
+    if most.comm_s <= 0:
+        return sent
+    return f"{sent}, in collectives of {duration(most.comm_s)}, {max(0.0, hidden_s) / most.comm_s:.0%} behind computing"
+
+
+def _queue_text(run: RunFacts) -> str:
+    means = [rank.queued / rank.num_queued for rank in run.phases if rank.num_queued]
+    return f"{sum(means) / len(means):.2g} on average" if means else ""
 
 
 def _pairs(values: Any, between: str = " ") -> str:

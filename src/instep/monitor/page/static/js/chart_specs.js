@@ -11,6 +11,8 @@ const PER_RANK = [
   ["power_w", "power", "power of the device, W", ""],
   ["temperature_c", "temperature", "temperature of the device, °C", ""],
   ["cores", "cores", "cores in use", ""],
+  ["queue", "queue", "batches that were ready", ""],
+  ["comm_bytes_per_s", "sent", "passed to collectives per second", "bytes"],
 ];
 
 export function chartSpecs(runs) {
