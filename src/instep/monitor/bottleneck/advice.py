@@ -257,7 +257,7 @@ def _straggler(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advic
 
 
 def _checkpoint(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
-    num_saves = len(facts.saves)
+    num_saves = facts.num_saves
     if num_saves < 2:
         yield _hint(
             "write checkpoints to a faster disk, or train longer per checkpoint: the only one of this run, which is "
@@ -277,7 +277,7 @@ def _checkpoint(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advi
 
 
 def _evaluation(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
-    num_evals = len(facts.evals)
+    num_evals = facts.num_evals
     each_s = cause.seconds / max(1, num_evals)
     if num_evals < 2:
         yield _hint(

@@ -158,14 +158,14 @@ def _rank(cause: Cause, frontier: Frontier, facts: Facts) -> str:
 
 
 def _saving(cause: Cause, _frontier: Frontier, facts: Facts) -> str:
-    count = len(facts.saves)
+    count = facts.num_saves
     where = f" on rank {cause.rank}" if cause.rank is not None else ""
-    size = f" of {size_text(facts.saves[-1]['num_bytes'])}" if facts.saves else ""
+    size = f" of {size_text(facts.save_bytes)}" if facts.num_saves else ""
     return f"training waited{where} for {plural(count, 'checkpoint')}{size}"
 
 
 def _evaluating(_cause: Cause, _frontier: Frontier, facts: Facts) -> str:
-    count = len(facts.evals)
+    count = facts.num_evals
     return f"the evaluation set was evaluated {'once' if count == 1 else f'{count} times'}"
 
 

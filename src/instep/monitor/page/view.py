@@ -11,13 +11,14 @@ from typing import Any
 
 from instep.core.plural import plural
 from instep.events.read import last_step, path_of
-from instep.monitor.page.evidence import Evidence
+from instep.monitor.bottleneck.verdict import Evidence
 from instep.monitor.page.logs import hang_sentences
 from instep.monitor.page.marks import MarkFold
 from instep.monitor.page.phase_sums import PhaseSums
 from instep.monitor.page.preview import LONG_BYTES, preview
 from instep.monitor.page.speed import Speed
 from instep.monitor.page.table import Cursor, Table
+from instep.monitor.run_files import read_options
 from instep.monitor.run_log import RankEvent, RunLog
 
 CHARTED_RANKS = 64
@@ -125,7 +126,8 @@ class RunView:
     def verdict(self) -> dict[str, Any] | None:
         """Return what bounded the run's speed, as far as it is read; None: its log does not say."""
         with self._lock:
-            return self._evidence.verdict(self.run_dir) if self._is_read else None
+            bottleneck = self._evidence.bottleneck(read_options(self.run_dir)) if self._is_read else None
+            return None if bottleneck is None else bottleneck.to_json()
 
     def progress(self) -> float | None:
         """Return how much of a long log is read; None: all of it."""

@@ -11,8 +11,7 @@ from typing import Any
 from instep.core.plural import plural
 from instep.events.read import path_of
 from instep.monitor.bottleneck.devices import DeviceUse, add_use
-from instep.monitor.bottleneck.facts import KINDS
-from instep.monitor.bottleneck.verdict import find_bottleneck
+from instep.monitor.bottleneck.verdict import Evidence
 from instep.monitor.charts.axis import is_drawn
 from instep.monitor.charts.curve import MAX_POINTS
 from instep.monitor.incidents import Incident, IncidentFold
@@ -41,7 +40,7 @@ def collect(run_dir: Path, max_points: int = MAX_POINTS) -> RunFacts:
     if damage := log.damage_text():
         complaints.append(damage)
     facts = reader.facts(run_dir, steps, max_points)
-    verdict = find_bottleneck(reader.explained, read_options(run_dir))
+    verdict = reader.evidence.bottleneck(read_options(run_dir))
     return dataclasses.replace(
         facts,
         recipe=dataclasses.replace(recipe, task=recipe.task or facts.recipe.task),
@@ -80,8 +79,7 @@ class _RunReader:
 
     def __init__(self) -> None:
         self._first_rank: list[Mapping[str, Any]] = []
-        self.explained: dict[int, list[Mapping[str, Any]]] = {}
-        """The events that the verdict is derived from."""
+        self.evidence = Evidence()
         self._folds: dict[int, IncidentFold] = {}
         self._incidents: dict[tuple[str, str, int], ReportIncident] = {}
         self._without_step: set[tuple[str, str, int]] = set()
@@ -103,8 +101,7 @@ class _RunReader:
         self._first_s = event["time"] if self._first_s is None else min(self._first_s, event["time"])
         self._last_s = event["time"] if self._last_s is None else max(self._last_s, event["time"])
         self._take_incident(rank, event)
-        if kind in KINDS:
-            self.explained.setdefault(rank, []).append(event)
+        self.evidence.take(rank, event)
         if rank == 0:
             self._take_first_rank(kind, event)
         add_use(self._devices, rank, event)
