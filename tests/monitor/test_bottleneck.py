@@ -94,8 +94,8 @@ def test_waiting_of_all_ranks_is_communication_and_that_of_some_is_not() -> None
     everyone = verdict(log_of(steady([COMPUTING | {"communication": 0.9}, COMPUTING | {"communication": 1.0}])))
     assert (everyone.bounded_by, everyone.rank) == ("communication", None)
     assert everyone.share == pytest.approx(8 * 0.9 / (1 + 8 * 1.86), abs=0.01)
-    assert everyone.advice[0].changes == {"batch_size": 128}
-    assert everyone.advice[0].gain == pytest.approx(everyone.share / 2, abs=0.01)
+    assert everyone.advice[0].changes == {"batch_size": 256}
+    assert everyone.advice[0].gain == pytest.approx(everyone.share * 3 / 4, abs=0.01)
 
 
 def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
@@ -149,6 +149,23 @@ def test_batches_that_are_too_small() -> None:
     assert (bottleneck.bounded_by, bottleneck.causes[0]["kind"]) == ("host", "batch")
     assert bottleneck.advice[0].options == "--batch-size 256"
     assert bottleneck.advice[0].gain == pytest.approx(8 * 0.5 * 0.75 / 9, abs=0.01)
+
+
+def test_transfers_and_updates_of_small_batches_are_judged_by_the_same_remedy() -> None:
+    sends = {"forward": 0.2, "backward": 0.5, "optimizer": 0.55, "communication": 0.6}
+    assert verdict(log_of(steady([sends, sends]))).bounded_by == "communication"
+    updates = sends | {"optimizer": 0.65}
+    assert verdict(log_of(steady([updates, updates]))).bounded_by == "host"
+
+
+def test_larger_batches_also_make_passes_cheaper_where_the_device_is_known() -> None:
+    small = {"forward": 0.3, "backward": 0.3, "optimizer": 0.4}
+    (records,) = steady([small])  # 512 samples in 8 s
+    (fixed,) = verdict(log_of([records])).advice
+    assert fixed.gain == pytest.approx(8 * 0.4 * 0.75 / 9, abs=0.01)
+    events = log_of([[*records, flops(1e9, 1e12)]])  # 0.5 s at the speed of matrix products, so 1 s at half of it
+    (with_passes,) = [advice for advice in verdict(events).advice if "passes" in advice.text]
+    assert with_passes.gain == pytest.approx(8 * 0.4 * 0.75 / 9 + (8 * 0.6 - 1.024) * 0.75 / 9, abs=0.01)
 
 
 def test_passes_that_are_far_from_what_the_device_can_do_are_overhead() -> None:

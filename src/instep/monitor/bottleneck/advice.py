@@ -30,6 +30,8 @@ _INTERVALS = {"1m": 60, "2m": 120, "5m": 300, "10m": 600, "30m": 1800, "1h": 360
 _MOST_WORKERS = 16
 _SMALL_ROWS = 32
 """Fewer samples than this per rank and step may be too few."""
+_REACHED = 0.5
+"""Of the speed of large matrix products, what passes over somewhat larger batches reach."""
 _MARGIN = 1.25
 """More readers than would be just enough, since batches do not take equally long."""
 
@@ -174,13 +176,26 @@ def _small_batch(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Adv
     if not facts.batch_size or facts.option("batch_tokens"):
         return
     larger = facts.batch_size * LARGER_BATCH
+    passes_s = _fixed_of_passes_s(frontier, facts)
+    also = ", and passes over larger ones take less time per sample" if passes_s else ""
     yield _change(
         f"a batch of {larger:,} instead of {facts.batch_size:,}: the update and the rest of a step take "
-        f"{per_step(cause.seconds, frontier)} however many samples it has. The learning rate may have to be "
+        f"{per_step(cause.seconds, frontier)} however many samples it has{also}. The learning rate may have to be "
         "adapted.",
-        cause.avoidable_s / frontier.wall_s,
+        (cause.avoidable_s + passes_s * (1 - 1 / LARGER_BATCH)) / frontier.wall_s,
         batch_size=larger,
     )
+
+
+def _fixed_of_passes_s(frontier: Frontier, facts: Facts) -> float:
+    """Return what passes take however many samples they are for; 0 where the speed of the device is not known.
+
+    Each sample more takes what its operations take at half the speed of matrix products; the rest of the passes is
+    reading all weights, Python and launching.
+    """
+    ideal_s = facts.ideal_s(frontier.ranks[min(frontier.ranks)].num_samples)
+    passes_s = frontier.seconds("forward", "backward")
+    return 0.0 if ideal_s is None else max(0.0, passes_s - ideal_s / _REACHED)
 
 
 def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
@@ -218,10 +233,10 @@ def _communication(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[A
             "parameters are gathered once a step instead of twice, if they fit into memory.", share / 3, reshard=False
         )
     if facts.batch_size and not facts.option("batch_tokens"):
-        larger = 2 * facts.batch_size
+        larger = LARGER_BATCH * facts.batch_size
         yield _change(
-            f"a batch of {larger:,} instead of {facts.batch_size:,}: gradients are sent once per step, so half as "
-            "often for as many samples. The learning rate may have to be adapted.",
+            f"a batch of {larger:,} instead of {facts.batch_size:,}: gradients are sent once per step, so less often "
+            "for as many samples. The learning rate may have to be adapted.",
             cause.avoidable_s / frontier.wall_s,
             batch_size=larger,
         )

@@ -19,8 +19,6 @@ LARGER_BATCH = 4
 LOW_UTILISATION = 0.05
 """Forward and backward passes below this share of the speed of matrix products are overhead, not computation."""
 _BUSY = 0.2
-_FEWER_TRANSFERS = 0.5
-"""What is left of the cost of communication with batches twice as large: half as many transfers per sample."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,8 @@ def _starved(frontier: Frontier, facts: Facts) -> Cause:
 def _communication(frontier: Frontier, _facts: Facts) -> Cause:
     seconds = frontier.seconds("communication") if len(frontier.ranks) > 1 else 0.0
     by_rank = _by_rank(frontier, "communication")
-    return Cause("communication", "transfer", seconds, seconds * (1 - _FEWER_TRANSFERS), None, by_rank)
+    # Of the same remedy as batches that are too small, so that both are judged by the same one.
+    return Cause("communication", "transfer", seconds, seconds * (1 - 1 / LARGER_BATCH), None, by_rank)
 
 
 def _straggler(frontier: Frontier, _facts: Facts) -> Cause:
