@@ -38,6 +38,8 @@ class BatchDataset(ABC):
     Block b holds the samples after those of block b - 1. The order then shuffles blocks, and samples within a window of
     blocks ([Note: Shuffling blocks]).
     """
+    sample_tokens: int | None = None
+    """The tokens of a sample, where each has as many; None: samples are no sequences, or differ in length."""
     draws_by_row: bool = False
     """Whether `rows` computes each sample with randomness of its own, after it called `begin_row`."""
 
@@ -90,6 +92,7 @@ class SelectedDataset(BatchDataset):
         self._dataset, chosen = dataset, np.array(indices, dtype=np.int64)
         self._indices = torch.from_numpy(chosen)
         self.is_thread_safe, self.draws_by_row = dataset.is_thread_safe, dataset.draws_by_row
+        self.sample_tokens = dataset.sample_tokens
         if dataset.block_sizes is not None:
             self.block_sizes = sizes_within(dataset.block_sizes, chosen)
 

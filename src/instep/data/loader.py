@@ -93,6 +93,8 @@ class GlobalBatch(NamedTuple):
     ends_epoch: bool = False
     num_rows: int = 0
     """Of all parts: this rank's."""
+    num_tokens: int | None = None
+    """Of the whole batch, where the data knows it."""
 
 
 class Loader(ABC):
@@ -166,6 +168,7 @@ class TrainLoader(Loader):
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
         self._transform = transform
+        self._sample_tokens: int | None = getattr(dataset, "sample_tokens", None)
 
     def num_steps(self, epochs: int) -> int:
         """Return the number of steps of some epochs."""
@@ -184,12 +187,19 @@ class TrainLoader(Loader):
         num_batches = self._plan.num_batches
         for run in self._runs(first, last):
             epoch, _, size = run.start
-            num_rows = run.num_rows // run.num_steps
+            num_rows, num_tokens = run.num_rows // run.num_steps, self._num_tokens(run.start)
             for step in range(run.first_step, run.first_step + run.num_steps):
                 parts = tuple(map(Part, run.parts, batches))
                 assert len(parts) == len(run.parts)
                 ends_epoch = (step + 1) % num_batches == 0
-                yield GlobalBatch(step, epoch, size, parts, run.num_shards, ends_epoch, num_rows)
+                yield GlobalBatch(step, epoch, size, parts, run.num_shards, ends_epoch, num_rows, num_tokens)
+
+    def _num_tokens(self, batch: Batch) -> int | None:
+        """Return the tokens of a batch; None: the data does not say, or what is trained on is cut first."""
+        if self._transform is not None:
+            return None
+        of_plan = self._plan.num_tokens(batch)
+        return batch.size * self._sample_tokens if of_plan is None and self._sample_tokens else of_plan
 
     def _transformed(
         self, transform: Callable[[int, Any], Any], read: Iterator[Any], first: int, last: int
