@@ -61,7 +61,7 @@ def test_a_restart_has_the_reason_that_the_launcher_wrote(tmp_path: Path) -> Non
     log.start(attempt=2, first_step=20)  # by an older launcher, say: that reason is not this one's
     texts = [(mark["kind"], mark["text"]) for mark in marks_of(tmp_path)]
     assert texts == [
-        ("lost", f"rank 0 ended without a last event: {REASON}"),
+        ("lost", f"rank 0 ended without a last event; {REASON}"),
         ("restart", f"{REASON}, on 2 processes"),
         ("lost", "rank 0 ended without a last event: it was killed, or hung, or its node was lost"),
         ("restart", "restart 2, on 2 processes"),

@@ -99,8 +99,8 @@ class MarkFold:
         for sentence in self._hangs():
             if any(int(number) in (step, step + 1) for number in _STEP.findall(sentence)):
                 return "hang", sentence
-        cause = self._reason or "it was killed, or hung, or its node was lost"
-        return "lost", f"rank 0 ended without a last event: {cause}"
+        cause = f"; {self._reason}" if self._reason else ": it was killed, or hung, or its node was lost"
+        return "lost", f"rank 0 ended without a last event{cause}"
 
     def _end(self, rank: int, event: Mapping[str, Any]) -> None:
         if rank == 0:
