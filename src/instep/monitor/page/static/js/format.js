@@ -38,6 +38,8 @@ export function duration(seconds) {
   return `${Math.floor(total / 86400)}d${String(Math.floor(total % 86400 / 3600)).padStart(2, "0")}h`;
 }
 
+export function counted(count, noun) { return `${count} ${noun}${count === 1 ? "" : "s"}`; }
+
 export function ago(seconds) { return seconds < 2 ? "now" : `${duration(seconds)} ago`; }
 
 export function percent(share) { return share >= 0.0995 || share === 0 ? `${Math.round(share * 100)} %` : `${(share * 100).toFixed(1)} %`; }

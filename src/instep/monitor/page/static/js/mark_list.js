@@ -1,7 +1,7 @@
 // What happened, newest first, each with its sentence.
 
 import { make, fill } from "./dom.js";
-import { duration, number } from "./format.js";
+import { counted, duration, number } from "./format.js";
 
 const NAMES = {
   restart: "restart", join: "joined", leave: "left", save: "checkpoint", save_failed: "save failed", nan: "NaN", hang: "hang",
@@ -33,7 +33,7 @@ export class MarkList {
     const shown = marks.filter((mark) => this.withSaves || mark.kind !== "save");
     shown.sort((one, other) => other.run.origin + other.time_s - one.run.origin - one.time_s);
     const saves = marks.filter((mark) => mark.kind === "save").length;
-    this.count.textContent = `${marks.length - saves} events, ${saves} checkpoints`;
+    this.count.textContent = `${counted(marks.length - saves, "event")}, ${counted(saves, "checkpoint")}`;
     fill(this.list, ...shown.slice(0, SHOWN).map((mark) => item(mark, runs.length > 1)));
     if (!shown.length) fill(this.list, make("li", {}, make("span", { class: "when" }, "only checkpoints so far")));
   }
