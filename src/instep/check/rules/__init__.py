@@ -33,6 +33,7 @@ from instep.check.rules.scheduler_steps import SchedulerSteps
 from instep.check.rules.seeds import Seeds
 from instep.check.rules.set_epoch_swallowed import SetEpochSwallowed
 from instep.check.rules.split_differs import SplitDiffers
+from instep.check.rules.state_differs import StateDiffers
 from instep.check.rules.uneven_inputs import UnevenInputs
 from instep.check.rules.worker_seeds_repeat import WorkerSeedsRepeat
 from instep.check.rules.wrong_device import WrongDevice
@@ -71,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     Seeds(),
     SetEpochSwallowed(),
     SplitDiffers(),
+    StateDiffers(),
     UnevenInputs(),
     WorkerSeedsRepeat(),
     WrongDevice(),

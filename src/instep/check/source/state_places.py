@@ -1,0 +1,116 @@
+"""Where the source sets what a path of variables and attributes names, and where one rank alone changes a model."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from instep.check.source.functions import (
+    Function,
+    call_sites,
+    calls_in,
+    function_around,
+    names_in,
+)
+from instep.check.source.module import SourceModule
+from instep.check.source.rank_guards import guard_of_callers
+from instep.check.source.reaching import Definition, definitions
+
+_LOADS = ("load_state_dict", "load_checkpoint", "load_weights", "load_model", "set_model_state_dict")
+_CHANGES = ("reset_parameters", "init_weights", "copy_", "normal_", "zero_", "mul_", "lerp_", "prune", "apply")
+
+
+def place_of(modules: Sequence[SourceModule], file: str, names: Sequence[str]) -> tuple[str, int] | None:
+    """Return the line that sets the last name of a path: the attribute, or the variable that holds what has it."""
+    for name in reversed(names):
+        defined = [
+            (module, one)
+            for module in sorted(modules, key=lambda module: module.path != file)
+            for one in _settings(module, name)
+        ]
+        if defined:
+            module, one = defined[0]
+            return module.path, one.statement.lineno
+    return None
+
+
+def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | None:
+    """Return the line that changes an attribute later on: an element, in place, or anew outside of `__init__`."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if _changes(node, name) and getattr(function_around(module, node), "name", "") != "__init__":
+                return module.path, node.lineno  # type: ignore[attr-defined]
+    return None
+
+
+def changes_by_one_rank(modules: Sequence[SourceModule]) -> Iterator[tuple[str, int]]:
+    """Yield the lines at which code that only some ranks execute changes weights."""
+    for module in modules:
+        for call in module.calls:
+            if call.last in _LOADS or (call.last in _CHANGES and _is_of_weights(module, call.node)):
+                guard = guard_of_callers(module, call.node)
+                if guard is not None:
+                    yield module.place(call.node)
+        for node in ast.walk(module.tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any("weight" in ast.unparse(target) or ".data" in ast.unparse(target) for target in targets):
+                if guard_of_callers(module, node) is not None:
+                    yield module.path, node.lineno
+        yield from _guarded_sites(module)
+
+
+def _guarded_sites(module: SourceModule) -> Iterator[tuple[str, int]]:
+    """Yield guarded calls of functions of this file that set weights."""
+    for functions in module.functions.values():
+        for function in functions:
+            if any(
+                isinstance(node, ast.Assign | ast.AugAssign) and _writes_weight(node) for node in ast.walk(function)
+            ):
+                for site in call_sites(module, function):
+                    if guard_of_callers(module, site.node) is not None:
+                        yield module.place(site.node)
+
+
+def _writes_weight(node: ast.Assign | ast.AugAssign) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return any(
+        {"weight", "data", "bias", "param", "p", "w"} & names_in(target)
+        for target in targets
+        if isinstance(target, ast.Subscript | ast.Attribute)
+    )
+
+
+def _is_of_weights(module: SourceModule, node: ast.Call) -> bool:
+    text = ast.unparse(node)
+    scope = function_around(module, node)
+    has_parameters = isinstance(scope, Function) and any(
+        call.last in ("parameters", "named_parameters") for call in calls_in(module, scope)
+    )
+    return has_parameters or any(word in text for word in ("weight", "param", "bias", "head", "model"))
+
+
+def _settings(module: SourceModule, name: str) -> list[Definition]:
+    """Return the assignments of a name, and the calls of `register_buffer` that make it."""
+    registered = [
+        Definition(call.node, call.node)
+        for call in module.calls_of("register_buffer")
+        if isinstance(first := call.argument("name", 0), ast.Constant) and first.value == name
+    ]
+    return [*registered, *definitions(module.tree, name)]
+
+
+def _changes(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(_last(target) == name for target in targets)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr.endswith("_") and not node.func.attr.startswith("_") and _last(node.func.value) == name
+    return False
+
+
+def _last(node: ast.expr) -> str:
+    if isinstance(node, ast.Subscript):
+        return _last(node.value)
+    if isinstance(node, ast.Attribute):
+        return _last(node.value) if node.attr in ("data", "weight_data") else node.attr
+    return node.id if isinstance(node, ast.Name) else ""
