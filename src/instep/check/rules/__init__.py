@@ -15,6 +15,7 @@ from instep.check.rules.file_order_differs import FileOrderDiffers
 from instep.check.rules.forward_bypasses_ddp import ForwardBypassesDdp
 from instep.check.rules.gather_cuts_gradient import GatherCutsGradient
 from instep.check.rules.gradients_differ import GradientsDiffer
+from instep.check.rules.handle_not_waited import HandleNotWaited
 from instep.check.rules.load_map_location import LoadMapLocation
 from instep.check.rules.local_metric_decides import LocalMetricDecides
 from instep.check.rules.loss_summed import LossSummed
@@ -54,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     ForwardBypassesDdp(),
     GatherCutsGradient(),
     GradientsDiffer(),
+    HandleNotWaited(),
     LoadMapLocation(),
     LocalMetricDecides(),
     LossSummed(),

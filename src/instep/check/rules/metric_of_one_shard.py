@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
+from instep.check.evaluated_metrics import evaluated_metrics
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observation, Observed
-from instep.check.passes import LoaderPass, evaluations, is_data_parallel, shared_share
+from instep.check.passes import LoaderPass, evaluations, is_data_parallel, is_divided
 from instep.check.records.data import BatchYielded, EvaluationSeen, LoadersEnded, PassBegan
 from instep.check.records.run import Ended
 from instep.check.rule import Rule
@@ -38,10 +39,11 @@ class MetricOfOneShard(Rule):
         """Yield evaluations of parts after which no collective combines anything."""
         if not is_data_parallel(observed):
             return
+        yield from self._values(observed, modules)
         done: set[str] = set()
         for group in evaluations(observed):
             made = group[0].made
-            if made.loader in done or not _is_divided(group) or _was_reduced(observed, group):
+            if made.loader in done or not is_divided(group) or _was_reduced(observed, group):
                 continue
             if not all(_is_followed(observed, one) for one in group):
                 continue
@@ -55,10 +57,20 @@ class MetricOfOneShard(Rule):
                 Severity.ERROR if _is_reported(modules, group[0]) else None,
             )
 
+    def _values(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        for metric in evaluated_metrics(observed, modules):
+            if metric.is_reported:
+                yield self.finding(
+                    metric.place,
+                    f"`{metric.path.text}` is reported, and it is that of the rank's own samples.",
+                    f"after the evaluation it was another one on each rank ({metric.path.shown})",
+                    "+ dist.all_reduce(sums)  # of hits and of samples, on all ranks; divide afterwards",
+                )
+
     def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse logs of a run in one process, and of evaluations in which every rank went through everything."""
         seen = evaluations(observed)
-        is_undivided = bool(seen) and not any(_is_divided(group) for group in seen)
+        is_undivided = bool(seen) and not any(is_divided(group) for group in seen)
         return observed.world_size < 2 or (is_undivided and finding.message.endswith(_ENDINGS))
 
     def _read_logs(self, module: SourceModule) -> Iterable[Finding]:
@@ -103,12 +115,6 @@ class MetricOfOneShard(Rule):
                     f"line {ratio.lineno}: {module.line(ratio.lineno)}",
                     "+ dist.all_reduce(counts)  # sum numerators and denominators, and divide afterwards",
                 )
-
-
-def _is_divided(group: Sequence[LoaderPass]) -> bool:
-    """Return whether ranks evaluated different samples."""
-    shares = [shared_share(group[0], other) for other in group[1:]]
-    return bool(shares) and all(total > 0 and shared * 2 < total for shared, total in shares)
 
 
 def _was_reduced(observed: Observed, group: Sequence[LoaderPass]) -> bool:

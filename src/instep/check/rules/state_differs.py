@@ -16,7 +16,9 @@ from instep.check.records.live_state import LiveState
 from instep.check.records.timeline import steps_together, wrappers_of
 from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
+from instep.check.source.collective_calls import is_distributed
 from instep.check.source.module import SourceModule
+from instep.check.source.set_orders import numbered_sets
 from instep.check.source.state_places import changes_by_one_rank, place_of, updates_of
 
 _STATISTIC = re.compile(
@@ -46,10 +48,31 @@ class StateDiffers(Rule):
         yield from self._changed_weights(observed, modules)
         if not (are_replicas(observed) or is_data_parallel(observed)):
             return
+        for module in modules:
+            if not is_distributed(module):  # the rest is read, too
+                yield from self._read_sets(module)
         yield from self._ids(observed, modules)
         yield from self._buffers(observed, modules)
         yield from self._copies(observed, modules)
         yield from self._statistics(observed, modules)
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield numbers that follow the order of a set, in files that have to do with several ranks."""
+        if is_distributed(module):
+            yield from self._read_sets(module)
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
+        """Excuse runs on one rank."""
+        return observed.world_size < 2
+
+    def _read_sets(self, module: SourceModule) -> Iterable[Finding]:
+        for node in numbered_sets(module):
+            yield self.finding(
+                module.place(node),
+                "Names get their numbers in the order of a set, which is another one in each process.",
+                f"`{module.line(node.lineno)}`: strings are hashed with another seed in each process",
+                "- enumerate(set(names))\n+ enumerate(sorted(set(names)))",
+            )
 
     def _changed_weights(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield wrapped models whose weights parted, although every gradient was the same on all ranks."""
