@@ -10,11 +10,13 @@ from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
+from instep.check.records.run import Ended
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rule import Rule
 from instep.check.source.functions import calls_in, function_around, loops_around
 from instep.check.source.module import SourceModule
 from instep.check.source.schedule_calls import is_scheduler, made_in_epochs, prepared_schedules
+from instep.check.source.schedule_lengths import undivided_lengths
 
 
 class SchedulerSteps(Rule):
@@ -31,6 +33,7 @@ class SchedulerSteps(Rule):
         for number in {step.scheduler for step in steps}:
             own = [step for step in steps if step.scheduler == number]
             found = self._too_early(own) or self._too_often(own) or self._past_end(own)
+            found = found or self._never_ends(observed, own, modules)
             if found is not None:
                 yield found
             elif own[0].package == "accelerate" and observed.world_size > 1:
@@ -58,6 +61,8 @@ class SchedulerSteps(Rule):
                 yield self._epochs_finding(module.place(call.node), evidence)
         for prepared in prepared_schedules(module):
             yield self._prepared(module, prepared, [])
+        for made in undivided_lengths(module):
+            yield self._too_long(module.place(made), f"`{module.line(made.lineno)}` counts the batches of all ranks")
 
     def _too_early(self, own: list[SchedulerStepped]) -> Finding | None:
         first = own[0]
@@ -96,6 +101,29 @@ class SchedulerSteps(Rule):
         )
         return self._epochs_finding((last.file, last.line), evidence)
 
+    def _never_ends(
+        self, observed: Observed, own: list[SchedulerStepped], modules: Sequence[SourceModule]
+    ) -> Finding | None:
+        """Return that a schedule was as many times too long as there are ranks when the script had ended by itself."""
+        last, ends = own[-1], observed.by_rank(Ended)[0]
+        is_complete = bool(ends) and ends[-1].how == "complete"
+        is_too_long = last.horizon is not None and _is_multiple(last.horizon, last.position, observed.world_size)
+        if not is_complete or not is_too_long or last.package:
+            return None
+        if any(True for module in modules for _ in undivided_lengths(module)):
+            return None  # read at the line that makes it
+        evidence = f"{last.type} is made for {last.horizon} steps, and the training ended after {last.position}"
+        return self._too_long((last.file, last.line), evidence)
+
+    def _too_long(self, place: tuple[str, int], evidence: str) -> Finding:
+        return self.finding(
+            place,
+            "The schedule is made for the steps of one process: with several, the training ends long before it does.",
+            evidence,
+            "- total_steps = epochs * (len(dataset) // batch_size)\n+ total_steps = epochs * len(loader)"
+            "  # of the loader with the DistributedSampler",
+        )
+
     def _epochs_finding(self, place: tuple[str, int], evidence: str) -> Finding:
         return self.finding(
             place,
@@ -113,6 +141,11 @@ class SchedulerSteps(Rule):
             f"`{module.line(call.lineno)}`: its length is that of one process{seen}",
             "Multiply the length by accelerator.num_processes, or do not prepare the scheduler.",
         )
+
+
+def _is_multiple(horizon: int, steps: int, world_size: int) -> bool:
+    """Return whether a schedule is the world size times as long as the training was, up to rounding."""
+    return world_size > 1 and steps >= 16 and abs(horizon - world_size * steps) <= max(2, 0.05 * horizon)
 
 
 def _from_several_lines(own: list[SchedulerStepped]) -> bool:

@@ -28,6 +28,8 @@ _TORCH_DRAWS = (
     "normal_",
 )
 _MIN_NOISE = 3
+_ALL = 0.95
+"""Streams that share more are not divided at all: another rule's."""
 
 
 class Seeds(Rule):
@@ -55,7 +57,7 @@ class Seeds(Rule):
         seeds = {one.made.sampler_seed for one in group}
         if len(seeds) > 1 and group[0].made.is_shuffled and has_same_root(group):
             evidence = f"the DistributedSampler's seeds are {', '.join(map(str, sorted(seeds)))}"
-        elif not (evidence := _overlap(group)):
+        elif not (evidence := _overlap(group) or _overlap_of_streams(group)):
             return None
         return self.finding(
             _place_of_shuffle(modules, group[0]),
@@ -110,9 +112,21 @@ def _overlap(group: Sequence[LoaderPass]) -> str:
     return ""
 
 
+def _overlap_of_streams(group: Sequence[LoaderPass]) -> str:
+    """Return how much of a rank's stream another one has too, where no stream repeats a sample; empty: nothing."""
+    one = group[0]
+    if not all(member.made.is_iterable and len(set(member.rows)) == len(member.rows) for member in group):
+        return ""
+    for other in group[1:]:
+        shared, total = shared_share(one, other)
+        if total >= 4 * MIN_COMPARED and total // 10 < shared < _ALL * total:
+            return f"{shared} of the {total} samples of rank {other.rank} came on rank {one.rank} too, in the same epoch"
+    return ""
+
+
 def _place_of_shuffle(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
     """Return the line of the user's sampler that shuffles, or else the loader's."""
-    found = class_named(modules, one.made.sampler)
+    found = class_named(modules, one.made.dataset if one.made.is_iterable else one.made.sampler)
     for node in ast.walk(found[1]) if found is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHUFFLES:
             return (found[0].path, node.lineno) if found is not None else one.place

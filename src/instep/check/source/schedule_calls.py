@@ -15,7 +15,7 @@ _IN_EPOCHS = {"CosineAnnealingLR": ("T_max", 1), "StepLR": ("step_size", 1), "Mu
 def is_scheduler(module: SourceModule, node: ast.expr) -> bool:
     """Return whether an expression is a learning-rate scheduler: by its name, or by what it was set to."""
     name = _last(node)
-    return "sched" in name.lower() or any(_makes_schedule(module, value) for value in _values(module, name))
+    return "sched" in name.lower() or any(makes_schedule(module, value) for value in _values(module, name))
 
 
 def made_in_epochs(module: SourceModule, node: ast.expr) -> ast.Call | None:
@@ -53,16 +53,16 @@ def _steps_once(accelerator: ast.Call) -> bool:
 
 def _counts_one_process(module: SourceModule, made: ast.Call, prepares: list[ast.Call]) -> bool:
     """Return whether the length of a schedule counts the optimizer steps of this run."""
-    expressions = _traced(module, made)
+    expressions = traced(module, made)
     if any({"num_processes", "world_size"} & names_in(value) for value in expressions):
         return False
-    if lengths := [node for value in expressions for node in _lens(value)]:
+    if lengths := [node for value in expressions for node in lengths_in(value)]:
         return any(_prepared_before(module, length, prepare) for length in lengths for prepare in prepares)
     counted = {_last(argument) for argument in _arguments(made)} - {""}
     return bool(counted & _loop_bounds(module))
 
 
-def _traced(module: SourceModule, made: ast.Call) -> list[ast.expr]:
+def traced(module: SourceModule, made: ast.Call) -> list[ast.expr]:
     """Return the arguments of a call, and what they were set from: `total` from `per_epoch` from `len(loader)`."""
     expressions = _arguments(made)
     wanted = {name for argument in expressions for name in _names_outside_len(argument)}
@@ -107,10 +107,11 @@ def _prepared_before(module: SourceModule, length: ast.Call, prepare: ast.Call) 
 
 def _made(module: SourceModule, argument: ast.expr) -> ast.Call | None:
     candidates = [argument, *_values(module, _last(argument))]
-    return next((value for value in candidates if isinstance(value, ast.Call) and _makes_schedule(module, value)), None)
+    return next((value for value in candidates if isinstance(value, ast.Call) and makes_schedule(module, value)), None)
 
 
-def _makes_schedule(module: SourceModule, value: ast.expr) -> bool:
+def makes_schedule(module: SourceModule, value: ast.expr) -> bool:
+    """Return whether an expression makes a learning-rate schedule."""
     if not isinstance(value, ast.Call):
         return False
     name = module.name_of(value.func)
@@ -132,14 +133,14 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(item.value for item in call.keywords)]
 
 
-def _lens(value: ast.expr) -> list[ast.Call]:
+def lengths_in(value: ast.expr) -> list[ast.Call]:
     """Return the calls of `len` in an expression."""
     calls = [node for node in ast.walk(value) if isinstance(node, ast.Call) and node.args]
     return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "len"]
 
 
 def _names_outside_len(value: ast.expr) -> set[str]:
-    return names_in(value) - {name for call in _lens(value) for name in names_in(call)}
+    return names_in(value) - {name for call in lengths_in(value) for name in names_in(call)}
 
 
 def _last(node: ast.expr) -> str:
