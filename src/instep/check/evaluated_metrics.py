@@ -109,14 +109,13 @@ def _evaluates(module: SourceModule, function: Function) -> bool:
 
 def _mentions(node: ast.AST, path: LivePath) -> bool:
     """Return whether code uses a variable: of a dict, the same key."""
-    name = _variable(path)
+    name, is_plain = _variable(path), len(path.names) == 1 or (path.names[0] == "self" and len(path.names) == 2)
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant) and _last(inner.value) == name:
-            if str(inner.slice.value) == path.names[-1]:
-                return True
-        elif isinstance(inner, ast.Name | ast.Attribute) and _last(inner) == name and len(path.names) < 3:
-            if len(path.names) == 1 or path.names[0] == "self":
-                return True
+        is_entry = isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant)
+        if is_entry and _last(inner.value) == name and str(inner.slice.value) == path.names[-1]:  # type: ignore[attr-defined]
+            return True
+        if is_plain and isinstance(inner, ast.Name | ast.Attribute) and _last(inner) == name:
+            return True
     return False
 
 
@@ -127,13 +126,9 @@ def _decision(module: SourceModule, scope: ast.AST, path: LivePath) -> tuple[str
     for call in calls_in(module, scope):
         given = [*call.node.args, *(item.value for item in call.node.keywords)]
         positions = [index for index, value in enumerate(given) if _mentions(value, path)]
-        if positions and any(_compares(function, call, positions) for function in _callees(module, call)):
+        if positions and any(_compares(function, call, positions) for function in _functions(module, call)):
             return module.place(call.node)
     return None
-
-
-def _callees(module: SourceModule, call: Call) -> list[Function]:
-    return [function for function in _functions(module, call) if not isinstance(function, ast.Lambda)]
 
 
 def _compares(function: Function, call: Call, positions: Sequence[int]) -> bool:
@@ -155,7 +150,7 @@ def _is_reported(module: SourceModule, scope: ast.AST, path: LivePath) -> bool:
     own = [call for call in calls_in(module, scope) if call.last in _REPORTS]
     if any(_mentions(call.node, path) and not mentions_rank(call.node) for call in own):
         return True
-    if not isinstance(scope, Function) or scope is module.tree:
+    if not isinstance(scope, Function):
         return False
     returned = any(
         isinstance(node, ast.Return) and node.value is not None and _mentions(node.value, path)

@@ -70,9 +70,7 @@ def _path(path: str, values: Sequence[tuple[Any, ...]]) -> LivePath:
 
 def _looks(observed: Observed, moments: Sequence[str]) -> Iterator[tuple[LiveState, ...]]:
     """Yield the looks that all ranks took at the same moment, after as many steps."""
-    ranks = [
-        {(look.moment, look.number, look.step): look for look in looks} for looks in observed.by_rank(LiveState)
-    ]
+    ranks = [{(look.moment, look.number, look.step): look for look in looks} for looks in observed.by_rank(LiveState)]
     for key in ranks[0] if len(ranks) > 1 else ():
         if key[0] in moments and all(key in rank for rank in ranks):
             yield tuple(rank[key] for rank in ranks)

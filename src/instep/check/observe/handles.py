@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch import distributed as dist
 
-from instep.check.observe.callers import calling_package
 from instep.check.observe.log import ObservationLog
 from instep.check.observe.observer import Observer
 from instep.check.records.collectives import HandlesMade
@@ -22,6 +22,8 @@ _ASYNCHRONOUS = (
     *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
 )
 _STARTS = ("isend", "irecv", "batch_isend_irecv")
+_BETWEEN = ("instep.check", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
+"""Modules whose functions are between the user's call and the hook."""
 _WAITS = ("wait", "is_completed", "get_future", "synchronize", "block_current_stream")
 
 
@@ -56,8 +58,10 @@ class HandleObserver(Observer):
         return result
 
     def _note(self, work: Any) -> None:
-        frame = sys._getframe(2)
-        if calling_package(self.log, frame):
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+            frame = frame.f_back
+        if frame is None or not self.log.is_users(frame):  # torch's own, as of Join: it knows what it does
             return
         place = self.log.place(frame)
         self._made[place] = self._made.get(place, 0) + 1

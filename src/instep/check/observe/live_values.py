@@ -174,4 +174,3 @@ def _is_state(tensor: torch.Tensor) -> bool:
 
 def _is_id(key: Any, value: Any) -> bool:
     return isinstance(key, str | int) and isinstance(value, int) and not isinstance(value, bool)
-

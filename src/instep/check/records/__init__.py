@@ -13,4 +13,15 @@ from instep.check.records import (
     seeding,
 )
 
-__all__ = ["collectives", "data", "files", "gradients", "live_state", "model_state", "replicas", "run", "schedules", "seeding"]
+__all__ = [
+    "collectives",
+    "data",
+    "files",
+    "gradients",
+    "live_state",
+    "model_state",
+    "replicas",
+    "run",
+    "schedules",
+    "seeding",
+]

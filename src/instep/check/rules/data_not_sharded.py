@@ -79,8 +79,8 @@ class DataNotSharded(Rule):
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield data that the source divides by rank, and a sampler or framework again."""
         for call, part in divided_twice(module):
-            evidence = f"line {part.lineno}: {module.line(part.lineno)}"
-            yield self._twice(module.place(call), evidence, Severity.WARNING)
+            evidence = f"`{module.line(part.lineno)}`, and line {call.lineno}: {module.line(call.lineno)}"
+            yield self._twice(module.place(part), evidence, Severity.WARNING)
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
         """Excuse what is read where there is only one rank, and where it was seen: that is reported."""

@@ -11,12 +11,14 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.passes import is_data_parallel, training_passes
 from instep.check.records.collectives import CollectiveCalled
+from instep.check.records.replicas import Joined
 from instep.check.records.run import OptimizerStepped
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import has_group, is_collective, is_distributed
 from instep.check.source.functions import calls_below, functions_named, loops_around, trains
 from instep.check.source.local_clocks import clock_decisions
 from instep.check.source.local_conditions import (
+    collectives_in_handlers,
     collectives_over_local_keys,
     collectives_under_local_conditions,
     local_collectives,
@@ -42,7 +44,7 @@ class RankDependentCollective(Rule):
             if mismatch.place in places:
                 message = "The ranks took different ways around a collective, by their own data."
                 yield self.finding(mismatch.place, message, mismatch.text, _FIX, Severity.ERROR)
-        if is_data_parallel(observed):
+        if is_data_parallel(observed) and not observed.has(Joined):
             yield from self._different_steps(observed, modules)
 
     def _different_steps(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterator[Finding]:
@@ -79,7 +81,16 @@ class RankDependentCollective(Rule):
                 "Agree on the keys first (all_gather_object), or reduce one tensor with a place for every key.",
             )
         if not is_distributed(module):
+            if any("transformers" in name for name in module.aliases.values()):
+                yield from self._by_clock(module)
             return
+        for handler, call in collectives_in_handlers(module):
+            yield self.finding(
+                module.place(call.node),
+                "A collective is issued in an exception handler: only the ranks that failed call it.",
+                f"`{module.line(call.node.lineno)}` under `{module.line(handler.lineno)}`",
+                "Move it behind the try statement, where all ranks pass; or let the exception end the process.",
+            )
         for skip in skipped_backwards(module):
             yield self.finding(
                 module.place(skip.node),

@@ -78,7 +78,7 @@ class SameNoise(Rule):
                 module.place(call.node),
                 "After a resume all ranks draw the same random numbers: each gets the state that one rank has saved.",
                 f"`{module.line(call.node.lineno)}`",
-                "Save the states of all ranks (all_gather_object), and restore the rank's own; or seed with seed + rank.",
+                "Save the state of each rank (all_gather_object) and restore its own; or seed with seed + rank.",
             )
 
     def _different_weights(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:

@@ -120,7 +120,9 @@ def _overlap_of_streams(group: Sequence[LoaderPass]) -> str:
     for other in group[1:]:
         shared, total = shared_share(one, other)
         if total >= 4 * MIN_COMPARED and total // 10 < shared < _ALL * total:
-            return f"{shared} of the {total} samples of rank {other.rank} came on rank {one.rank} too, in the same epoch"
+            return (
+                f"{shared} of the {total} samples of rank {other.rank} came on rank {one.rank} too, in the same epoch"
+            )
     return ""
 
 

@@ -19,7 +19,7 @@ from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
 from instep.check.source.module import SourceModule
 from instep.check.source.set_orders import numbered_sets
-from instep.check.source.state_places import changes_by_one_rank, place_of, updates_of
+from instep.check.source.state_places import changes_by_one_rank, guarded_use, place_of, updates_of
 
 _STATISTIC = re.compile(
     r"(^|_)(mean|means|std|stds|var|mu|sigma|minimum|maximum|weights?|freqs?|frequenc(y|ies)|priors?|idf"
@@ -27,8 +27,16 @@ _STATISTIC = re.compile(
     r"|scaler?|offset|loc|shift|median|quantiles?|balance|ratio)(_|$|\d)",
     re.IGNORECASE,
 )
+_ADAPTED = re.compile(
+    r"(^|_)(baseline|ema|running|moving|level|difficulty|stage|temperature|scale|threshold|margin|curriculum|beta"
+    r"|lambda|lam|epsilon|prob|ratio|kl_coef|alpha)(_|$|\d)",
+    re.IGNORECASE,
+)
+"""Numbers that a training adapts to what it sees, and computes with."""
 _OF_A_BATCH = re.compile(r"loss|grad|batch|logit|pred|output|target|acc|time|score|metric|best", re.IGNORECASE)
-_VOCABULARY = re.compile(r"class|label|vocab|token|categor|tag|2id|to_id|2idx|to_idx|stoi|species|intent", re.IGNORECASE)
+_VOCABULARY = re.compile(
+    r"class|label|vocab|token|categor|tag|2id|to_id|2idx|to_idx|stoi|species|intent", re.IGNORECASE
+)
 _AVERAGED = re.compile(r"ema|shadow|averag|teacher|target|momentum|swa|moving|running", re.IGNORECASE)
 _MIN_IDS = 2
 
@@ -61,7 +69,7 @@ class StateDiffers(Rule):
         if is_distributed(module):
             yield from self._read_sets(module)
 
-    def excuses(self, observed: Observed, finding: Finding) -> bool:
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
         """Excuse runs on one rank."""
         return observed.world_size < 2
 
@@ -139,7 +147,7 @@ class StateDiffers(Rule):
         for kind, path in kinds:
             if not path.differs or (kind == "tensors" and (path.is_constant or _OF_A_BATCH.search(path.names[-1]))):
                 continue
-            place = place_of(modules, path.file, path.names)
+            place = guarded_use(modules, path.names[0]) or place_of(modules, path.file, path.names)
             if place is not None and any(made for made in observed.by_rank(ModelWrapped)):
                 yield self.finding(
                     place,
@@ -153,16 +161,19 @@ class StateDiffers(Rule):
         numbers = [path for path in live_paths(observed, "numbers") if path.differs_in_numbers]
         for path in [*live_paths(observed, "tensors"), *numbers]:
             name = path.names[-1]
-            is_constant = path.is_constant and path.differs
-            if not is_constant or not _STATISTIC.search(name) or _OF_A_BATCH.search(name) or "local" in path.text:
+            is_constant = path.is_constant and path.differs and _STATISTIC.search(name)
+            is_adapted = path in numbers and not path.is_constant and _ADAPTED.search(name) and len(path.names) > 1
+            if not (is_constant or is_adapted) or _OF_A_BATCH.search(name) or "local" in path.text:
                 continue
-            place = place_of(modules, path.file, path.names)
+            place = updates_of(modules, name) if is_adapted else None
+            place = place or place_of(modules, path.file, path.names)
             if place is not None and place not in done:
                 done.add(place)
                 yield self.finding(
                     place,
                     f"`{path.text}` is another one on each rank: it was computed from the rank's own part of the data.",
-                    f"it stayed the same in {len(path.values)} looks, and was not the same on all ranks",
+                    f"in {len(path.values)} looks it {'changed' if is_adapted else 'stayed the same'}, "
+                    "and was not the same on all ranks",
                     "Compute it of the whole data on all ranks, or sum its parts with all_reduce.",
                 )
 
@@ -185,7 +196,8 @@ def _parted_at(observed: Observed, wrapper: int) -> tuple[tuple[str, int], int] 
     for steps in steps_together(observed):
         taken = [step.taken for step in steps]
         weights = {one.parameter_hash.get(key) for one in taken}
-        if len({one.gradient_hash.get(key) for one in taken}) > 1 or None in weights:
+        is_same_update = len({(one.gradient_hash.get(key), one.learning_rate) for one in taken}) == 1
+        if None in weights or not is_same_update:
             return None
         if len(weights) == 1:
             was_equal = True
@@ -194,4 +206,3 @@ def _parted_at(observed: Observed, wrapper: int) -> tuple[tuple[str, int], int] 
         else:
             return None
     return None
-

@@ -45,6 +45,17 @@ def collectives_under_local_conditions(module: SourceModule) -> Iterator[LocalCo
             yield LocalCondition(node, call.node)
 
 
+def collectives_in_handlers(module: SourceModule) -> Iterator[tuple[ast.ExceptHandler, Call]]:
+    """Yield collectives that only ranks which caught an exception issue, and the others nowhere in the statement."""
+    for node in ast.walk(module.tree):
+        for handler in node.handlers if isinstance(node, ast.Try) else ():
+            others = [call.last for item in [*node.body, *node.orelse] for call in calls_in(module, item)]  # type: ignore[attr-defined]
+            for item in handler.body:
+                for call in calls_in(module, item):
+                    if is_collective(call) and not has_group(call) and call.last not in others:
+                        yield handler, call
+
+
 def collectives_over_local_keys(module: SourceModule) -> Iterator[tuple[ast.For, Call]]:
     """Yield loops over a dict that has the keys which this rank has met, with a collective inside."""
     met = {name for names, value in assignments(module.tree) if _fills_itself(value) for name in names}
@@ -105,9 +116,15 @@ def is_local(module: SourceModule, node: ast.If) -> bool:
     agreed = [call for call in calls_in(module, scope) if is_collective(call) and call.node.lineno < node.lineno]
     if any(names & names_in(argument) for call in agreed for argument in call.node.args):
         return False
-    if any(syncs(call) for source in [node.test, *sources] for call in calls_in(module, source)):
+    if any(_agrees(module, call) for source in [node.test, *sources] for call in calls_in(module, source)):
         return False
     return any(_is_value(module, expression) for expression in [node.test, *sources])
+
+
+def _agrees(module: SourceModule, call: Call) -> bool:
+    """Return whether a call brings the ranks together: by what it is, or by what a function of this file does."""
+    own = [] if is_imported(module, call) else functions_named(module, call.last)
+    return syncs(call) or any(syncs(inner) for function in own for inner in calls_in(module, function))
 
 
 def _is_value(module: SourceModule, expression: ast.expr, depth: int = 2) -> bool:

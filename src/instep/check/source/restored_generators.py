@@ -46,9 +46,9 @@ def _is_entry(value: ast.expr) -> bool:
     for node in ast.walk(value):
         if isinstance(node, ast.Subscript) and _is_text(node.slice):
             return True
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-            if node.args and _is_text(node.args[0]):
-                return True
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if is_method and node.func.attr in ("get", "pop") and node.args and _is_text(node.args[0]):  # type: ignore[attr-defined]
+            return True
     return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.source.functions import assignments, calls_in, function_around, names_in, trains
+from instep.check.source.functions import assignments, calls_in, function_around, functions_named, names_in, trains
 from instep.check.source.module import SourceModule
 
 _IN_EPOCHS = {"CosineAnnealingLR": ("T_max", 1), "StepLR": ("step_size", 1), "MultiStepLR": ("milestones", 1)}
@@ -115,9 +115,17 @@ def makes_schedule(module: SourceModule, value: ast.expr) -> bool:
     if not isinstance(value, ast.Call):
         return False
     name = module.name_of(value.func)
+    own = functions_named(module, name) if name not in module.aliases.values() else []
+    if any(isinstance(node, ast.Return) and _is_schedule(module, node.value) for one in own for node in ast.walk(one)):
+        return True
     return (
         "lr_scheduler" in name or "schedule" in name.rpartition(".")[2].lower() or name.endswith(("LR", "LROnPlateau"))
     )
+
+
+def _is_schedule(module: SourceModule, value: ast.expr | None) -> bool:
+    name = module.name_of(value.func) if isinstance(value, ast.Call) else ""
+    return "lr_scheduler" in name or name.endswith(("LR", "LROnPlateau"))
 
 
 def _values(module: SourceModule, name: str) -> list[ast.expr]:

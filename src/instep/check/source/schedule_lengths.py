@@ -10,7 +10,9 @@ from instep.check.source.functions import names_in
 from instep.check.source.module import SourceModule
 from instep.check.source.schedule_calls import lengths_in, makes_schedule, traced
 
-_RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus?|nprocs?|n_?ranks?|num_gpus?|global|dp_size|size\(\)", re.I)
+_RANKS = re.compile(
+    r"world|num_processes|num_replicas|n_?gpus?|nprocs?|n_?ranks?|num_gpus?|global|dp_size|size\(\)", re.I
+)
 _BATCH = re.compile(r"batch|(^|_)bs($|_)|bsz|per_(device|rank|gpu)", re.IGNORECASE)
 
 
@@ -24,7 +26,8 @@ def undivided_lengths(module: SourceModule) -> Iterator[ast.Call]:
         expressions = traced(module, call.node)
         if any(_RANKS.search(name) for value in expressions for name in names_in(value)):
             continue
-        for length, value in ((node, value) for value in expressions for node in lengths_in(value)):
+        lengths = [(node, value) for value in expressions for node in lengths_in(value)]
+        for length, value in lengths:
             measured = ast.unparse(length.args[0])
             is_data = measured in datasets or measured.endswith(".dataset")
             if is_data and datasets and any(_BATCH.search(name) for name in names_in(value)):
@@ -56,5 +59,7 @@ def _is_prepared(module: SourceModule, made: ast.Call) -> bool:
     statement = next((outer for outer in module.around(made) if isinstance(outer, ast.Assign)), None)
     names = {ast.unparse(target) for target in statement.targets} if statement is not None else set()
     given = {ast.unparse(argument) for call in module.calls if call.last == "prepare" for argument in call.node.args}
-    is_direct = any(isinstance(outer, ast.Call) and module.call_of[outer].last == "prepare" for outer in module.around(made))
+    is_direct = any(
+        isinstance(outer, ast.Call) and module.call_of[outer].last == "prepare" for outer in module.around(made)
+    )
     return is_direct or bool(names & given) or not names

@@ -9,13 +9,34 @@ from instep.check.source.functions import function_around
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import mentions_rank
 
-_OF_TORCH = ("rand", "randn", "randint", "normal", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like")
+_OF_TORCH = (
+    "rand",
+    "randn",
+    "randint",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+)
 _IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
-_OF_NUMPY = ("normal", "standard_normal", "random", "uniform", "integers", "binomial", "beta", "gamma", "laplace", "rand")
+_OF_NUMPY = (
+    "normal",
+    "standard_normal",
+    "random",
+    "uniform",
+    "integers",
+    "binomial",
+    "beta",
+    "gamma",
+    "laplace",
+    "rand",
+)
 
 
 def draws_arrays(modules: Sequence[SourceModule], name: str) -> bool:
-    """Return whether code draws more than one number at a time from a generator, and does not share them out by rank."""
+    """Return whether code draws arrays from a generator, and does not take the rank's part of them."""
     draws = [(module, call) for module in modules for call in module.calls if _draws(call, name)]
     return bool(draws) and not any(mentions_rank(function_around(module, call.node)) for module, call in draws)
 

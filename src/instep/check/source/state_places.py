@@ -43,6 +43,18 @@ def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | 
     return None
 
 
+def guarded_use(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | None:
+    """Return the line that only some ranks execute, in a loop, and that updates what a variable holds."""
+    for module in modules:
+        for call in module.calls:
+            is_update = call.last.endswith("_") or "update" in call.last or call.last == "step"
+            around = list(module.statements_around(call.node))[:2]
+            mentioned = any(name in names_in(outer) for outer in around if not isinstance(outer, ast.If | Function))
+            if is_update and mentioned and guard_of_callers(module, call.node) is not None:
+                return module.place(call.node)
+    return None
+
+
 def changes_by_one_rank(modules: Sequence[SourceModule]) -> Iterator[tuple[str, int]]:
     """Yield the lines at which code that only some ranks execute changes weights."""
     for module in modules:
@@ -52,10 +64,11 @@ def changes_by_one_rank(modules: Sequence[SourceModule]) -> Iterator[tuple[str, 
                 if guard is not None:
                     yield module.place(call.node)
         for node in ast.walk(module.tree):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if any("weight" in ast.unparse(target) or ".data" in ast.unparse(target) for target in targets):
-                if guard_of_callers(module, node) is not None:
-                    yield module.path, node.lineno
+            if not isinstance(node, ast.Assign):
+                continue
+            sets_weight = any(word in ast.unparse(target) for target in node.targets for word in ("weight", ".data"))
+            if sets_weight and guard_of_callers(module, node) is not None:
+                yield module.path, node.lineno
         yield from _guarded_sites(module)
 
 

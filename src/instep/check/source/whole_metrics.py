@@ -163,7 +163,9 @@ def is_metric_of_all(module: SourceModule, call: Call) -> bool:
     own = [] if is_imported(module, call) or not _OWN.search(call.last) else functions_named(module, call.last)
     brings_together = _GATHERS | _REDUCES
     return bool(own) and not any(
-        inner.last in brings_together or _trains_or_evaluates(inner) for one in own for inner in calls_below(module, one)
+        inner.last in brings_together or _trains_or_evaluates(inner)
+        for one in own
+        for inner in calls_below(module, one)
     )
 
 
