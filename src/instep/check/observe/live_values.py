@@ -124,7 +124,8 @@ class LiveValues:
         if 1 < len(items) <= _MAX_IDS and all(_is_id(key, entry) for key, entry in items):
             self.ids[path] = {str(key): int(entry) for key, entry in items}
         elif all(isinstance(entry, torch.Tensor) for _, entry in items):
-            states = [entry for _, entry in items if _is_state(entry)]
+            # BatchNorm's statistics differ by rank wherever they are not synchronised: another rule's.
+            states = [entry for key, entry in items if _is_state(entry) and "running_" not in str(key)]
             if states:
                 self.tensors[path] = digest(states[:_MAX_PARAMETERS])
         elif depth and len(items) <= 64:

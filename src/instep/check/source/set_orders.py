@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from instep.check.source.functions import functions_named, is_imported
 from instep.check.source.module import SourceModule
+from instep.check.source.reaching import reaching
 
 _OF_SETS = ("union", "intersection", "difference", "symmetric_difference")
 _KEEP_ORDER = ("list", "tuple", "iter", "filter", "map")
@@ -66,6 +67,8 @@ def _is_unordered(module: SourceModule, value: ast.expr, depth: int = _DEPTH) ->
     if isinstance(value, ast.Call):
         return _is_unordered_call(module, value, depth)
     name = value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else ""
+    if isinstance(value, ast.Name) and (reached := reaching(module, name, value)):
+        return all(_is_unordered(module, one.value, depth - 1) for one in reached) and not _is_sorted(module, name)
     return bool(name) and _is_set_to_unordered(module, name, depth)
 
 
@@ -97,19 +100,22 @@ def _is_set_to_unordered(module: SourceModule, name: str, depth: int) -> bool:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if _name(target) == name
     ]
-    is_sorted = any(
-        call.last == "sort" and isinstance(call.node.func, ast.Attribute) and _name(call.node.func.value) == name
-        for call in module.calls
-    )
     adds = any(
         call.last == "add" and isinstance(call.node.func, ast.Attribute) and _name(call.node.func.value) == name
         for call in module.calls
     )
     empty = [value for value in values if ast.unparse(value) == "set()"]
     others = [value for value in values if value not in empty]
-    if is_sorted or not values:
+    if _is_sorted(module, name) or not values:
         return False
     return (bool(others) or (adds and bool(empty))) and all(_is_unordered(module, one, depth - 1) for one in others)
+
+
+def _is_sorted(module: SourceModule, name: str) -> bool:
+    return any(
+        call.last == "sort" and isinstance(call.node.func, ast.Attribute) and _name(call.node.func.value) == name
+        for call in module.calls
+    )
 
 
 def _name(node: ast.expr) -> str:

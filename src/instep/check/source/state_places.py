@@ -13,7 +13,7 @@ from instep.check.source.functions import (
     names_in,
 )
 from instep.check.source.module import SourceModule
-from instep.check.source.rank_guards import guard_of_callers
+from instep.check.source.rank_guards import guard_of_callers, rank_guard
 from instep.check.source.reaching import Definition, definitions
 
 _LOADS = ("load_state_dict", "load_checkpoint", "load_weights", "load_model", "set_model_state_dict")
@@ -56,32 +56,26 @@ def guarded_use(modules: Sequence[SourceModule], name: str) -> tuple[str, int] |
 
 
 def changes_by_one_rank(modules: Sequence[SourceModule]) -> Iterator[tuple[str, int]]:
-    """Yield the lines at which code that only some ranks execute changes weights."""
+    """Yield the lines at which code that only some ranks execute changes weights, itself or in a function it calls."""
     for module in modules:
-        for call in module.calls:
-            if call.last in _LOADS or (call.last in _CHANGES and _is_of_weights(module, call.node)):
-                guard = guard_of_callers(module, call.node)
-                if guard is not None:
-                    yield module.place(call.node)
-        for node in ast.walk(module.tree):
-            if not isinstance(node, ast.Assign):
-                continue
-            sets_weight = any(word in ast.unparse(target) for target in node.targets for word in ("weight", ".data"))
-            if sets_weight and guard_of_callers(module, node) is not None:
-                yield module.path, node.lineno
-        yield from _guarded_sites(module)
+        changing = [node for node in ast.walk(module.tree) if _changes_weights(module, node)]
+        functions = {function_around(module, node) for node in changing}
+        sites = [
+            site.node
+            for function in functions
+            if isinstance(function, Function)
+            for site in call_sites(module, function)
+        ]
+        for node in [*changing, *sites]:
+            if rank_guard(module, node) is not None:
+                yield module.path, node.lineno  # type: ignore[attr-defined]
 
 
-def _guarded_sites(module: SourceModule) -> Iterator[tuple[str, int]]:
-    """Yield guarded calls of functions of this file that set weights."""
-    for functions in module.functions.values():
-        for function in functions:
-            if any(
-                isinstance(node, ast.Assign | ast.AugAssign) and _writes_weight(node) for node in ast.walk(function)
-            ):
-                for site in call_sites(module, function):
-                    if guard_of_callers(module, site.node) is not None:
-                        yield module.place(site.node)
+def _changes_weights(module: SourceModule, node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        call = module.call_of[node]
+        return call.last in _LOADS or (call.last in _CHANGES and _is_of_weights(module, node))
+    return isinstance(node, ast.Assign | ast.AugAssign) and _writes_weight(node)
 
 
 def _writes_weight(node: ast.Assign | ast.AugAssign) -> bool:
