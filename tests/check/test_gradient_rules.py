@@ -69,8 +69,8 @@ class TestOneCauseEach:
         ranks = _ranks(FORWARD, BACKWARD, event(ForwardRan, reduces=False), BACKWARD)
         assert _rules_that_speak(*ranks) == ["no-sync-misplaced"]
 
-    @pytest.mark.parametrize(("third", "found"), [((3, 3), []), ((3, 4), ["no-sync-misplaced"])])
-    def test_replicas_that_are_averaged_now_and_then_are_local_sgd(self, third, found):
+    @pytest.mark.parametrize(("third", "rules"), [((3, 3), []), ((3, 4), ["no-sync-misplaced"])])
+    def test_replicas_that_are_averaged_now_and_then_are_local_sgd(self, third, rules):
         local = event(ForwardRan, reduces=False)
         ranks = [
             timeline(
@@ -84,7 +84,7 @@ class TestOneCauseEach:
             )
             for rank in range(2)
         ]
-        assert _rules_that_speak(*ranks) == found
+        assert _rules_that_speak(*ranks) == rules
 
     def test_parameters_that_were_not_wrapped(self):
         ranks = [

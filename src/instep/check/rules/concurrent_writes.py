@@ -59,7 +59,7 @@ class ConcurrentWrites(Rule):
                 yield self._shards((parts or [place])[0], f"{evidence} ranks", Severity.ERROR)
 
     def _shards(self, place: tuple[str, int], evidence: str, severity: Severity) -> Finding:
-        found = self.finding(
+        shards = self.finding(
             place,
             "The saved state holds one rank's shards only: the weights of the other ranks are lost.",
             evidence,
@@ -67,7 +67,7 @@ class ConcurrentWrites(Rule):
             "+ state = get_model_state_dict(model, options=options)  # on all ranks; then save under `if rank == 0`",
             severity,
         )
-        return replace(found, effect="The checkpoint lacks most of the weights, and cannot be resumed from.")
+        return replace(shards, effect="The checkpoint lacks most of the weights, and cannot be resumed from.")
 
     def _shared(self, path: str, ranks: dict[int, FileWritten], first: FileWritten) -> Finding:
         severity = Severity.WARNING

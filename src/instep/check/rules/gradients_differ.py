@@ -127,7 +127,7 @@ def _averaged_at(modules: Sequence[SourceModule]) -> tuple[str, int] | None:
 
 def _unused_names(error: str, wrapped: ModelWrapped) -> str:
     """Return the names of the parameters whose indices an error lists."""
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
-    indices = [int(index) for index in found[1].split()] if found else []
+    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
+    indices = [int(index) for index in listed[1].split()] if listed else []
     names = [wrapped.names[index] for index in indices if index < len(wrapped.names)]
     return ", ".join(names[:4]) + (" …" if len(names) > 4 else "") if names else "the error lists them"

@@ -186,15 +186,15 @@ def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
 def _ratio(function: ast.AST, name: str, line: int) -> ast.stmt | None:
     """Return the last assignment before a line that makes `name` a ratio, directly or from names that are ratios."""
     ratios: set[str] = set()
-    found: ast.stmt | None = None
+    last: ast.stmt | None = None
     for node in sorted((n for n in within(function) if isinstance(n, ast.Assign)), key=lambda n: n.lineno):
         if node.lineno >= line or not isinstance(node.targets[0], ast.Name):
             continue
         used = {inner.id for inner in ast.walk(node.value) if isinstance(inner, ast.Name)}
         if any(_is_ratio(inner) for inner in ast.walk(node.value)) or used & ratios:
             ratios.add(node.targets[0].id)
-            found = node if node.targets[0].id == name else found
-    return found
+            last = node if node.targets[0].id == name else last
+    return last
 
 
 def _is_ratio(node: ast.AST) -> bool:

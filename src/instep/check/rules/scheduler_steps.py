@@ -32,10 +32,10 @@ class SchedulerSteps(Rule):
         steps = max(observed.by_rank(SchedulerStepped), key=len, default=[])
         for number in {step.scheduler for step in steps}:
             own = [step for step in steps if step.scheduler == number]
-            found = self._too_early(own) or self._too_often(own) or self._past_end(own)
-            found = found or self._never_ends(observed, own, modules)
-            if found is not None:
-                yield found
+            finding = self._too_early(own) or self._too_often(own) or self._past_end(own)
+            finding = finding or self._never_ends(observed, own, modules)
+            if finding is not None:
+                yield finding
             elif own[0].package == "accelerate" and observed.world_size > 1:
                 yield from (
                     self._prepared(module, call, own) for module in modules for call in prepared_schedules(module)

@@ -128,8 +128,8 @@ def _overlap_of_streams(group: Sequence[LoaderPass]) -> str:
 
 def _place_of_shuffle(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
     """Return the line of the user's sampler that shuffles, or else the loader's."""
-    found = class_named(modules, one.made.dataset if one.made.is_iterable else one.made.sampler)
-    for node in ast.walk(found[1]) if found is not None else ():
+    owner = class_named(modules, one.made.dataset if one.made.is_iterable else one.made.sampler)
+    for node in ast.walk(owner[1]) if owner is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHUFFLES:
-            return (found[0].path, node.lineno) if found is not None else one.place
+            return (owner[0].path, node.lineno) if owner is not None else one.place
     return one.place

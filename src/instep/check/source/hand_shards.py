@@ -79,7 +79,7 @@ def _part(module: SourceModule, data: ast.expr, use: ast.expr, depth: int, index
 
 def _part_of_names(module: SourceModule, data: ast.expr, use: ast.expr, depth: int) -> ast.expr | None:
     scope, names = function_around(module, use), _data_names(data)
-    for one in (found for name in sorted(names) for found in definitions(scope, name)):
+    for one in (definition for name in sorted(names) for definition in definitions(scope, name)):
         is_source = one.value.lineno < use.lineno and one.value is not data
         if is_source and (part := _part(module, one.value, one.value, depth - 1, one.index)) is not None:
             return part

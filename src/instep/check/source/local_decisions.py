@@ -28,7 +28,7 @@ class LocalDecision:
 def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
     """Yield where a training loop is left, or collectives are issued, by a metric that nothing has averaged."""
     for node, stops in decisions(module):
-        metric = next((found for test in tests_of(module, node) if (found := local_metric(module, test))), "")
+        metric = next((local for test in tests_of(module, node) if (local := local_metric(module, test))), "")
         if metric:
             yield LocalDecision(node, metric, stops)
 

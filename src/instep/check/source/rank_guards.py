@@ -72,7 +72,7 @@ def rank_test(module: SourceModule, test: ast.expr) -> RankGuard | None:
         inner = rank_test(module, test.operand)
         return _negated(inner) if inner is not None else None
     if isinstance(test, ast.BoolOp):
-        return next((found for value in test.values if (found := rank_test(module, value)) is not None), None)
+        return next((guard for value in test.values if (guard := rank_test(module, value)) is not None), None)
     if isinstance(test, ast.Compare):
         return _compared(module, test)
     if isinstance(test, ast.Name) and (value := _assigned_test(module, test.id)) is not None:

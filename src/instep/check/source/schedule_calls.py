@@ -21,8 +21,8 @@ def is_scheduler(module: SourceModule, node: ast.expr) -> bool:
 def made_in_epochs(module: SourceModule, node: ast.expr) -> ast.Call | None:
     """Return the call that makes a scheduler whose length counts epochs; None: it counts something else."""
     for value in _values(module, _last(node)):
-        if isinstance(value, ast.Call) and (found := _IN_EPOCHS.get(_last(value.func))) is not None:
-            name, position = found
+        if isinstance(value, ast.Call) and (length_of := _IN_EPOCHS.get(_last(value.func))) is not None:
+            name, position = length_of
             length = next((item.value for item in value.keywords if item.arg == name), None)
             if length is None and len(value.args) > position:
                 length = value.args[position]
@@ -68,11 +68,11 @@ def traced(module: SourceModule, made: ast.Call) -> list[ast.expr]:
     wanted = {name for argument in expressions for name in _names_outside_len(argument)}
     for _ in range(3):
         values = list(assignments(function_around(module, made)))
-        found = [
+        sources = [
             value for names, value in values if names & wanted and value.lineno < made.lineno and _is_number(value)
         ]
-        expressions += [value for value in found if value not in expressions]
-        wanted |= {name for value in found for name in _names_outside_len(value)}
+        expressions += [value for value in sources if value not in expressions]
+        wanted |= {name for value in sources for name in _names_outside_len(value)}
     return expressions
 
 

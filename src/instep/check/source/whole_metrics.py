@@ -64,7 +64,7 @@ def averaged_metrics(module: SourceModule) -> Iterator[AveragedMetric]:
         if _becomes_mean(module, call):
             values = [value for value in _values(call) if value is not None]
             metric = next(
-                (found for value in values if (found := _metric_of(module, value, call.node)) is not None), None
+                (computed for value in values if (computed := _metric_of(module, value, call.node)) is not None), None
             )
             if metric is not None:
                 yield AveragedMetric(call.node, metric)
@@ -115,8 +115,8 @@ def _metric_of(module: SourceModule, value: ast.expr, use: ast.AST, depth: int =
             return None
         for function in functions_named(module, call.last) if "." not in call.name or "self." in call.name else ():
             returned = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-            found = (_metric_of(module, part, part, depth - 1) for part in returned if part is not None)
-            if (metric := next((one for one in found if one is not None), None)) is not None:
+            metrics = (_metric_of(module, part, part, depth - 1) for part in returned if part is not None)
+            if (metric := next((one for one in metrics if one is not None), None)) is not None:
                 return metric
     return _metric_of_names(module, value, use, depth)
 
