@@ -53,7 +53,7 @@ class ScheduleObserver(Observer):
         if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
             with contextlib.suppress(TypeError, ValueError):  # a metric of another kind is not compared
                 metric = float(kwargs["metrics"] if "metrics" in kwargs else args[0])
-        horizon = getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
+        horizon = getattr(scheduler, "T_max", None)
         self.log.write(
             SchedulerStepped,
             scheduler=self._numbers.setdefault(id(scheduler), len(self._numbers)),

@@ -22,6 +22,6 @@ class SchedulerStepped(Observation):
     position: int = 0
     """Its own count of steps, after this one."""
     horizon: int | None = None
-    """The count after which the schedule ends, or turns: `T_max`, `total_steps`."""
+    """The count after which the schedule ends, or turns: `T_max`."""
     package: str = ""
     """The installed package that called it; empty: the user's code."""

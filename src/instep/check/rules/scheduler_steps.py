@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.run import Ended
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rule import Rule
 from instep.check.source.functions import calls_in, function_around, loops_around
@@ -33,7 +32,6 @@ class SchedulerSteps(Rule):
         for number in {step.scheduler for step in steps}:
             own = [step for step in steps if step.scheduler == number]
             finding = self._too_early(own) or self._too_often(own) or self._past_end(own)
-            finding = finding or self._never_ends(observed, own, modules)
             if finding is not None:
                 yield finding
             elif own[0].package == "accelerate" and observed.world_size > 1:
@@ -101,20 +99,6 @@ class SchedulerSteps(Rule):
         )
         return self._epochs_finding((last.file, last.line), evidence)
 
-    def _never_ends(
-        self, observed: Observed, own: list[SchedulerStepped], modules: Sequence[SourceModule]
-    ) -> Finding | None:
-        """Return that a schedule was as many times too long as there are ranks when the script had ended by itself."""
-        last, ends = own[-1], observed.by_rank(Ended)[0]
-        is_complete = bool(ends) and ends[-1].how == "complete"
-        is_too_long = last.horizon is not None and _is_multiple(last.horizon, last.position, observed.world_size)
-        if not is_complete or not is_too_long or last.package:
-            return None
-        if any(True for module in modules for _ in undivided_lengths(module)):
-            return None  # read at the line that makes it
-        evidence = f"{last.type} is made for {last.horizon} steps, and the training ended after {last.position}"
-        return self._too_long((last.file, last.line), evidence)
-
     def _too_long(self, place: tuple[str, int], evidence: str) -> Finding:
         return self.finding(
             place,
@@ -141,11 +125,6 @@ class SchedulerSteps(Rule):
             f"`{module.line(call.lineno)}`: its length is that of one process{seen}",
             "Multiply the length by accelerator.num_processes, or do not prepare the scheduler.",
         )
-
-
-def _is_multiple(horizon: int, steps: int, world_size: int) -> bool:
-    """Return whether a schedule is the world size times as long as the training was, up to rounding."""
-    return world_size > 1 and steps >= 16 and abs(horizon - world_size * steps) <= max(2, 0.05 * horizon)
 
 
 def _from_several_lines(own: list[SchedulerStepped]) -> bool:
