@@ -65,7 +65,9 @@ class GradientsDiffer(Rule):
                 continue
             others = len(wrappers_of(observed)) > 0
             yield self.finding(
-                _averaged_at(modules) or _built(observed, optimizer) or differing[0].steps[0].place,
+                (None if others else _averaged_at(modules))
+                or _built(observed, optimizer)
+                or differing[0].steps[0].place,
                 _message(differing[0], others),
                 describe(differing, _num_steps(observed)),
                 "Make them a part of the module that is wrapped, or wrap their module in DistributedDataParallel too.",
