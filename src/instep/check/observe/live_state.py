@@ -33,6 +33,7 @@ class LiveStateObserver(Observer):
 
     def __init__(self, log: ObservationLog) -> None:
         super().__init__(log)
+        self._trained: set[int] = set()
         self._steps: dict[int, int] = {}
         """By optimizer; the first one's count."""
         self._has_evaluated = False
@@ -60,6 +61,8 @@ class LiveStateObserver(Observer):
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:
             return
+        if id(optimizer) not in self._steps:
+            self._trained.update(id(value) for group in optimizer.param_groups for value in group["params"])
         number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if id(optimizer) != next(iter(self._steps)):
             return
@@ -80,7 +83,7 @@ class LiveStateObserver(Observer):
             return
         self._left -= 1
         began_s = time.perf_counter()
-        values = LiveValues(self.log.script)
+        values = LiveValues(self.log.script, self._trained)
         with self.log.unobserved(), torch.no_grad():
             while frame is not None:
                 if self.log.is_users(frame):

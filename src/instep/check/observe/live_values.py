@@ -45,6 +45,8 @@ class LiveValues:
     """Fingerprints by path, as LiveState has them."""
 
     script: str
+    trained: set[int]
+    """Identities of the parameters that optimizers step: their modules are no copies."""
     numbers: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class LiveValues:
         parameters = list(inner.parameters())
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             return
-        if parameters and all(parameter.grad is None for parameter in parameters):
+        if parameters and not any(id(parameter) in self.trained for parameter in parameters):
             self.weights[path] = digest(parameters[:_MAX_PARAMETERS])
         for name, part in inner.named_modules():
             if isinstance(part, _BatchNorm):

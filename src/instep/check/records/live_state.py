@@ -23,7 +23,7 @@ class LiveState(Observation):
     buffers: dict[str, int] = field(default_factory=dict)
     """Tensors of modules that are no parameters; BatchNorm's are left out."""
     weights: dict[str, int] = field(default_factory=dict)
-    """All parameters of a module that has no gradients: a copy, a teacher."""
+    """All parameters of a module that no optimizer steps: a copy, a teacher."""
     generators: dict[str, int] = field(default_factory=dict)
     ids: dict[str, dict[str, int]] = field(default_factory=dict)
     """Dicts from names to integers, and lists of names with their positions."""

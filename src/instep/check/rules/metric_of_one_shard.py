@@ -18,7 +18,7 @@ from instep.check.source.loops import function_around, module_of, statement_at, 
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.names import calls_of, mentions
 from instep.check.source.shard_metrics import shard_metrics
-from instep.check.source.whole_metrics import averaged_metrics
+from instep.check.source.whole_metrics import averaged_metrics, named_means
 
 _REPORTS = ("print", "info", "log", "log_metrics", "add_scalar", "write", "report", "append")
 _LOGGED = "Lightning logs the metric of each rank's own batches, and reports that of rank 0."
@@ -93,6 +93,13 @@ class MetricOfOneShard(Rule):
                 _OF_SHARD.format(metric.last),
                 f"`{module.line(metric.node.lineno)}`: no collective mentions what it is computed from",
                 "+ dist.all_gather_object(parts, (predictions, targets))  # then compute the metric once, of all",
+            )
+        for log, name in named_means(module):
+            yield self.finding(
+                module.place(log.node),
+                f"`{name}` of each rank's samples is averaged, which is not that of all samples.",
+                f"`{module.line(log.node.lineno)}` has sync_dist=True",
+                "Log a torchmetrics object, which sums its parts; or all_gather the predictions first.",
             )
         for averaged in averaged_metrics(module):
             line = averaged.metric.node.lineno

@@ -21,6 +21,7 @@ from instep.check.source.local_conditions import (
     collectives_in_handlers,
     collectives_over_local_keys,
     collectives_under_local_conditions,
+    decided_by_one_rank,
     local_collectives,
 )
 from instep.check.source.loops import module_of, statement_at
@@ -48,13 +49,15 @@ class RankDependentCollective(Rule):
             yield from self._different_steps(observed, modules)
 
     def _different_steps(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterator[Finding]:
-        """Yield that ranks made different numbers of updates before the same batch."""
+        """Yield that ranks made different numbers of updates before the same batch, with the same optimizers."""
+        if len({frozenset(step.optimizer for step in steps) for steps in observed.by_rank(OptimizerStepped)}) > 1:
+            return
         for group in training_passes(observed):
             for batches in zip(*(one.batches for one in group), strict=False):
-                steps = [batch.step for batch in batches]
+                steps = [batch.step - one.batches[0].step for batch, one in zip(batches, group, strict=True)]
                 if len(set(steps)) > 1 and batches[0].batch > 0:
                     place = _own_loop(observed, modules)
-                    made = ", ".join(f"{step} on rank {rank}" for rank, step in enumerate(steps))
+                    made = ", ".join(f"{step} steps on rank {rank}" for rank, step in enumerate(steps))
                     yield self.finding(
                         place,
                         "The ranks make different numbers of optimizer steps for the same number of batches.",
@@ -120,6 +123,13 @@ class RankDependentCollective(Rule):
                 f"Only some ranks call {call.last}, which issues {inner.last}.",
                 f"`{module.line(call.node.lineno)}` leads to line {inner.node.lineno}",
                 f"Call {call.last} on all ranks, and put the condition around what only one rank should do.",
+            )
+        for leaving, condition in decided_by_one_rank(module):
+            yield self.finding(
+                module.place(leaving),
+                "A training loop is left by a flag that only some ranks set; the others wait for their gradients.",
+                f"`{module.line(condition.lineno)}`, and `{ast.unparse(condition.test)}` is set on some ranks only",
+                "Broadcast the flag to all ranks before it is used.",
             )
         for node in ast.walk(module.tree):
             leaves = isinstance(node, ast.Break | ast.Continue) and _is_under_guard(module, node)

@@ -22,11 +22,12 @@ from instep.check.source.set_orders import numbered_sets
 from instep.check.source.state_places import changes_by_one_rank, guarded_use, place_of, updates_of
 
 _STATISTIC = re.compile(
-    r"(^|_)(mean|means|std|stds|var|mu|sigma|minimum|maximum|weights?|freqs?|frequenc(y|ies)|priors?|idf"
+    r"(^|_)(mean|means|m2|std|stds|var|mu|sigma|minimum|maximum|weights?|freqs?|frequenc(y|ies)|priors?|idf"
     r"|class_weights?|pos_weight|centroids?|codebook|prototypes?|thresholds?|temperature|norm_stats|stats|statistics"
     r"|scaler?|offset|loc|shift|median|quantiles?|balance|ratio)(_|$|\d)",
     re.IGNORECASE,
 )
+_SETTINGS = ("args", "config", "cfg", "opts")
 _ADAPTED = re.compile(
     r"(^|_)(baseline|ema|running|moving|level|difficulty|stage|temperature|scale|threshold|margin|curriculum|beta"
     r"|lambda|lam|epsilon|prob|ratio|kl_coef|alpha)(_|$|\d)",
@@ -162,7 +163,9 @@ class StateDiffers(Rule):
         for path in [*live_paths(observed, "tensors"), *numbers]:
             name = path.names[-1]
             is_constant = path.is_constant and path.differs and _STATISTIC.search(name)
-            is_adapted = path in numbers and not path.is_constant and _ADAPTED.search(name) and len(path.names) > 1
+            pattern = _ADAPTED if path in numbers else _STATISTIC
+            is_held = len(path.names) > 1 and path.names[-2] not in _SETTINGS
+            is_adapted = is_held and not path.is_constant and path.differs and pattern.search(name)
             if not (is_constant or is_adapted) or _OF_A_BATCH.search(name) or "local" in path.text:
                 continue
             place = updates_of(modules, name) if is_adapted else None

@@ -14,10 +14,13 @@ from instep.check.source.functions import (
     function_around,
     functions_named,
     is_imported,
+    loops_around,
     names_in,
+    trains,
 )
 from instep.check.source.module import Call, SourceModule
-from instep.check.source.reaching import syncs
+from instep.check.source.rank_guards import rank_guard
+from instep.check.source.reaching import reaching, syncs
 
 _VALUES = frozenset(
     (
@@ -43,6 +46,23 @@ def collectives_under_local_conditions(module: SourceModule) -> Iterator[LocalCo
         node = _local_if(module, call.node) if is_collective(call) and not has_group(call) else None
         if node is not None and not _other_branch_has(module, node, call):
             yield LocalCondition(node, call.node)
+
+
+def decided_by_one_rank(module: SourceModule) -> Iterator[tuple[ast.stmt, ast.If]]:
+    """Yield statements that leave a training loop by a flag which only some ranks set, and which nothing broadcasts."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.If) or not isinstance(node.body[-1], ast.Break | ast.Return):
+            continue
+        if not any(trains(module, loop) for loop in loops_around(module, node)):
+            continue
+        name = ast.unparse(node.test)
+        if not name.isidentifier() or rank_guard(module, node) is not None:
+            continue
+        defined = reaching(module, name, node.test) or []
+        guarded = [one for one in defined if rank_guard(module, one.statement) is not None]
+        others = [one for one in defined if one not in guarded]
+        if guarded and all(isinstance(one.value, ast.Constant) for one in others):
+            yield node.body[-1], node
 
 
 def collectives_in_handlers(module: SourceModule) -> Iterator[tuple[ast.ExceptHandler, Call]]:

@@ -70,6 +70,20 @@ def averaged_metrics(module: SourceModule) -> Iterator[AveragedMetric]:
                 yield AveragedMetric(call.node, metric)
 
 
+def named_means(module: SourceModule) -> Iterator[tuple[Call, str]]:
+    """Yield what Lightning logs as a mean over ranks although its name says that it is no mean, with the name."""
+    for call in module.calls_of("self.log"):
+        name, sync, value = call.argument("name", 0), call.argument("sync_dist"), call.argument("value", 1)
+        is_mean = isinstance(sync, ast.Constant) and sync.value is True and call.argument("reduce_fx") is None
+        if not is_mean or not isinstance(name, ast.Constant) or not _OWN.search(str(name.value)):
+            continue
+        scope = function_around(module, call.node)
+        calls = {inner.last for inner in calls_below(module, scope)}
+        is_object = isinstance(value, ast.Attribute)  # torchmetrics objects know how to combine their parts
+        if not is_object and not calls & (_GATHERS | _REDUCES | {"compute"}):
+            yield call, str(name.value)
+
+
 def _values(call: Call) -> list[ast.expr | None]:
     """Return what a collective takes: for all_gather, the second argument."""
     return [*call.node.args, call.argument("tensor"), call.argument("obj")]
