@@ -19,7 +19,7 @@ from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
 from instep.check.source.module import SourceModule
 from instep.check.source.set_orders import numbered_sets
-from instep.check.source.state_places import changes_by_one_rank, guarded_use, place_of, updates_of
+from instep.check.source.state_places import changes_by_one_rank, guarded_use, is_computed_with, place_of, updates_of
 
 _STATISTIC = re.compile(
     r"(^|_)(mean|means|m2|std|stds|var|mu|sigma|minimum|maximum|weights?|freqs?|frequenc(y|ies)|priors?|idf"
@@ -165,7 +165,9 @@ class StateDiffers(Rule):
             is_constant = path.is_constant and path.differs and _STATISTIC.search(name)
             pattern = _ADAPTED if path in numbers else _STATISTIC
             is_held = len(path.names) > 1 and path.names[-2] not in _SETTINGS
-            is_adapted = is_held and not path.is_constant and path.differs and pattern.search(name)
+            parted = path in numbers or path.differs
+            is_changed = is_held and parted and not path.is_constant and bool(pattern.search(name))
+            is_adapted = is_changed and is_computed_with(modules, name)
             if not (is_constant or is_adapted) or _OF_A_BATCH.search(name) or "local" in path.text:
                 continue
             place = updates_of(modules, name) if is_adapted else None

@@ -16,6 +16,13 @@ from instep.check.source.module import SourceModule
 from instep.check.source.rank_guards import guard_of_callers, rank_guard
 from instep.check.source.reaching import Definition, definitions
 
+REPORTS = frozenset(
+    (
+        *("print", "info", "log", "log_metrics", "add_scalar", "add_scalars", "write", "report", "echo", "log_dict"),
+        *("debug", "warning", "set_postfix", "writerow", "dump", "format", "append"),
+    )
+)
+"""Functions that report a value."""
 _LOADS = ("load_state_dict", "load_checkpoint", "load_weights", "load_model", "set_model_state_dict")
 _CHANGES = ("reset_parameters", "init_weights", "copy_", "normal_", "zero_", "mul_", "lerp_", "prune", "apply")
 
@@ -41,6 +48,42 @@ def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | 
             if _changes(node, name) and getattr(function_around(module, node), "name", "") != "__init__":
                 return module.path, node.lineno  # type: ignore[attr-defined]
     return None
+
+
+def is_computed_with(modules: Sequence[SourceModule], name: str) -> bool:
+    """Return whether an attribute is part of a computation with other variables: not only of its update or a report."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Attribute) or node.attr != name or not isinstance(node.ctx, ast.Load):
+                continue
+            statement = next(module.statements_around(node), None)
+            is_reported = any(
+                isinstance(outer, ast.JoinedStr)
+                or (isinstance(outer, ast.Call) and module.call_of[outer].last in REPORTS)
+                for outer in module.around(node)
+            )
+            if statement is None or isinstance(statement, ast.If | ast.While) or is_reported or _sets(statement, name):
+                continue
+            if _other_names(module, node, statement) - {"self", "torch", "math", "max", "min", "float"}:
+                return True
+    return False
+
+
+def _sets(statement: ast.stmt, name: str) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return any(target is not None and _last(target) == name for target in targets)
+
+
+def _other_names(module: SourceModule, node: ast.Attribute, statement: ast.stmt) -> set[str]:
+    """Return the variables that the operations around an attribute have besides."""
+    names: set[str] = set()
+    for outer in module.around(node):
+        if outer is statement:
+            break
+        if isinstance(outer, ast.BinOp | ast.Subscript | ast.Call):
+            names |= {inner.id for inner in ast.walk(outer) if isinstance(inner, ast.Name)}
+    own = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    return names - own
 
 
 def guarded_use(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | None:
