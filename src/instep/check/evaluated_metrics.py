@@ -55,7 +55,7 @@ def evaluated_metrics(observed: Observed, modules: Sequence[SourceModule]) -> It
         if module is None or not path.differs_in_numbers or "local" in path.text:
             continue
         scope = _scope(module, path)
-        defined = [one for one in definitions(scope, _variable(path)) if _is_evaluation(module, one)]
+        defined = [one for one in definitions(scope, _variable(path)) if _is_evaluation(module, scope, one)]
         if not defined or (place := (module.path, defined[-1].statement.lineno)) in done:
             continue
         decision, is_reported = _decision(module, scope, path), _is_reported(module, scope, path)
@@ -73,15 +73,24 @@ def _scope(module: SourceModule, path: LivePath) -> ast.AST:
     return functions[0] if len(functions) == 1 and path.names[0] != "self" else module.tree
 
 
-def _is_evaluation(module: SourceModule, definition: Definition) -> bool:
-    """Return whether a value comes from a function of this project's that evaluates."""
+def _is_evaluation(module: SourceModule, scope: ast.AST, definition: Definition, depth: int = 2) -> bool:
+    """Return whether a value comes from a function of this file that evaluates, directly or by other variables."""
     value = definition.value
     parts = value.elts if isinstance(value, ast.Tuple) else [value]
-    return any(
+    if any(
         _evaluates(module, function)
         for part in parts
         for call in calls_in(module, part)
         for function in _functions(module, call)
+    ):
+        return True
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    line = definition.statement.lineno
+    return depth > 0 and any(
+        _is_evaluation(module, scope, source, depth - 1)
+        for name in sorted(names)
+        for source in definitions(scope, name)
+        if source.statement.lineno < line
     )
 
 

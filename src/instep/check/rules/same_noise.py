@@ -89,7 +89,7 @@ class SameNoise(Rule):
                 continue
             if len({update.weights for update in updates}) > 1:
                 yield self.finding(
-                    places[0] if places else (updates[0].file, updates[0].line),
+                    places[0] if places else _seeded_apart(observed) or (updates[0].file, updates[0].line),
                     "The ranks train different weights with the same gradients: they did not begin as replicas.",
                     f"before the first step the {updates[0].num_parameters} parameters differed between the ranks, "
                     "and their gradients were equal",
@@ -109,3 +109,11 @@ class SameNoise(Rule):
                     "Seed all ranks alike before the model is made; seed them apart afterwards.",
                 )
                 return
+
+
+def _seeded_apart(observed: Observed) -> tuple[str, int] | None:
+    """Return where the ranks chose different seeds before their first step; None: they did not."""
+    for seeds in zip(*observed.by_rank(SeedChosen), strict=False):
+        if len({seed.seed for seed in seeds}) > 1 and seeds[0].step == 0 and seeds[0].file:
+            return seeds[0].file, seeds[0].line
+    return None
