@@ -66,6 +66,7 @@ class Planted(instep.Task):
     seconds: float = 0.0
     rank: int = -1
     net: str = "conv"
+    sgd: bool = False
     width: int = 16
     depth: int = 2
     pixels: int = 16
@@ -92,7 +93,7 @@ class Planted(instep.Task):
         return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *blocks, *ends)
 
     def optimizer(self, params):
-        return torch.optim.Adam(params, lr=1e-4)
+        return torch.optim.SGD(params, lr=1e-4) if self.sgd else torch.optim.Adam(params, lr=1e-4)
 
     def train_data(self):
         if self.plant == "slow_data":

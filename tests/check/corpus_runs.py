@@ -34,7 +34,7 @@ def expected() -> dict[str, dict[str, Any]]:
         for file in files
         if file.is_file()
         for name, wanted in json.loads(file.read_text()).items()
-        if wanted["rule"]  # a bug of a thread that no rule is about
+        if wanted["rule"]  # a bug of a thread that no rule finds
     }
 
 

@@ -54,6 +54,8 @@ def test_a_killed_worker_is_replaced_and_a_stop_saves(ray_nodes: RayCluster, tmp
     assert (preempted["status"], preempted["restarts"], preempted["world_size"]) == ("preempted", 1, 2)
     assert 8 <= preempted["steps"] < 60
     assert "restart 1 of 3 after " in done.stderr  # by what another rank noted, if Ray left it the time to
+    (reason,) = [event["reason"] for event in read_events(run_dir) if event["event"] == "restart"]
+    assert reason.startswith("restart 1 after ")
     assert {event["launcher"] for event in read_events(run_dir, 1) if event["event"] == "start"} == {"ray"}
     assert "[rank1] samples" in done.stderr  # what ranks print comes back, with --json to standard error
     assert not list(run_dir.glob(".ray-*"))

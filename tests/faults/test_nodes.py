@@ -46,6 +46,9 @@ def test_a_node_joins_and_leaves(tmp_path: Path) -> None:
     done = result_of(subprocess.CompletedProcess(words, first.returncode, out, err))
     assert world_sizes(run_dir)[:2] == [1, 2]
     assert world_sizes(run_dir)[-1] == 1
+    reasons = [event["reason"] for event in read_events(run_dir) if event["event"] == "restart"]
+    assert len(reasons) == len(world_sizes(run_dir)) - 1
+    assert reasons[0].endswith("joined: all ranks continue from the newest checkpoint")
     assert done["weights_sha256"] == alone["weights_sha256"]
 
 

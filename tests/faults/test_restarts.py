@@ -10,6 +10,7 @@ import pytest
 
 from commands import TESTS, result_of, run, wait_for
 from instep.events.read import read_events
+from instep.monitor.report.collect import collect
 
 pytestmark = pytest.mark.timeout(120)
 TASK = str(TESTS / "faults" / "fragile_task.py")
@@ -25,6 +26,11 @@ def test_restarts_that_bring_progress_are_not_counted(tmp_path: Path) -> None:
     assert result_of(done)["steps"] == 30
     assert attempts(tmp_path) >= 5
     assert "restart 2 of" not in done.stderr
+    reasons = [event["reason"] for event in read_events(tmp_path) if event["event"] == "restart"]
+    assert len(reasons) == attempts(tmp_path) - 1
+    assert all(re.fullmatch(r"restart 1 of 1 after rank 0: killed \(SIGKILL\): .*", reason) for reason in reasons)
+    incidents = [incident for incident in collect(tmp_path).incidents if incident.kind == "restart"]
+    assert [incident.text for incident in incidents] == [f"{reason}, on 2 processes" for reason in reasons]
     assert "leaked" not in done.stderr
     logged = (tmp_path / "logs" / "rank-0.log").read_text()
     left = [Path("/dev/shm") / f"sem.{name}" for name in re.findall(r"semaphore /(\S+)", logged)]

@@ -1,4 +1,4 @@
-"""However the launcher ends, none of its processes is left."""
+"""However the launcher ends, none of its processes is left, and nothing that they have shared."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from commands import BIN
+from instep.world.shared_memory import SHARED_MEMORY
 from launch_support import SCRIPTS
 
 
@@ -55,6 +56,7 @@ def test_no_process_outlives_the_launcher(tmp_path, launching, number, code, wit
         while (left := session_members(launcher.pid)) and time.monotonic() - sent < within_s:
             time.sleep(0.02)
         assert left == []
+        assert not list(SHARED_MEMORY.glob(f"*-{tmp_path.name}")), "what killed ranks have shared"
         said = launcher.stdout.read()
         assert "Traceback" not in said
         assert ("ended by SIGTERM" in said) == (number == signal.SIGTERM)

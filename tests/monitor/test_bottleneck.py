@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted_log import BEGUN_S, Events, evaluation, flops, log_of, node, phases, reading, save, steady
+from planted_log import BEGUN_S, Events, evaluation, flops, log_of, node, phases, reading, save, start, steady
 
 from instep.core.options import options_of
 from instep.core.spec import TrainSpec
 from instep.events.schema import PHASES, to_line
 from instep.monitor.bottleneck.frontier import frontier_of
 from instep.monitor.bottleneck.verdict import Bottleneck, find_bottleneck
-from instep.monitor.bottleneck.windows import windows_of
+from instep.monitor.bottleneck.windows import WindowFold, windows_of
 
 COMPUTING = {"forward": 0.3, "backward": 0.6, "optimizer": 0.05, "other": 0.01}
 VERDICTS = {
@@ -94,8 +94,8 @@ def test_waiting_of_all_ranks_is_communication_and_that_of_some_is_not() -> None
     everyone = verdict(log_of(steady([COMPUTING | {"communication": 0.9}, COMPUTING | {"communication": 1.0}])))
     assert (everyone.bounded_by, everyone.rank) == ("communication", None)
     assert everyone.share == pytest.approx(8 * 0.9 / (1 + 8 * 1.86), abs=0.01)
-    assert everyone.advice[0].changes == {"batch_size": 128}
-    assert everyone.advice[0].gain == pytest.approx(everyone.share / 2, abs=0.01)
+    assert everyone.advice[0].changes == {"batch_size": 256}
+    assert everyone.advice[0].gain == pytest.approx(everyone.share * 3 / 4, abs=0.01)
 
 
 def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
@@ -149,6 +149,23 @@ def test_batches_that_are_too_small() -> None:
     assert (bottleneck.bounded_by, bottleneck.causes[0]["kind"]) == ("host", "batch")
     assert bottleneck.advice[0].options == "--batch-size 256"
     assert bottleneck.advice[0].gain == pytest.approx(8 * 0.5 * 0.75 / 9, abs=0.01)
+
+
+def test_transfers_and_updates_of_small_batches_are_judged_by_the_same_remedy() -> None:
+    sends = {"forward": 0.2, "backward": 0.5, "optimizer": 0.55, "communication": 0.6}
+    assert verdict(log_of(steady([sends, sends]))).bounded_by == "communication"
+    updates = sends | {"optimizer": 0.65}
+    assert verdict(log_of(steady([updates, updates]))).bounded_by == "host"
+
+
+def test_larger_batches_also_make_passes_cheaper_where_the_device_is_known() -> None:
+    small = {"forward": 0.3, "backward": 0.3, "optimizer": 0.4}
+    (records,) = steady([small])  # 512 samples in 8 s
+    (fixed,) = verdict(log_of([records])).advice
+    assert fixed.gain == pytest.approx(8 * 0.4 * 0.75 / 9, abs=0.01)
+    events = log_of([[*records, flops(1e9, 1e12)]])  # 0.5 s at the speed of matrix products, so 1 s at half of it
+    (with_passes,) = [advice for advice in verdict(events).advice if "passes" in advice.text]
+    assert with_passes.gain == pytest.approx(8 * 0.4 * 0.75 / 9 + (8 * 0.6 - 1.024) * 0.75 / 9, abs=0.01)
 
 
 def test_passes_that_are_far_from_what_the_device_can_do_are_overhead() -> None:
@@ -341,3 +358,39 @@ def test_long_steps_are_in_seconds() -> None:
         log_of([[phases(1, 1, COMPUTING | {"hooks": 3.21}), phases(2, 1, COMPUTING | {"hooks": 3.21})]])
     )
     assert "took 3.21 s per step" in bottleneck.text
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_long_log_is_folded_and_says_the_same(restarted: bool) -> None:
+    times = [COMPUTING | {"communication": 0.5}, COMPUTING | {"backward": 1.1}, COMPUTING | {"communication": 0.5}]
+    often, seldom, third = steady(times, num_windows=500)
+    seldom = [phases(32 * n, 32, {name: 2 * s for name, s in times[1].items()}) for n in range(1, 251)]
+    ends = [phases(8003, 3, COMPUTING), phases(8003, 0, {"checkpoint": 2.0})]
+    ranks = [[*own, *ends] for own in (often, seldom, third)]
+    if restarted:
+        ranks = [[*own, start(rank, 3, attempt=1), *own] for rank, own in enumerate(ranks)]
+    whole, folded = WindowFold(), WindowFold(max_stretches=64)
+    for rank, own in sorted(log_of(ranks).items()):
+        for event in own:
+            whole.take(rank, event)
+            folded.take(rank, event)
+            assert folded._num_stretches <= 64
+    long, short = whole.windows(), folded.windows()
+    assert len(short) < len(long) / 4
+    expected, found = frontier_of(long), frontier_of(short)
+    assert found.slow_rank == expected.slow_rank == 1
+    assert found.slow_s == pytest.approx(expected.slow_s, rel=0.02)
+    assert found.wall_s == pytest.approx(expected.wall_s, rel=0.01)
+    assert found.seconds("checkpoint") == pytest.approx(expected.seconds("checkpoint"))
+    for rank, time in expected.ranks.items():  # nothing is lost, and nothing counted twice
+        assert found.ranks[rank].num_steps == time.num_steps
+        assert found.ranks[rank].phases == pytest.approx(dict(time.phases))
+    assert found.num_steps == expected.num_steps
+
+
+def test_more_processes_than_may_be_kept_keep_one_stretch_each() -> None:
+    fold = WindowFold(max_stretches=4)
+    for rank, own in log_of([[phases(n, 1, COMPUTING) for n in range(1, 9)] for _ in range(8)]).items():
+        for event in own:
+            fold.take(rank, event)
+    assert len(fold.windows()[-1]) == 8

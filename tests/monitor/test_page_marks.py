@@ -11,17 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instep.events.read import path_of
-from instep.events.schema import EndRecord, NoticeRecord
+from instep.events.schema import EndRecord, NoticeRecord, RestartRecord
 from instep.guard.straggler import StepTime, StragglerDetector
 from instep.monitor.page.logs import plain_text
 from instep.monitor.page.marks import kind_of
 from instep.monitor.page.text import picture, sparkline
 from instep.monitor.page.view import RunView
+from instep.monitor.report.collect import collect
 from watched import Writer, write_eventful_run
 
 HANG = (
     "hung: rank 1 is in files.py:41 __getitem__ (blocked 9 s in read()); rank 0 waits for it in all_reduce of step 31"
 )
+REASON = "restart 1 of 3 after rank 1: killed (SIGKILL): out of memory, or someone killed it"
 
 
 def marks_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -47,6 +49,25 @@ def test_a_hang_has_the_launcher_s_sentence(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank-1.log").write_text(f"reading\n{HANG}\nwhere rank 1 hung:\n  File x\n")
     assert [(mark["kind"], mark["step"]) for mark in marks_of(tmp_path)] == [("hang", 30), ("restart", 30)]
     assert marks_of(tmp_path)[0]["text"] == HANG
+
+
+def test_a_restart_has_the_reason_that_the_launcher_wrote(tmp_path: Path) -> None:
+    log = Writer(tmp_path, world_size=2)
+    log.start()
+    log.steps(1, 30)
+    log.write(RestartRecord(reason=REASON))
+    log.start(attempt=1, first_step=20)
+    log.steps(21, 40)
+    log.start(attempt=2, first_step=20)  # by an older launcher, say: that reason is not this one's
+    texts = [(mark["kind"], mark["text"]) for mark in marks_of(tmp_path)]
+    assert texts == [
+        ("lost", f"rank 0 ended without a last event: {REASON}"),
+        ("restart", f"{REASON}, on 2 processes"),
+        ("lost", "rank 0 ended without a last event: it was killed, or hung, or its node was lost"),
+        ("restart", "restart 2, on 2 processes"),
+    ]
+    incidents = [incident.text for incident in collect(tmp_path).incidents]
+    assert incidents == [f"{REASON}, on 2 processes", "restart 2, on 2 processes"]
 
 
 def test_the_sentence_of_another_hang_is_not_taken(tmp_path: Path) -> None:

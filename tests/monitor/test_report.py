@@ -21,11 +21,13 @@ from instep.events import schema
 from instep.events.read import path_of
 from instep.events.write import EventLog
 from instep.guard.straggler import StepTime, StragglerDetector
+from instep.monitor.page.view import RunView
 from instep.monitor.report.collect import collect
 from instep.monitor.report.html import to_html
 from instep.monitor.report.markdown import to_markdown
 from instep.monitor.report.report import Report
 from instep.monitor.report.step_columns import read_steps
+from instep.monitor.report.tables import what_ran
 from instep.monitor.report.write import write_text
 from instep.monitor.run_log import RunLog
 
@@ -333,3 +335,20 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no directory"):
         write_text(tmp_path / "none" / "x.html", "x")
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_communication_and_readers_are_counted(tmp_path: Path) -> None:
+    def record(number: int, **more: Any) -> schema.PhasesRecord:
+        return dataclasses.replace(phases(number, forward=3.0, communication=1.0), **more)
+
+    busy = [record(8, comm_bytes=2**23, comm_s=3.0, queue=1.0), record(16, comm_bytes=2**23, comm_s=1.0, queue=2.0)]
+    write(tmp_path, [start(), *busy, record(24)])
+    write(tmp_path, [start(rank=1), record(8, comm_bytes=2**20)], rank=1)
+    view = RunView(tmp_path)
+    view.advance(10.0)
+    series = (view.message(None) or {})["tables"]["rank/0"]["series"]
+    assert [bucket[-1] for bucket in series["queue"] if bucket] == [1.0, 2.0]
+    assert series["comm_bytes_per_s"][0][-1] == 2**21
+    told = dict(what_ran(collect(tmp_path)))
+    assert told["communication"] == "682.7 KiB a step (rank 0), in collectives of 4.0s, 25% behind computing"
+    assert told["batches ready when asked for"] == "1.5 on average"

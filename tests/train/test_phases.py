@@ -150,6 +150,8 @@ def test_who_is_slow_does_not_wait_and_the_others_do(strategy: str, tmp_path: Pa
     assert by_rank[1][where] >= (STEPS - 2) * DELAY_S
     assert by_rank[0][where] < 0.5 * by_rank[1][where]
     assert by_rank[0]["communication"] >= 0.7 * (STEPS - 2) * DELAY_S
+    waited_s = sum(event["comm_s"] for event in read_events(tmp_path) if event["event"] == "phases")
+    assert waited_s >= 0.7 * (STEPS - 2) * DELAY_S
     assert by_rank[1]["communication"] < 0.5 * by_rank[0]["communication"]
     ends = [{event["step"] for event in read_events(tmp_path, rank) if event["event"] == "phases"} for rank in (0, 1)]
     assert len(ends[0] & ends[1]) >= 3  # they can be put side by side

@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +22,7 @@ from instep.core.stop import StopRequest
 from instep.core.topology import Place
 from instep.core.trackers import require_trackers
 from instep.events.read import was_stopped
+from instep.events.write import log_restart
 from instep.launch.failures import describe
 from instep.launch.launcher import Launcher, LaunchJob, find_launcher
 from instep.launch.logs import LogPlan
@@ -104,6 +106,7 @@ def _start(
         preemptable=True,
         stop=stop,
         progress=directory.progress,
+        on_restart=partial(log_restart, directory.path),
         run_dir=path,
         request=job_request(task, spec),
         meet=directory.claim,

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal
 
 from instep.core.topology import Place
 from instep.launch.membership.links import Pair, distant_links, duration, rate, slow_links
-from instep.launch.resources import SHARED_MEMORY, Folder, NodeResources
+from instep.launch.resources import Folder, NodeResources
 from instep.monitor.reading import size_text
 from instep.world.device import ACCELERATORS
+from instep.world.shared_memory import SHARED_MEMORY
 
 if TYPE_CHECKING:  # they need torch, and the help text of doctor does not
     from instep.launch.membership.checkup import Checkup

@@ -16,8 +16,8 @@ from instep.core.durations import Cadence
 from instep.core.errors import EXIT_DONE, EnvironmentFailed, SpecError
 from instep.monitor.bottleneck.advice import Advice
 from instep.monitor.bottleneck.frontier import frontier_of
-from instep.monitor.bottleneck.verdict import Bottleneck, open_log, read_events_of
-from instep.monitor.bottleneck.windows import Window, windows_of
+from instep.monitor.bottleneck.verdict import Bottleneck, open_log, read_evidence
+from instep.monitor.bottleneck.windows import Window
 
 _TRIAL_S = 12.0
 """How long the steps of one training should take, about."""
@@ -62,7 +62,7 @@ def try_advice(run_dir: Path, verdict: Bottleneck, say: Callable[[str], None]) -
         return None
     description = _description(run_dir)
     starts = verdict.bounded_by == "startup"
-    windows = windows_of(read_events_of(open_log(run_dir)))
+    windows = read_evidence(open_log(run_dir)).windows()
     steps, predicted = _num_steps(windows, description["spec"], advice), advice.gain or 0.0
     if not starts:
         predicted *= verdict.wall_s / max(1e-9, verdict.wall_s - verdict.costs.get("startup", 0.0))
@@ -121,7 +121,7 @@ def _train(description: Mapping[str, Any], folder: Path, steps: int, changes: Ma
     done = subprocess.run([sys.executable, "-m", "instep", *words], capture_output=True, text=True, check=False)
     if done.returncode != EXIT_DONE:
         raise EnvironmentFailed(f"a trial has failed, with exit code {done.returncode}:\n{done.stderr.strip()[-2000:]}")
-    return windows_of(read_events_of(open_log(run_dir)))
+    return read_evidence(open_log(run_dir)).windows()
 
 
 def _seconds_per_sample(runs: Sequence[Sequence[Window]], with_start: bool) -> float:

@@ -94,6 +94,11 @@ class BatchPlan:
         first = number * self.batch_size
         return Batch(epoch, first, min(self.batch_size, self.num_samples - first))
 
+    def num_tokens(self, batch: Batch) -> int | None:
+        """Return about how many tokens a batch has, without padding; None: the plan does not know."""
+        del batch
+        return None
+
     def num_alike(self, batch: Batch) -> int:
         """Return how many batches of the epoch follow each other from this one on, itself included, with its size."""
         return (self.num_samples - batch.first_position) // batch.size

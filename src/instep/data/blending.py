@@ -66,6 +66,10 @@ class BlendedDataset(BatchDataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def share_blocks(self, num_processes: int) -> None:
+        """Share decoded blocks with the other processes of this machine."""
+        self._dataset.share_blocks(num_processes)
+
     def gather(self, indices: torch.Tensor) -> Any:
         """Return blends of these samples, stacked."""
         return default_collate(self.rows(indices))

@@ -1,4 +1,4 @@
-"""Announce to a dataset that lies in blocks which ones will be read.
+"""Announce to a dataset that lies in blocks which ones will be read, and by how many processes of the machine.
 
 In training, these are the blocks of the window that is read and of the next one; in an evaluation, of the next chunks.
 
@@ -7,7 +7,7 @@ Ranks: all; each tells its own dataset, which fetches what no other process of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,17 @@ def announced(dataset: Any, spans: Sequence[range]) -> Iterator[range]:
                 last_announced, num_announced = block, num_announced + 1
             told_by.append(num_announced)
         yield span
+
+
+def blocks_sharing(dataset: Any) -> Callable[[int], None]:
+    """Return what tells a dataset how many processes of this machine read its blocks; it may do nothing."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset.share_blocks if isinstance(dataset, BatchDataset) else _share_nothing
+
+
+def _share_nothing(num_processes: int) -> None:
+    del num_processes
 
 
 def _in_blocks(dataset: Any) -> BatchDataset | None:

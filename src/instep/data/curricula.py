@@ -166,7 +166,7 @@ def score_samples(
     """Yield the scores of the samples first..last-1, a few hundred at a time; read ahead as a training would."""
     reader = find_reader(samples, partial(_scores_of_rows, difficulty), options.seed)
     starts = range(first, last, _SCORED_AT_ONCE)
-    source = options.open_source(reader, max_workers=len(starts))
+    source = options.open_source(reader, samples, max_workers=len(starts))
     requests = (Request(0, torch.arange(start, min(start + _SCORED_AT_ONCE, last))) for start in starts)
     try:
         for scores in source.read(requests):

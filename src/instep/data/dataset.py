@@ -38,6 +38,8 @@ class BatchDataset(ABC):
     Block b holds the samples after those of block b - 1. The order then shuffles blocks, and samples within a window of
     blocks ([Note: Shuffling blocks]).
     """
+    sample_tokens: int | None = None
+    """The tokens of a sample, where each has as many; None: samples are no sequences, or differ in length."""
     draws_by_row: bool = False
     """Whether `rows` computes each sample with randomness of its own, after it called `begin_row`."""
 
@@ -56,6 +58,13 @@ class BatchDataset(ABC):
     def prefetch(self, blocks: npt.NDArray[np.int64]) -> None:
         """Begin to fetch blocks that will be read soon, without waiting for them; called by the training process."""
         del blocks
+
+    def share_blocks(self, num_processes: int) -> None:
+        """Share what is decoded with the other processes of this machine that read the same, of so many in all.
+
+        Called by the training process, before worker processes are forked.
+        """
+        del num_processes
 
     def map(self, fn: Callable[..., Any]) -> BatchDataset:
         """Return the dataset of `fn(sample)` of each sample.
@@ -83,6 +92,7 @@ class SelectedDataset(BatchDataset):
         self._dataset, chosen = dataset, np.array(indices, dtype=np.int64)
         self._indices = torch.from_numpy(chosen)
         self.is_thread_safe, self.draws_by_row = dataset.is_thread_safe, dataset.draws_by_row
+        self.sample_tokens = dataset.sample_tokens
         if dataset.block_sizes is not None:
             self.block_sizes = sizes_within(dataset.block_sizes, chosen)
 
@@ -97,6 +107,9 @@ class SelectedDataset(BatchDataset):
 
     def prefetch(self, blocks: npt.NDArray[np.int64]) -> None:
         self._dataset.prefetch(blocks)
+
+    def share_blocks(self, num_processes: int) -> None:
+        self._dataset.share_blocks(num_processes)
 
 
 def check_split(split: str) -> None:

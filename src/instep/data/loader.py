@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from instep.core.errors import DataError, TaskError
 from instep.data.bad_samples import SkippingReader
 from instep.data.batch_plan import Batch, BatchPlan, PartPlan
-from instep.data.blocks_ahead import BlocksAhead, announced
+from instep.data.blocks_ahead import BlocksAhead, announced, blocks_sharing
 from instep.data.columns import as_columns
 from instep.data.nested import map_tensors
 from instep.data.order import Indices, Order
@@ -58,8 +58,8 @@ class LoadOptions:
         reader = find_reader(dataset, self.collate, self.seed)
         return SkippingReader(reader, num_samples) if self.on_bad_sample == "skip" else reader
 
-    def open_source(self, reader: Reader, max_workers: int | None = None) -> Source:
-        """Return a source of the batches that a reader reads."""
+    def open_source(self, reader: Reader, dataset: Any, max_workers: int | None = None) -> Source:
+        """Return a source of the batches that a reader reads of a dataset."""
         ranks = self.local_world_size or self.world_size
         limits = ReaderLimits(
             fixed=self.workers,
@@ -68,7 +68,8 @@ class LoadOptions:
             compute_threads=torch.get_num_threads() if self.device.type == "cpu" else 1,
             local_world_size=ranks,
         )
-        return Source(reader, limits, self.waited_s, pins=has_streams(self.device))
+        share_blocks = blocks_sharing(dataset)
+        return Source(reader, limits, self.waited_s, pins=has_streams(self.device), share_blocks=share_blocks)
 
 
 # Named tuples rather than dataclasses: as immutable, and several times as fast to create. One of each is created in
@@ -92,6 +93,8 @@ class GlobalBatch(NamedTuple):
     ends_epoch: bool = False
     num_rows: int = 0
     """Of all parts: this rank's."""
+    num_tokens: int | None = None
+    """Of the whole batch, where the data knows it."""
 
 
 class Loader(ABC):
@@ -158,13 +161,14 @@ class TrainLoader(Loader):
         assert plan.num_samples == order.num_samples
         plan.check_world(options.world_size)
         self._reader = options.find_reader(dataset, num_samples(dataset, options.collate))
-        self.source = options.open_source(self._reader)
+        self.source = options.open_source(self._reader, dataset)
         self.source.notices.extend(order.notices())
         self._ahead = BlocksAhead(order, dataset)
         self.plan, self.num_samples, self.steps_per_epoch = plan, plan.num_samples, plan.num_batches
         self._plan, self._order, self._device = plan, order, options.device
         self._rank, self._world_size = options.rank, options.world_size
         self._transform = transform
+        self._sample_tokens: int | None = getattr(dataset, "sample_tokens", None)
 
     def num_steps(self, epochs: int) -> int:
         """Return the number of steps of some epochs."""
@@ -183,12 +187,19 @@ class TrainLoader(Loader):
         num_batches = self._plan.num_batches
         for run in self._runs(first, last):
             epoch, _, size = run.start
-            num_rows = run.num_rows // run.num_steps
+            num_rows, num_tokens = run.num_rows // run.num_steps, self._num_tokens(run.start)
             for step in range(run.first_step, run.first_step + run.num_steps):
                 parts = tuple(map(Part, run.parts, batches))
                 assert len(parts) == len(run.parts)
                 ends_epoch = (step + 1) % num_batches == 0
-                yield GlobalBatch(step, epoch, size, parts, run.num_shards, ends_epoch, num_rows)
+                yield GlobalBatch(step, epoch, size, parts, run.num_shards, ends_epoch, num_rows, num_tokens)
+
+    def _num_tokens(self, batch: Batch) -> int | None:
+        """Return the tokens of a batch; None: the data does not say, or what is trained on is cut first."""
+        if self._transform is not None:
+            return None
+        of_plan = self._plan.num_tokens(batch)
+        return batch.size * self._sample_tokens if of_plan is None and self._sample_tokens else of_plan
 
     def _transformed(
         self, transform: Callable[[int, Any], Any], read: Iterator[Any], first: int, last: int
@@ -288,7 +299,7 @@ def evaluation_chunks(
         starts, counted = [*starts, 0], [*counted, 0]
     if not starts:
         return
-    source = options.open_source(options.find_reader(dataset, total), max_workers=len(starts))
+    source = options.open_source(options.find_reader(dataset, total), dataset, max_workers=len(starts))
     spans = [range(start, min(start + chunk_size, total)) for start in starts]
     requests = (Request(0, torch.arange(span.start, span.stop)) for span in announced(dataset, spans))
     try:

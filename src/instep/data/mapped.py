@@ -32,6 +32,10 @@ class MappedDataset(BatchDataset):
         """Begin to fetch blocks that will be read soon."""
         self._dataset.prefetch(blocks)
 
+    def share_blocks(self, num_processes: int) -> None:
+        """Share decoded blocks with the other processes of this machine."""
+        self._dataset.share_blocks(num_processes)
+
     def rows(self, indices: torch.Tensor, begin_row: Callable[[int], None] | None = None) -> list[Any]:
         """Return `fn` of these samples, one by one."""
         if not self._dataset.draws_by_row:

@@ -109,6 +109,11 @@ class MixedDataset(BatchDataset):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def share_blocks(self, num_processes: int) -> None:
+        """Share decoded blocks of all parts with the other processes of this machine."""
+        for part in self._parts:
+            part.share_blocks(num_processes)
+
     def gather(self, indices: torch.Tensor) -> Any:
         """Return these samples as one batch, each part read by the batch."""
         if self.draws_by_row:

@@ -19,6 +19,7 @@ one of the two without drawing, or puts it back, sees that of the epoch, at any 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import random
@@ -29,11 +30,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator
 
 T = TypeVar("T")
 BeginRow = Callable[[int], None]
 _NO_SAMPLE = -1
 _FIRST_8 = struct.Struct("<Q8x")
+_MT19937_BYTES = 624 * 4 + 4
+"""Its numbers, and the place among them. (The second of two normal numbers is kept elsewhere: seeding drops it.)"""
 _LOOKED_AT = 16
 """Samples after which a process looks whether they have drawn."""
 
@@ -121,9 +125,15 @@ def _seed_torch(digest: bytes) -> None:
 
 
 def _states() -> tuple[Any, ...]:
-    """Return the states of Python's and NumPy's generators."""
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return rest, np.asarray(keys).tobytes(), random.getstate()
+    """Return what changes when somebody draws from Python's or NumPy's generators, after they were seeded."""
+    return _numpy_state(), random.getstate()
+
+
+def _numpy_state() -> Any:
+    generator = get_bit_generator()
+    if type(generator) is np.random.MT19937:  # get_state copies its 624 numbers one by one
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    return repr(generator.state)
 
 
 @contextmanager

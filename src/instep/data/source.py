@@ -29,6 +29,7 @@ from instep.data.input_pace import Change, InputPace, Limits, Window
 from instep.data.pools import READ_AHEAD, Pool, ProcessPool, ThreadPool, TimedBatch, read_timed
 from instep.data.readers import Reader, Request
 from instep.data.sample_seeds import generators_kept
+from instep.world.shared_memory import SHARED_MEMORY
 from instep.world.tensors import nested_tensors
 
 _WINDOW_S = 0.5
@@ -43,7 +44,6 @@ _TIMEOUT_S = 20.0
 """How long a batch of a worker process may take,"""
 _TIMEOUT_READS = 50
 """or how many times as long as in the training process."""
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch's worker processes put batches
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,24 @@ class Source:
     """Reads the batches of one dataset.
 
     `waited_s` returns how long the training has waited for other ranks. `pins`: who reads ahead hands batches over in
-    pinned memory, from which a GPU copies by itself.
+    pinned memory, from which a GPU copies by itself. `share_blocks` is told how many processes of the machine read the
+    blocks of the dataset.
     """
 
     def __init__(
-        self, reader: Reader, limits: ReaderLimits, waited_s: Callable[[], float] = lambda: 0.0, pins: bool = False
+        self,
+        reader: Reader,
+        limits: ReaderLimits,
+        waited_s: Callable[[], float] = lambda: 0.0,
+        pins: bool = False,
+        share_blocks: Callable[[int], None] = lambda _num_processes: None,
     ) -> None:
         self._reader = reader
         self._limits = limits
         self._pins = pins
         self._waited_s = waited_s
+        self._share_blocks = share_blocks
+        share_blocks(limits.local_world_size)
         fixed = limits.fixed or 0
         self._pace = InputPace(fixed if limits.most is None else min(fixed, limits.most))
         self._pool: Pool | None = None
@@ -166,7 +174,7 @@ class Source:
             if self._may_fork is False or any(tensor.device.type != "cpu" for tensor in tensors):
                 return Limits(limits.cores, 0.0, most=0)
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            memory = os.statvfs(_SHARED_MEMORY)
+            memory = os.statvfs(SHARED_MEMORY)
             free_bytes = memory.f_bavail * memory.f_frsize / 2 / limits.local_world_size
             most.append(int(free_bytes / max(1, num_bytes * (READ_AHEAD + 1))))
         return Limits(limits.cores, limits.cores - limits.compute_threads, min(most, default=None))
@@ -182,6 +190,8 @@ class Source:
             self.close()
             self._pool_size = self._pace.readers
             timeout_s = max(_TIMEOUT_S, _TIMEOUT_READS * self._window.read_s) if is_chosen else 0.0
+            num_readers = max(1, self._pool_size) if self._pool_kind() is ProcessPool else 1
+            self._share_blocks(self._limits.local_world_size * num_readers)
             if self._pool_size:
                 self._pool = self._pool_kind()(self._reader, self._pool_size, timeout_s, self._pins)
         if self._pool is None:

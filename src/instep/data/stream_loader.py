@@ -53,7 +53,7 @@ class StreamLoader(Loader):
         )
         self._reader.notices.append(_PROMISE)
         # One reader: only the stream knows what comes next.
-        self.source = options.open_source(self._reader, max_workers=1)
+        self.source = options.open_source(self._reader, dataset, max_workers=1)
         self._place = 0, Place()
         """A step, and where its batch begins."""
         self._newest: StreamBatch | None = None

@@ -50,6 +50,13 @@ class StartRecord(Record, event="start"):
     schema: int = SCHEMA_VERSION
 
 
+class RestartRecord(Record, event="restart"):
+    """All ranks are started again; written by the launching process, to rank 0's file, before that `start`."""
+
+    reason: str
+    """A sentence: which rank failed first and how, or which nodes joined or were lost."""
+
+
 class NodeRecord(Record, event="node"):
     """A description of a node; written by the node's first rank, after the start."""
 
@@ -106,6 +113,8 @@ class StepRecord(Record, event="step", once_per_step=True):
     lr: float
     num_samples: int
     """Samples in this step's global batch."""
+    num_tokens: int | None = None
+    """Tokens in it, as the loss's weights or else the data count them; None where neither does."""
     grad_norm: float | None = None
     """Before clipping; None where it is not computed (`--clip-norm`, `--log-grad-norm`), or was not finite."""
     skipped: bool = False
@@ -191,11 +200,43 @@ class PhasesRecord(Record, event="phases"):
     host_bytes: int = 0
     """Resident in host memory now."""
     device_bytes: int | None = None
-    """Allocated on the accelerator now; None on CPU."""
+    """Allocated on the accelerator now, by this process; None on CPU."""
+    device_reserved_bytes: int | None = None
+    """Taken from the accelerator now, tensors or not; None on CPU."""
+    device_peak_bytes: int | None = None
+    """The most that was allocated so far; None on CPU, and where torch does not count it."""
+    num_timed_steps: int = 0
+    """Of the steps since the last record or the one before, those that were timed on the accelerator's own clock."""
+    device_phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase on that clock, in these steps. The accelerator may have been idle in them."""
+    device_lag_s: float = 0.0
+    """How far the accelerator was behind the host when the host had launched the last backward pass, in these steps;
+    about 0: it waited for the host."""
     comm_bytes: int = 0
     """Passed to collectives by this rank."""
+    comm_s: float = 0.0
+    """How long its collectives took, also those that threads ran while it computed; what it waited for is in `phases`.
+    On an accelerator only what the host waited."""
     queue: float | None = None
     """Batches that were ready when one was asked for, on average; None where nobody reads ahead."""
+
+
+class DeviceRecord(Record, event="device"):
+    """What the sensors of a rank's accelerator said since the last such record; not there without a package for it."""
+
+    step: int
+    num_readings: int
+    """One about every two seconds; the numbers that follow are their means."""
+    utilisation: float | None = None
+    """The share of the time in which it computed anything, for this process or another."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    """The highest."""
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    slowed: dict[str, float] = field(default_factory=dict)
+    """The share of the readings in which something lowered its clock: `power` (its limit), `heat`."""
 
 
 class FlopsRecord(Record, event="flops"):

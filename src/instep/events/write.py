@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from instep.events.schema import Record, StepRecord, to_line
+from instep.events.schema import Record, RestartRecord, StepRecord, to_line
 
 FLUSH_S = 0.2
 
@@ -67,13 +67,25 @@ class EventLog:
             self._file.write(b"\n")
 
 
+def log_restart(run_dir: Path, reason: str) -> None:
+    """Write why all ranks start again, to the log of rank 0; called by the launching process while no rank runs."""
+    try:
+        log = EventLog(run_dir, 0)
+    except OSError as error:  # a disk that is full or gone: the ranks will say so
+        sys.stderr.write(f"instep: {run_dir} cannot be written ({error}): its log lacks the reason of a restart\n")
+        return
+    log.write(RestartRecord(reason=reason))
+    log.close()
+
+
 def _step_line(record: StepRecord, when: float) -> str:
     # to_line costs 20 µs a step (deep copies in asdict); most steps have only these fields.
     if record.metrics or record.skipped or record.loss - record.loss != 0:
         return json.dumps(to_line(record, when)) + "\n"
+    tokens = f', "num_tokens": {record.num_tokens}' if record.num_tokens is not None else ""
     norm = f', "grad_norm": {record.grad_norm!r}' if record.grad_norm is not None else ""
     scalars = f', "scalars": {json.dumps(record.scalars)}' if record.scalars else ""
     return (
         f'{{"event": "step", "time": {when:.6f}, "step": {record.step}, "epoch": {record.epoch}, '
-        f'"loss": {record.loss!r}, "lr": {record.lr!r}, "num_samples": {record.num_samples}{norm}{scalars}}}\n'
+        f'"loss": {record.loss!r}, "lr": {record.lr!r}, "num_samples": {record.num_samples}{tokens}{norm}{scalars}}}\n'
     )

@@ -27,8 +27,11 @@ from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.scratch import Scratch
 from instep.launch.worker import GRACE_S, name_process, wait_for_cause, work
 from instep.world.device import ACCELERATORS
+from instep.world.shared_memory import remove_unused_folders
 
 _HANDLED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD}
+_GROUP_END_S = 0.5
+"""How long to wait for processes that were killed to be gone: with much memory, that takes a while."""
 _TORCHRUN_NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -113,6 +116,8 @@ class _Keeper:
         if code != 0 or self.stopped_ns is not None:
             self._kill_group()  # before reaping: until then the group's number cannot be reused
         os.waitpid(self.worker_pid, 0)
+        if code != 0 or self.stopped_ns is not None:
+            self._remove_what_was_shared()
         if self.stopped_ns is not None:
             self._drop_failure_since(self.stopped_ns)
             sys.exit(EXIT_ENVIRONMENT)
@@ -132,6 +137,8 @@ class _Keeper:
         if self.lifeline in ready:
             self._kill_group()
             shutil.rmtree(self.job.scratch.folder, ignore_errors=True)
+            os.waitpid(self.worker_pid, 0)
+            self._remove_what_was_shared()
             os._exit(EXIT_ENVIRONMENT)
         if self.inbox in ready:
             for number in os.read(self.inbox, 512):
@@ -159,6 +166,15 @@ class _Keeper:
         """Kill the worker and everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.worker_pid, signal.SIGKILL)
+
+    def _remove_what_was_shared(self) -> None:
+        """Remove the worker's folders in shared memory, when what it started has ended, too."""
+        until = time.monotonic() + _GROUP_END_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < until:
+                os.killpg(self.worker_pid, 0)
+                time.sleep(0.005)
+        remove_unused_folders()
 
     def _drop_failure_since(self, stopped_ns: int) -> None:
         """Drop the failure of a worker that was already told to stop, or make it a consequence."""

@@ -52,6 +52,8 @@ class LaunchJob:
     """Whether that was asked for, and how."""
     progress: Callable[[], int] = lambda: 0
     """How far the run has come for good; restarts that bring it further are not counted. -1: not one step was made."""
+    on_restart: Callable[[str], object] = lambda _reason: None
+    """Called with the reason, in one of the launching processes, when all ranks have ended and start again."""
     run_dir: Path | None = None
     request: JobRequest = field(default_factory=JobRequest)
     """What all nodes must have been asked for."""

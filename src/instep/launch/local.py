@@ -33,4 +33,6 @@ class LocalLauncher(Launcher):
                     if not plan.restart or job.stop.ended:
                         raise RanksFailed(plan.failures) from None
                     attempt, in_vain, previous = attempt + 1, in_vain + 1, failed.failures
-                    job.say(f"restart {in_vain} of {max_restarts} after {failed}")
+                    reason = f"restart {in_vain} of {max_restarts} after {failed}"
+                    job.say(reason)
+                    job.on_restart(reason)

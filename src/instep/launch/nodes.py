@@ -85,6 +85,8 @@ def _run_generations(agent: NodeAgent, store: ControlStore, ranks: ElasticRanks)
             with agent.working(number):
                 agent.check_reach(generation)
                 rendezvous = _rendezvous_of(generation, agent.key, store, ranks.launch.spec)
+                if generation.why and rendezvous.node_rank == 0:
+                    ranks.launch.on_restart(generation.why)
                 if not interface_said and generation.others:
                     interface_said = True
                     _say_interface(generation.own.host, ranks.launch.say)

@@ -49,7 +49,7 @@ import ray.train  # noqa: E402
 from ray.train.backend import Backend  # noqa: E402
 from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
 
-from instep.launch.ray_rank import RayJob, polling, work  # noqa: E402
+from instep.launch.ray_rank import RayJob, cause_of, polling, work  # noqa: E402
 from instep.world.device import ACCELERATORS  # noqa: E402
 
 _OBJECT_STORE_BYTES = 100 * 2**20
@@ -179,8 +179,7 @@ class _RayLaunch:
         def look(_: threading.Event) -> None:
             nonlocal printed
             if (attempt := scratch.last_attempt()) > printed:
-                printed, causes = attempt, order_failures(scratch.load_failures(attempt - 1))
-                cause = causes[0].line if causes else "a worker was lost without an error"
+                printed, cause = attempt, cause_of(scratch, attempt - 1)
                 self.say(f"restart {attempt - first} of {self.job.max_restarts} after {cause}")
 
         return look

@@ -29,6 +29,7 @@ from instep.checkpoint.rundir import RunDirectory
 from instep.core.errors import EXIT_USER, FailureRecord
 from instep.core.stop import StopRequest
 from instep.core.topology import Place
+from instep.events.write import log_restart
 from instep.launch.failures import failure_of_exception, order_failures
 from instep.launch.logs import LogPlan, redirect_output
 from instep.launch.restart import plan_restart
@@ -78,6 +79,8 @@ def work(config: dict[str, Any]) -> None:
     if sees_run:
         scratch.start_attempt(meeting.attempt)
         scratch.announce_logs(rank, redirect_output(job.logs, rank))
+        if rank == 0 and meeting.attempt:
+            log_restart(job.run_dir, f"restart {meeting.attempt} after {cause_of(scratch, meeting.attempt - 1)}")
     if Path(job.working_dir).is_dir():
         os.chdir(job.working_dir)
     stop = StopRequest()
@@ -92,6 +95,12 @@ def work(config: dict[str, Any]) -> None:
         # A rank that cannot see the folder cannot note anything; the others raise the same error, and can.
         if not (_is_given_up(job, meeting, record) if sees_run else record.final):
             raise
+
+
+def cause_of(scratch: Scratch, attempt: int) -> str:
+    """Return a line on what ended an attempt."""
+    causes = order_failures(scratch.load_failures(attempt))
+    return causes[0].line if causes else "a worker was lost without an error"
 
 
 def _plan_meeting(job: RayJob) -> Meeting:

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from instep.world.device import ACCELERATORS
+from instep.world.shared_memory import SHARED_MEMORY
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its place, not a file of ours
 _CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -33,6 +33,7 @@ from instep.core.errors import FailureRecord
 from instep.core.stop import taking_over
 from instep.guard.pulse import Beat, read_pulse
 from instep.launch.logs import LogStart
+from instep.world.shared_memory import SHARED_MEMORY, remove_unused_folders
 
 _MIN_AGE_S = 60.0
 """A folder younger than this may belong to a launch that has not opened its lifeline yet."""
@@ -158,6 +159,7 @@ def open_scratch() -> Iterator[Scratch]:
     parent = Path(tempfile.gettempdir())
     _remove_orphans(parent)
     _remove_semaphores()
+    remove_unused_folders()
     with scratch_in(parent, "instep-") as scratch:
         os.mkfifo(scratch.lifeline, 0o600)
         lifeline = os.open(scratch.lifeline, os.O_RDWR)  # not write-only: that would wait for a reader
@@ -165,6 +167,7 @@ def open_scratch() -> Iterator[Scratch]:
             yield scratch
         finally:
             os.close(lifeline)
+            remove_unused_folders()  # killed ranks have left theirs
 
 
 def _remove_orphans(parent: Path) -> None:
@@ -190,7 +193,7 @@ def pid_namespace() -> str:
 def _remove_semaphores() -> None:
     """Remove the semaphores of launchers that were killed together with the process that would have removed them."""
     max_mtime = time.time() - _MIN_AGE_S
-    for path in Path("/dev/shm").glob(f"sem.{SEMAPHORES}*"):  # noqa: S108 - where the C library keeps them
+    for path in SHARED_MEMORY.glob(f"sem.{SEMAPHORES}*"):  # where the C library keeps them
         namespace, _, rest = path.name.removeprefix(f"sem.{SEMAPHORES}").partition("-")
         pid = rest.partition("-")[0]
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ from torch.utils.data import dataloader
 from instep.core.version import __version__
 from instep.events.schema import SCRIPT_LAUNCHER, EndRecord, StartRecord
 from instep.events.write import EventLog
-from instep.guard.phase_log import PhaseLog
+from instep.guard.phase_log import PhaseLog, Traffic
 from instep.guard.pulse import Phase, Pulse
 from instep.world.tensors import nested_tensors
 from instep.world.waits import Waits
@@ -73,7 +73,7 @@ class ScriptPhases:
             )
         )
         pulse.watch_waits(self._waits)
-        self._phases = PhaseLog(pulse, self._log, device, lambda: self._comm_bytes)
+        self._phases = PhaseLog(pulse, self._log, device, lambda: Traffic(self._comm_bytes, self._waits.total_s))
 
     def install(self) -> None:
         """Put the hooks in place."""

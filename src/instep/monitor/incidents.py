@@ -29,6 +29,7 @@ class IncidentFold:
 
     def __init__(self) -> None:
         self._num_starts, self._step = 0, 0
+        self._reason = ""
 
     def take(self, event: Mapping[str, Any]) -> Incident | None:
         """Take an event in; return the incident that it is, if it is one."""
@@ -38,7 +39,10 @@ class IncidentFold:
             return None
         if kind == "start":
             self._num_starts += 1
-            text = restart_text(event) if self._num_starts > 1 else ""
+            text = restart_text(event, self._reason) if self._num_starts > 1 else ""
+            self._reason = ""
+        elif kind == "restart":
+            self._reason = event["reason"]
         elif kind == "notice":
             text = event["text"]
         elif kind == "save_failed":
@@ -52,10 +56,10 @@ class IncidentFold:
         return Incident(time_s=event["time"], step=step, kind=_kind_of(str(kind), text), text=text)
 
 
-def restart_text(start: Mapping[str, Any]) -> str:
-    """Return what a `start` event that is not the first one says."""
+def restart_text(start: Mapping[str, Any], reason: str) -> str:
+    """Return what a `start` event that is not the first one says; `reason`: that of a `restart` event before it."""
     again = f"restart {start['attempt']}" if start["attempt"] else "continued by a new command"
-    return f"{again}, on {plural(start['world_size'], 'process', 'processes')}"
+    return f"{reason or again}, on {plural(start['world_size'], 'process', 'processes')}"
 
 
 def _kind_of(event: str, text: str) -> str:

@@ -47,7 +47,7 @@ class ProgressState:
     _ended_epoch: dict[str, Any] | None = None
     """An epoch whose means were not shown yet: an evaluation may follow, and has them in its line."""
     _epoch_said_s: float = 0.0
-    _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _recent: deque[tuple[float, int, int, int | None]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def take(self, event: dict[str, Any]) -> str | None:
         """Update the state with an event; return a line for a person, or None."""
@@ -62,7 +62,7 @@ class ProgressState:
             self.scalars = event.get("scalars", {})
             self.lr, self.grad_norm = event.get("lr"), event.get("grad_norm")
             self._count(event)
-            self._recent.append((event["time"], event["step"], event["num_samples"]))
+            self._recent.append((event["time"], event["step"], event["num_samples"], event.get("num_tokens")))
         if kind in ("step", "end"):
             return line
         if kind == "start":
@@ -134,10 +134,18 @@ class ProgressState:
         """Return samples per second, and the seconds left, by the newest steps; None while there are too few steps."""
         if len(self._recent) < 2:
             return None, None
-        (begun, first, _), *_, (ended, last, _) = self._recent
+        (begun, first, *_), *_, (ended, last, *_) = self._recent
         seconds, samples = ended - begun, sum(entry[2] for entry in list(self._recent)[1:])
         left_s = (self.num_steps - self.step) * seconds / (last - first) if last > first else None
         return samples / seconds if seconds > 0 else None, left_s
+
+    def tokens_per_s(self) -> float | None:
+        """Return tokens per second by the newest steps; None: their tokens are not counted, or they are too few."""
+        counts = [entry[3] for entry in list(self._recent)[1:]]
+        if not counts or any(count is None for count in counts):
+            return None
+        seconds = self._recent[-1][0] - self._recent[0][0]
+        return sum(filter(None, counts)) / seconds if seconds > 0 else None
 
     def line(self) -> str:
         """Return one line that says everything that is known of where the run is."""
@@ -152,6 +160,8 @@ class ProgressState:
         samples_per_s, left_s = self.speed()
         if samples_per_s is not None:
             items.append(Item(4, f"{samples_per_s:,.0f} samples/s"))
+        if (tokens_per_s := self.tokens_per_s()) is not None:
+            items.append(Item(4, f"{tokens_per_s:,.0f} tokens/s"))
         if left_s is not None:
             items.append(Item(2, f"{duration(left_s)} left"))
         return items

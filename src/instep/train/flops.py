@@ -18,8 +18,8 @@ from instep.train.step import Step
 from instep.train.trial import on_the_side
 from instep.world.device import synchronize
 
-_LEAST_S = 20.0
-"""Of steps: measuring takes a fraction of a second."""
+_LEAST_S = 3.0
+"""Of steps: measuring takes some hundredths of a second."""
 _SIZES = {"cpu": 512}
 _SIZE = 8192
 """Of the matrices, on other devices."""

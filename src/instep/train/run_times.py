@@ -8,7 +8,7 @@ from pathlib import Path
 
 from instep.core.spec import TrainSpec
 from instep.events.write import EventLog
-from instep.guard.phase_log import PhaseLog, SampleRate
+from instep.guard.phase_log import PhaseLog, SampleRate, Traffic
 from instep.guard.pulse import Phase, Pulse
 from instep.train.profiling import RunProfile
 from instep.train.train_state import TrainState
@@ -30,7 +30,7 @@ class RunTimes:
     ) -> None:
         pulse.watch_waits(world.waits)
         self._pulse = pulse
-        self._phases = PhaseLog(pulse, log, world.device, lambda: world.comm_bytes)
+        self._phases = PhaseLog(pulse, log, world.device, lambda: Traffic(world.comm_bytes, world.waits.total_s))
         self._profile = None if spec.profile is None else RunProfile(world, spec, run_dir, pulse, trained, notice)
 
     def begin_steps(self, step: int, num_steps: int, queue_depth: Callable[[], float | None]) -> None:

@@ -33,6 +33,7 @@ from instep.train.engine import Engine
 from instep.train.precision import wide_loss
 from instep.train.reading import cut_batch
 from instep.train.scalars import ScalarSums, loss_parts
+from instep.train.tokens import count_tokens
 from instep.train.train_state import TrainState
 
 _NOTHING = nullcontext()
@@ -192,6 +193,7 @@ class Step:
             loss=self._loss,
             lr=lr,
             num_samples=self._batch.size,
+            num_tokens=count_tokens(self._scaled_weight, self._batch.size, self._batch.num_tokens),
             grad_norm=self._grad_norm,
             skipped=not self._apply or self._overflowed,
             scalars=self._scalars.means() if engine.scalar_names else {},

@@ -8,10 +8,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+class DeviceMemory(NamedTuple):
+    """What this process holds of a device's memory, in bytes."""
+
+    allocated: int
+    """Of its tensors now."""
+    reserved: int
+    """Taken from the device now; what tensors do not use is kept for later ones."""
+    peak: int | None
+    """The most that was allocated so far; None: torch does not count it."""
+
+
+class DeviceReading(NamedTuple):
+    """What the sensors of a device say at one moment; None: it has no such sensor."""
+
+    utilisation: float | None = None
+    """The share of the last fraction of a second in which it computed anything."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    slowed_by: tuple[str, ...] = ()
+    """Why its clock is lower than it could be: `power`, `heat`, both or nothing."""
 
 
 class Accelerator(ABC):
@@ -79,6 +104,12 @@ class Accelerator(ABC):
         """Return the memory of a device that this process's tensors take now, without waiting for it."""
         return int(self.module.memory_allocated(device))
 
+    def memory(self, device: torch.device) -> DeviceMemory:
+        """Return what this process holds of a device's memory, without waiting for it; a tenth of a millisecond."""
+        sums = self.module.memory_stats(device)
+        names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocated_bytes.all.peak")
+        return DeviceMemory(*(int(sums.get(name, 0)) for name in names))
+
     def peak_memory_bytes(self, device: torch.device) -> int:
         """Return the most memory of a device that this process has reserved so far, without waiting for it."""
         return int(self.module.max_memory_reserved(device))
@@ -91,6 +122,14 @@ class Accelerator(ABC):
     def dump_memory(self, path: Path) -> bool:  # noqa: ARG002 - for subclasses
         """Write a snapshot of the memory that this process has on the devices; return whether there is one."""
         return False
+
+    def sensors(self, device: torch.device) -> Callable[[], DeviceReading] | None:  # noqa: ARG002 - for subclasses
+        """Return what reads a device's sensors, from any thread; None: there are none, or no package to read them."""
+        return None
+
+    def timing_event(self) -> Any:
+        """Return an event that measures time on a device: `record`, `query`, `elapsed_time` (ms), as torch has them."""
+        return self.module.Event(enable_timing=True)
 
     def ranges(self) -> tuple[Callable[[str], None], Callable[[], None]] | None:
         """Return what opens and closes a range that a profiler outside shows (NVTX); None: there is nothing."""

@@ -11,6 +11,7 @@ thread.
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -41,7 +42,7 @@ class Pending(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for completion; raise the operation's error."""
         seconds = timeout.total_seconds() if timeout else None
-        with WAITS:
+        with WAITS.for_another_thread():
             has_ended = self._ended.wait(seconds or None)
         if not has_ended:
             raise TimeoutError(f"the operation was not completed within {seconds:g} s.")
@@ -76,6 +77,7 @@ class Background:
         ended = self._last = threading.Event()
 
         def job() -> None:
+            begun = time.perf_counter()
             try:
                 if profiler._is_profiler_enabled:
                     with torch.profiler.record_function("instep.collective"):
@@ -84,6 +86,7 @@ class Background:
                     run()
             except Exception as error:  # noqa: BLE001 - raised where the work is waited for
                 failures.append(error)
+            WAITS.count_behind(time.perf_counter() - begun)
             try:
                 computed.set_result(None)  # runs callbacks, which may communicate: only then has it ended
             finally:

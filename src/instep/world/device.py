@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.core.errors import SpecError
-from instep.world.accelerator import Accelerator
+from instep.world.accelerator import Accelerator, DeviceMemory, DeviceReading
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,19 @@ class Cuda(Accelerator):
         self.module.memory._dump_snapshot(str(path))
         return True
 
+    def sensors(self, device: torch.device) -> Callable[[], DeviceReading] | None:
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            uuid = str(self.module.get_device_properties(device).uuid)
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        except (pynvml.NVMLError, AttributeError):  # no driver that has it, or a torch that knows no uuid
+            return None
+        return NvmlSensors(pynvml, handle).read
+
     def ranges(self) -> tuple[Callable[[str], None], Callable[[], None]]:
         return self.module.nvtx.range_push, self.module.nvtx.range_pop
 
@@ -89,6 +102,42 @@ class Cuda(Accelerator):
             lines = path.read_text().splitlines()
             models |= {line.partition(":")[2].strip() for line in lines if line.startswith("Model:")}
         return ", ".join(sorted(models))
+
+
+class NvmlSensors:
+    """Reads the sensors of a GPU through NVML; `nvml` is the module of the package nvidia-ml-py."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._slowed_by = {
+            "power": nvml.nvmlClocksThrottleReasonSwPowerCap | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+            "heat": nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        }
+
+    def read(self) -> DeviceReading:
+        """Return what the sensors say now; the calls of NVML do not wait for the GPU's work."""
+        nvml = self._nvml
+        busy = self._ask(nvml.nvmlDeviceGetUtilizationRates)
+        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+        return DeviceReading(
+            utilisation=None if busy is None else busy.gpu / 100,
+            power_w=self._number(nvml.nvmlDeviceGetPowerUsage, scale=1e-3),
+            power_limit_w=self._number(nvml.nvmlDeviceGetEnforcedPowerLimit, scale=1e-3),
+            temperature_c=self._number(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            clock_mhz=self._number(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            max_clock_mhz=self._number(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
+            slowed_by=tuple(name for name, bits in self._slowed_by.items() if reasons & bits),
+        )
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(self._handle, *args)
+        except self._nvml.NVMLError:  # this GPU does not have it
+            return None
+
+    def _number(self, function: Callable[..., Any], *args: Any, scale: float = 1.0) -> float | None:
+        value = self._ask(function, *args)
+        return None if value is None else float(value) * scale
 
 
 class Xpu(Accelerator):
@@ -146,6 +195,10 @@ class Mps(Accelerator):
 
     def memory_bytes(self, _device: torch.device) -> int:
         return int(self.module.current_allocated_memory())
+
+    def memory(self, _device: torch.device) -> DeviceMemory:
+        module = self.module
+        return DeviceMemory(int(module.current_allocated_memory()), int(module.driver_allocated_memory()), None)
 
     def peak_memory_bytes(self, _device: torch.device) -> int:
         return int(self.module.driver_allocated_memory())  # torch keeps no peak there

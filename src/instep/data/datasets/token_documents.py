@@ -68,6 +68,7 @@ class DocumentWindows(BatchDataset):
 
     def __init__(self, tokens: npt.NDArray[Any], ends: Indices, length: int) -> None:
         self._tokens, self._ends, self._length = np.asarray(tokens), ends, length
+        self.sample_tokens = length
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._length

@@ -17,7 +17,7 @@ class TokenFiles(BatchDataset):
     is_thread_safe = True
 
     def __init__(self, parts: Sequence[BatchDataset]) -> None:
-        self._parts = parts
+        self._parts, self.sample_tokens = parts, parts[0].sample_tokens
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:

@@ -34,6 +34,7 @@ class Windows(BatchDataset):
     def __init__(self, tokens: npt.NDArray[Any], length: int) -> None:
         # A view: the last token of each window is the first of the next. A memory map stays on disk.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+        self.sample_tokens = length
 
     def __len__(self) -> int:
         return len(self._windows)

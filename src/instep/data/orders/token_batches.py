@@ -33,6 +33,8 @@ class TokenBatches:
     """The rows of a full batch of each bucket."""
     first_positions: Indices
     """The first position of each bucket, and behind the last one the number of samples."""
+    tokens: Indices
+    """Of all samples of each bucket."""
 
     @classmethod
     def cut(
@@ -54,7 +56,8 @@ class TokenBatches:
             size = left if left - count * rows < rows else count * rows
             firsts.append(first + size)
             all_rows.append(rows)
-        return cls(batch_tokens, np.array(all_rows), np.array(firsts))
+        tokens = np.add.reduceat(lengths, firsts[:-1], dtype=np.int64)
+        return cls(batch_tokens, np.array(all_rows), np.array(firsts), tokens)
 
     @cached_property
     def first_batches(self) -> Indices:
@@ -89,6 +92,12 @@ class TokenBatches:
         first = int(self.first_positions[bucket]) + (number - int(self.first_batches[bucket])) * rows
         return first, min(rows, int(self.first_positions[bucket + 1]) - first)
 
+    def num_tokens(self, first_position: int, num_rows: int) -> int:
+        """Return how many tokens so many rows of a bucket have, if all of its rows had as many."""
+        bucket = int(np.searchsorted(self.first_positions, first_position, side="right")) - 1
+        size = int(self.first_positions[bucket + 1] - self.first_positions[bucket])
+        return round(num_rows * int(self.tokens[bucket]) / size)
+
     def all_batches(self) -> tuple[Indices, Indices]:
         """Return the first positions and the rows of all batches."""
         counts = np.diff(self.first_batches)
@@ -115,6 +124,10 @@ class TokenPlan(BatchPlan):
         epoch, number = divmod(step, self.num_batches)
         group, place = divmod(number, _LOOKUP_BATCHES)
         return Batch(epoch, *self.batches.batch(int(self._numbers(epoch, group)[place])))
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Return about how many tokens a batch has, without padding: exact as the sum over an epoch."""
+        return self.batches.num_tokens(batch.first_position, batch.size)
 
     def num_alike(self, batch: Batch) -> int:
         """Return 1: the batch of the next step may have another size, and stands elsewhere."""

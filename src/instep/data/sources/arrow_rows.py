@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -14,10 +15,10 @@ from instep.data.sources.format import BlockRows
 
 
 class ArrowRows(BlockRows):
-    """The rows of a table."""
+    """The rows of a table that is plain ([as_plain])."""
 
     def __init__(self, table: Any) -> None:
-        self._columns = {name: _column(name, table.column(name)) for name in table.column_names}
+        self._columns = {name: _column(table.column(name)) for name in table.column_names}
         self.num_bytes = table.nbytes
 
     def gather(self, rows: Indices) -> dict[str, Any]:
@@ -29,6 +30,59 @@ class ArrowRows(BlockRows):
         names = list(self._columns)
         values = [column.values(rows) for column in self._columns.values()]
         return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def as_plain(table: Any) -> Any:
+    """Return a table without dictionaries, each column in one piece, unless it is too long for that."""
+    import pyarrow as pa
+
+    for number, field in enumerate(table.schema):
+        column = read = table.column(number)
+        if pa.types.is_dictionary(field.type):
+            column = pa.chunked_array([chunk.dictionary_decode() for chunk in column.chunks], field.type.value_type)
+        if column.num_chunks != 1:
+            array = column.combine_chunks()
+            column = array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+        if column is not read:
+            table = table.set_column(number, field.name, column)
+    return table
+
+
+def to_ipc(table: Any) -> list[memoryview]:
+    """Return a table as an Arrow IPC stream, whose pieces are mostly the table's own memory."""
+    import pyarrow as pa
+
+    pieces = _PieceWriter()
+    with pa.PythonFile(pieces, mode="w") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return pieces.pieces
+
+
+def from_ipc(content: memoryview) -> Any:
+    """Return the table of an Arrow IPC stream, without copying it."""
+    import pyarrow as pa
+
+    with pa.ipc.open_stream(pa.py_buffer(content)) as stream:
+        return stream.read_all()
+
+
+class _PieceWriter(io.RawIOBase):
+    """A file that keeps what is written to it, without copying it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[memoryview] = []
+        self._num_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        self.pieces.append(memoryview(piece).cast("B"))
+        self._num_bytes += len(piece)
+        return len(piece)
+
+    def tell(self) -> int:
+        return self._num_bytes
 
 
 class _Column(ABC):
@@ -81,15 +135,13 @@ class _Objects(_Column):
         return list(taken.to_pylist())
 
 
-def _column(name: str, chunked: Any) -> _Column:
+def _column(chunked: Any) -> _Column:
     import pyarrow as pa
 
-    array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
-    if isinstance(array, pa.ChunkedArray):  # too long for one array
-        return _Objects(array)
+    if chunked.num_chunks != 1:  # too long for one array
+        return _Objects(chunked)
+    array = chunked.chunk(0)
     kind = array.type
-    if pa.types.is_dictionary(kind):
-        return _column(name, pa.chunked_array([array.dictionary_decode()]))
     if _is_number(kind):
         return _Objects(array) if array.null_count and not pa.types.is_floating(kind) else _Numbers(_numbers(array))
     if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type) and not array.null_count:

@@ -5,20 +5,24 @@ Ranks: all; each reads what it needs, those of a machine through one cache.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
+import operator
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import torch
 
 from instep.core.errors import BadSample, DataError, InstepError
+from instep.core.version import __version__
 from instep.data.dataset import BatchDataset
 from instep.data.order import Indices
 from instep.data.sources.block_memory import BlockMemory
@@ -27,6 +31,7 @@ from instep.data.sources.index import load_index
 from instep.data.sources.index_file import pack
 from instep.data.sources.prefetch import Prefetcher
 from instep.data.sources.range_cache import RangeCache, check_cache_bytes
+from instep.data.sources.shared_blocks import BlockBusy, SharedBlocks
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import Urls, find_files
 
@@ -83,6 +88,7 @@ class BlockDataset(BatchDataset):
             raise DataError(f"{self._files[0].url} and {len(self._files) - 1} other files have no rows.")
         self._memory: tuple[int, BlockMemory] | None = None
         self._ahead: Prefetcher | None = None
+        self._shared: SharedBlocks | None = None
         self._window_blocks, self._is_warned = 0, False
 
     def __len__(self) -> int:
@@ -95,11 +101,12 @@ class BlockDataset(BatchDataset):
 
     def gather(self, indices: torch.Tensor) -> Any:
         """Return these samples as one batch: a dict of tensors and lists."""
-        parts = list(self._parts(indices.numpy(), _gather))
-        places = np.concatenate([place for place, _ in parts])
+        # In the order of the blocks, not in that in which they were decoded.
+        parts = sorted(self._parts(indices.numpy(), _gather), key=operator.attrgetter("block"))
+        places = np.concatenate([part.places for part in parts])
         back = np.empty_like(places)
         back[places] = np.arange(len(places))
-        columns = [columns for _, columns in parts]
+        columns = [part.rows for part in parts]
         _check_names([list(part) for part in columns])
         return {name: _join(name, [part[name] for part in columns], back) for name in columns[0]}
 
@@ -107,8 +114,8 @@ class BlockDataset(BatchDataset):
         """Return these samples one by one."""
         del begin_row
         samples: list[Any] = [None] * len(indices)
-        for places, rows in self._parts(indices.numpy(), _rows):
-            for place, row in zip(places.tolist(), rows, strict=True):
+        for part in self._parts(indices.numpy(), _rows):
+            for place, row in zip(part.places.tolist(), part.rows, strict=True):
                 samples[place] = row
         return samples
 
@@ -131,16 +138,34 @@ class BlockDataset(BatchDataset):
         first = os.getpid() % max(1, len(numbers))
         self._ahead.add(numbers[first:] + numbers[:first])
 
+    def share_blocks(self, num_processes: int) -> None:
+        """Share decoded blocks with the other processes of this machine ([Note: Sharing decoded blocks])."""
+        if self._shared is None and num_processes > 1 and any(map(self._format.shares_blocks, self._files)):
+            try:
+                self._shared = SharedBlocks(self._digest(), self._memory_bytes)
+            except OSError as error:
+                _log.info("data: decoded blocks are not shared between processes: %s", error)
+        if self._shared is not None:
+            self._shared.num_processes = num_processes
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": None, "_ahead": None}
+        return {**self.__dict__, "_memory": None, "_ahead": None, "_shared": None}
+
+    def _digest(self) -> str:
+        """Return what tells the blocks of this dataset from those of others."""
+        files = [(file.url, file.num_bytes, file.version) for file in self._files]
+        what = json.dumps([__version__, self._format.name, self._format.options, files])
+        return hashlib.sha256(what.encode() + self._ends.tobytes()).hexdigest()[:24]
 
     def _fetch(self, number: int) -> None:
+        if self._shared is not None and number in self._shared:
+            return
         file, block = self._locate(number)
         for start, num_bytes in self._format.ranges(file, block):
             file.prefetch(start, num_bytes)
 
-    def _parts(self, indices: Indices, read: Callable[[BlockRows, Indices], T]) -> Iterator[tuple[Indices, T]]:
-        """Yield, for each block that samples lie in, their places among the indices and what `read` makes of them."""
+    def _parts(self, indices: Indices, read: Callable[[BlockRows, Indices], T]) -> Iterator[_Part[T]]:
+        """Yield what `read` makes of the samples of each block that some lie in; in any order."""
         blocks = np.searchsorted(self._ends, indices, side="right")
         places = np.argsort(blocks, kind="stable")
         blocks = blocks[places]
@@ -149,31 +174,54 @@ class BlockDataset(BatchDataset):
         numbers, spans = blocks[bounds[:-1]].tolist(), list(itertools.pairwise(bounds))
         wanted = [(number, last - first) for number, (first, last) in zip(numbers, spans, strict=True)]
         with closing(self._load(wanted)) as loaded:
-            for number, (first, last), block_rows in zip(numbers, spans, loaded, strict=True):
-                yield places[first:last], self._read_rows(number, block_rows, rows[first:last], read)
+            for place, block_rows in loaded:
+                first, last = spans[place]
+                part = self._read_rows(numbers[place], block_rows, rows[first:last], read)
+                yield _Part(numbers[place], places[first:last], part)
 
-    def _load(self, wanted: list[tuple[int, int]]) -> Generator[BlockRows]:
-        """Yield the rows of blocks, of each of which so many samples are wanted; decode new ones in several threads.
+    def _load(self, wanted: list[tuple[int, int]]) -> Generator[tuple[int, BlockRows]]:
+        """Yield the rows of blocks, of each of which so many samples are wanted, with their places in the list.
+
+        Those that another process decodes now come last, so that the processes of a machine decode different ones.
+        """
+        busy = []
+        for place, rows in self._decode(wanted, range(len(wanted)), wait=self._shared is None or len(wanted) < 2):
+            if rows is None:
+                busy.append(place)
+            else:
+                yield place, rows
+        for place, rows in self._decode(wanted, busy, wait=True):
+            assert rows is not None
+            yield place, rows
+
+    def _decode(
+        self, wanted: list[tuple[int, int]], places: Sequence[int], wait: bool
+    ) -> Iterator[tuple[int, BlockRows | None]]:
+        """Yield the rows of blocks; decode new ones in several threads. Without `wait`, None for one that is busy.
 
         The first batch of a window has samples of most of its blocks, so it waits for all of them.
         """
         memory = self._block_memory()
-        num_missing = sum(number not in memory for number, _ in wanted) if self._format.decodes_in_parallel else 0
+        is_parallel = self._format.decodes_in_parallel
+        num_missing = sum(wanted[place][0] not in memory for place in places) if is_parallel else 0
         num_threads = min(num_missing, len(os.sched_getaffinity(0)), _DECODERS)
         if num_threads < 2:
-            yield from itertools.starmap(self._block_rows, wanted)
+            for place in places:
+                yield place, self._block_rows(*wanted[place], wait)
             return
         with ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as threads:
-            coming: deque[Future[BlockRows]] = deque()
+            coming: deque[tuple[int, Future[BlockRows | None]]] = deque()
             try:
-                for number, num_samples in wanted:
-                    coming.append(threads.submit(self._block_rows, number, num_samples))
+                for place in places:
+                    coming.append((place, threads.submit(self._block_rows, *wanted[place], wait)))
                     if len(coming) > num_threads:  # not all at once: they need not fit into memory
-                        yield coming.popleft().result()
+                        first, future = coming.popleft()
+                        yield first, future.result()
                 while coming:
-                    yield coming.popleft().result()
+                    first, future = coming.popleft()
+                    yield first, future.result()
             finally:
-                for future in coming:
+                for _, future in coming:
                     future.cancel()
 
     def _read_rows(
@@ -198,9 +246,21 @@ class BlockDataset(BatchDataset):
             self._memory = os.getpid(), BlockMemory(self._memory_bytes)
         return self._memory[1]
 
-    def _block_rows(self, number: int, num_samples: int) -> BlockRows:
+    def _block_rows(self, number: int, num_samples: int, wait: bool) -> BlockRows | None:
+        """Return the rows of a block; without `wait`, None if another process decodes it now."""
         memory = self._block_memory()
-        rows = memory.get(number, lambda: self._read_block(number), lambda error: type(error) is BadSample, num_samples)
+
+        def read() -> BlockRows:
+            return self._read_block(number, wait)
+
+        while True:
+            try:
+                rows = memory.get(number, read, lambda error: type(error) is BadSample, num_samples)
+                break
+            except BlockBusy:
+                if not wait:
+                    return None
+                # Another thread of this process has asked without waiting, at the same time.
         if memory.capacity is not None and memory.capacity < self._window_blocks:
             self._warn_of_window(memory.capacity)
         return rows
@@ -224,11 +284,16 @@ class BlockDataset(BatchDataset):
             max(1, capacity * len(self) // len(self._ends)),
         )
 
-    def _read_block(self, number: int) -> BlockRows:
+    def _read_block(self, number: int, wait: bool) -> BlockRows:
         file, block = self._locate(number)
+        fmt, shared = self._format, self._shared
         try:
-            return self._format.read_block(file, block)
-        except (InstepError, MemoryError):
+            if shared is not None and fmt.shares_blocks(file):
+                content = shared.read(number, lambda: fmt.decode_block(file, block), wait)
+                if content is not None:
+                    return fmt.rows_of(file, block, content)
+            return fmt.read_block(file, block)
+        except (InstepError, MemoryError, BlockBusy):
             raise
         except Exception as error:
             file.check_unchanged()
@@ -240,6 +305,15 @@ class BlockDataset(BatchDataset):
         """Return the file of a block, and the block in it."""
         file = int(np.searchsorted(self._first_blocks, number, side="right")) - 1
         return self._files[file], self._blocks[file][number - int(self._first_blocks[file])]
+
+
+class _Part(NamedTuple, Generic[T]):
+    """Samples that lie in one block."""
+
+    block: int
+    places: Indices
+    """Among the samples that are asked for."""
+    rows: T
 
 
 def _gather(block: BlockRows, rows: Indices) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from instep.data.order import Indices
+from instep.data.sources.folder_cache import Pieces
 from instep.data.sources.source_file import SourceFile
 
 Range = tuple[int, int]
@@ -82,6 +83,22 @@ class SourceFormat(ABC):
     @abstractmethod
     def read_block(self, file: SourceFile, block: Block) -> BlockRows:
         """Return the rows of a block."""
+
+    def shares_blocks(self, file: SourceFile) -> bool:
+        """Return whether decoding a block may cost more than mapping what another process has decoded.
+
+        If so, there are `decode_block` and `rows_of` ([Note: Sharing decoded blocks]).
+        """
+        del file
+        return False
+
+    def decode_block(self, file: SourceFile, block: Block) -> Pieces:
+        """Return a decoded block as bytes that other processes can map; no pickle."""
+        raise NotImplementedError
+
+    def rows_of(self, file: SourceFile, block: Block, content: memoryview) -> BlockRows:
+        """Return the rows of what `decode_block` returned, without copying it."""
+        raise NotImplementedError
 
     def ranges(self, file: SourceFile, block: Block) -> list[Range]:
         """Return the ranges of bytes that `read_block` asks the file for, to fetch them ahead."""

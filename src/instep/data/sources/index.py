@@ -175,7 +175,7 @@ def _claimed(part: Path, wait: bool) -> Iterator[bool]:
     """Hold the lock of a group of files; yield whether it is held."""
     with ExitStack() as held:
         try:
-            is_ours = held.enter_context(file_lock(part.with_suffix(".part.lock"), wait))
+            is_ours = held.enter_context(file_lock(part.with_suffix(".part.lock"), None if wait else 0))
         except OSError:  # nothing can be written there: everybody indexes everything
             is_ours = True
         yield is_ours

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from instep.data.sources.block_dataset import BlockDataset, SourceOptions
+from instep.data.sources.folder_cache import Pieces
 from instep.data.sources.format import Block, FileIndex, SourceFormat
 from instep.data.sources.sample_rows import SampleRows
 from instep.data.sources.scan import Scan
@@ -54,17 +55,31 @@ class JsonLines(SourceFormat):
 
     def read_block(self, file: SourceFile, block: Block) -> SampleRows:
         """Return the lines of a block, which are parsed when they are asked for."""
-        data = _decompress(file) if _is_compressed(file) else bytes(file.read(block.start, block.num_bytes))
-        lines = _Lines(data)
+        data = memoryview(_decompress(file)) if _is_compressed(file) else file.read(block.start, block.num_bytes)
+        return self.rows_of(file, block, data)
+
+    def shares_blocks(self, file: SourceFile) -> bool:
+        """Return whether the file has to be decompressed."""
+        return _is_compressed(file)
+
+    def decode_block(self, file: SourceFile, block: Block) -> Pieces:
+        """Return the lines of a compressed file."""
+        del block
+        return [memoryview(_decompress(file))]
+
+    def rows_of(self, file: SourceFile, block: Block, content: memoryview) -> SampleRows:
+        """Return lines, which are parsed when they are asked for."""
+        del file
+        lines = _Lines(content)
         if len(lines.starts) != block.num_rows:
             raise ValueError(f"it holds {len(lines.starts)} lines, and the index says {block.num_rows}")
-        return _JsonRows(data, lines, block.meta)
+        return _JsonRows(content, lines, block.meta)
 
 
 class _JsonRows(SampleRows):
     """The lines of a block."""
 
-    def __init__(self, data: bytes, lines: _Lines, first_line: int) -> None:
+    def __init__(self, data: memoryview, lines: _Lines, first_line: int) -> None:
         super().__init__(len(data))
         self._data, self._lines, self._first_line = data, lines, first_line
 
@@ -72,7 +87,7 @@ class _JsonRows(SampleRows):
         """Return the object of one line."""
         lines = self._lines
         try:
-            value = json.loads(self._data[lines.starts[number] : lines.ends[number]])
+            value = json.loads(bytes(self._data[lines.starts[number] : lines.ends[number]]))
         except ValueError as error:
             raise ValueError(f"line {self._line(number)} is not JSON: {error}") from None
         if not isinstance(value, dict):
@@ -86,7 +101,7 @@ class _JsonRows(SampleRows):
 class _Lines:
     """Where the lines of some bytes begin and end; those of white space only are left out."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes | memoryview) -> None:
         values = np.frombuffer(data, np.uint8)
         ends = np.flatnonzero(values == ord("\n"))
         if data and data[-1:] != b"\n":
@@ -95,7 +110,7 @@ class _Lines:
         first = values[np.minimum(starts, max(0, len(data) - 1))]
         # Only lines that begin with white space can be blank; hardly any do.
         doubtful = np.flatnonzero((first < _BLANK) | (starts == ends)).tolist()
-        blank = [number for number in doubtful if not data[starts[number] : ends[number]].strip()]
+        blank = [number for number in doubtful if not bytes(data[starts[number] : ends[number]]).strip()]
         self.num_lines = len(ends)
         self.numbers: npt.NDArray[np.int64] = np.delete(np.arange(len(ends)), blank)
         self.starts, self.ends = starts[self.numbers], ends[self.numbers]

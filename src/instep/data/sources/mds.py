@@ -16,6 +16,7 @@ import numpy as np
 from instep.core.errors import DataError
 from instep.data.order import Indices
 from instep.data.sources.block_dataset import BlockDataset, SourceOptions
+from instep.data.sources.folder_cache import Pieces
 from instep.data.sources.format import Block, FileIndex, SourceFormat
 from instep.data.sources.mds_encodings import Decode, find_decoder
 from instep.data.sources.range_cache import RangeCache
@@ -163,11 +164,25 @@ class CompressedMds(Mds):
 
     def read_block(self, file: SourceFile, block: Block) -> SampleRows:
         """Return the samples of a shard, which are decoded when they are asked for."""
-        shard = self._shard_of(file)
+        return self.rows_of(file, block, self.decode_block(file, block)[0])
+
+    def shares_blocks(self, file: SourceFile) -> bool:
+        """Return True: a shard has to be decompressed."""
+        del file
+        return True
+
+    def decode_block(self, file: SourceFile, block: Block) -> Pieces:
+        """Return the raw shard."""
+        raw_bytes = self._shard_of(file).raw_bytes
         data = self._decompress(bytes(file.read(block.start, block.num_bytes)))
-        if len(data) != shard.raw_bytes:
-            raise ValueError(f"it has {len(data)} bytes decompressed, and index.json says {shard.raw_bytes}")
-        return _MdsRows(data, self._columns, _offsets(data, shard).tolist())
+        if len(data) != raw_bytes:
+            raise ValueError(f"it has {len(data)} bytes decompressed, and index.json says {raw_bytes}")
+        return [memoryview(data)]
+
+    def rows_of(self, file: SourceFile, block: Block, content: memoryview) -> SampleRows:
+        """Return the samples of a raw shard, which are decoded when they are asked for."""
+        del block
+        return _MdsRows(content, self._columns, _offsets(content, self._shard_of(file)).tolist())
 
 
 Columns = list[tuple[str, Decode, int | None]]
@@ -176,7 +191,7 @@ Columns = list[tuple[str, Decode, int | None]]
 class _MdsRows(SampleRows):
     """The samples of a block: each begins with the sizes of the columns that have none of their own."""
 
-    def __init__(self, data: bytes, columns: Columns, offsets: list[int]) -> None:
+    def __init__(self, data: bytes | memoryview, columns: Columns, offsets: list[int]) -> None:
         super().__init__(len(data))
         self._data, self._columns, self._offsets = data, columns, offsets
         self._sizes = _sizes_of(columns)
@@ -190,7 +205,7 @@ class _MdsRows(SampleRows):
         for name, decode, size in self._columns:
             end = place + (next(sizes) if size is None else size)
             try:
-                row[name] = decode(data[place:end])
+                row[name] = decode(bytes(data[place:end]))
             except ValueError as error:
                 raise ValueError(f"the column {name!r}: {error}") from error
             place = end

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
 from instep.core.errors import DataError, SpecError
-from instep.data.sources.arrow_rows import ArrowRows
+from instep.data.sources.arrow_rows import ArrowRows, as_plain, from_ipc, to_ipc
 from instep.data.sources.block_dataset import BlockDataset, SourceOptions
+from instep.data.sources.folder_cache import Pieces
 from instep.data.sources.format import Block, BlockRows, FileIndex, Range, SourceFormat
 from instep.data.sources.source_file import SourceFile
 from instep.data.sources.storage import Urls
@@ -87,6 +88,23 @@ class Parquet(SourceFormat):
 
     def read_block(self, file: SourceFile, block: Block) -> BlockRows:
         """Return the rows of a row group."""
+        return ArrowRows(self._read_table(file, block))
+
+    def shares_blocks(self, file: SourceFile) -> bool:
+        """Return True: a table is mapped without decoding or copying it."""
+        del file
+        return True
+
+    def decode_block(self, file: SourceFile, block: Block) -> Pieces:
+        """Return a row group as an Arrow IPC stream."""
+        return to_ipc(self._read_table(file, block))
+
+    def rows_of(self, file: SourceFile, block: Block, content: memoryview) -> BlockRows:
+        """Return the rows of an Arrow IPC stream."""
+        del file, block
+        return ArrowRows(from_ipc(content))
+
+    def _read_table(self, file: SourceFile, block: Block) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -96,7 +114,7 @@ class Parquet(SourceFormat):
             table = opened.read_row_group(block.number, columns=self._columns, use_threads=False)
         if table.num_rows != block.num_rows:
             raise ValueError(f"it has {table.num_rows} rows")
-        return ArrowRows(table)
+        return as_plain(table)
 
     def _column_ranges(self, footer: Any, number: int) -> list[Range]:
         """Return where the chosen columns of a row group lie, those that are near each other together."""

@@ -22,7 +22,9 @@ BLOCK_BYTES = 1 << 20
 
 def open_remote_tokens(urls: Urls, length: int, dtype: np.dtype[Any], options: dict[str, Any]) -> BlockDataset:
     """Open files of token ids behind URLs."""
-    return TokenBlocks(urls, Tokens(length, dtype), **options)
+    dataset = TokenBlocks(urls, Tokens(length, dtype), **options)
+    dataset.sample_tokens = length
+    return dataset
 
 
 class TokenBlocks(BlockDataset):

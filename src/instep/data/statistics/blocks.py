@@ -106,7 +106,7 @@ def _chunks(data: Any, collate: Collate | None, ranks: FitRanks) -> Iterator[Any
     if not own:
         return
     source = LoadOptions(seed=0, local_world_size=ranks.world_size).open_source(
-        find_reader(samples, collate, seed=0), max_workers=-(-len(own) // _CHUNK_ROWS)
+        find_reader(samples, collate, seed=0), samples, max_workers=-(-len(own) // _CHUNK_ROWS)
     )
     starts = range(own.start, own.stop, _CHUNK_ROWS)
     try:

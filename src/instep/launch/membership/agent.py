@@ -65,6 +65,8 @@ class Generation:
     number: int
     own: Address
     others: dict[int, Address]
+    why: str = ""
+    """What ended the one before; empty: it is the first."""
 
 
 class NodeAgent:
@@ -165,7 +167,7 @@ class NodeAgent:
             for sentence in job.warnings:  # all on the host of the store, elsewhere those about this node
                 if self._store.is_host or own.name in sentence:
                     self._say(f"warning: {sentence}")
-        return Generation(job.generation, own, others)
+        return Generation(job.generation, own, others, job.why)
 
     @contextlib.contextmanager
     def working(self, number: int) -> Iterator[None]:

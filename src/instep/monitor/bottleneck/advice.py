@@ -17,6 +17,7 @@ from instep.core.plural import plural
 from instep.core.spec import TrainSpec
 from instep.events.schema import BETWEEN_STEPS
 from instep.monitor.bottleneck.causes import LARGER_BATCH, Cause
+from instep.monitor.bottleneck.devices import SLOWED
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
 from instep.monitor.bottleneck.windows import COMPUTING
@@ -29,6 +30,8 @@ _INTERVALS = {"1m": 60, "2m": 120, "5m": 300, "10m": 600, "30m": 1800, "1h": 360
 _MOST_WORKERS = 16
 _SMALL_ROWS = 32
 """Fewer samples than this per rank and step may be too few."""
+_REACHED = 0.5
+"""Of the speed of large matrix products, what passes over somewhat larger batches reach."""
 _MARGIN = 1.25
 """More readers than would be just enough, since batches do not take equally long."""
 
@@ -173,13 +176,26 @@ def _small_batch(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Adv
     if not facts.batch_size or facts.option("batch_tokens"):
         return
     larger = facts.batch_size * LARGER_BATCH
+    passes_s = _fixed_of_passes_s(frontier, facts)
+    also = ", and passes over larger ones take less time per sample" if passes_s else ""
     yield _change(
         f"a batch of {larger:,} instead of {facts.batch_size:,}: the update and the rest of a step take "
-        f"{per_step(cause.seconds, frontier)} however many samples it has. The learning rate may have to be "
+        f"{per_step(cause.seconds, frontier)} however many samples it has{also}. The learning rate may have to be "
         "adapted.",
-        cause.avoidable_s / frontier.wall_s,
+        (cause.avoidable_s + passes_s * (1 - 1 / LARGER_BATCH)) / frontier.wall_s,
         batch_size=larger,
     )
+
+
+def _fixed_of_passes_s(frontier: Frontier, facts: Facts) -> float:
+    """Return what passes take however many samples they are for; 0 where the speed of the device is not known.
+
+    Each sample more takes what its operations take at half the speed of matrix products; the rest of the passes is
+    reading all weights, Python and launching.
+    """
+    ideal_s = facts.ideal_s(frontier.ranks[min(frontier.ranks)].num_samples)
+    passes_s = frontier.seconds("forward", "backward")
+    return 0.0 if ideal_s is None else max(0.0, passes_s - ideal_s / _REACHED)
 
 
 def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
@@ -200,6 +216,14 @@ def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advi
     )
 
 
+def _starved(cause: Cause, frontier: Frontier, _facts: Facts) -> Iterator[Advice]:
+    yield _hint(
+        "`--compile`, or larger batches: fewer and larger operations; and look for what makes the host wait for the "
+        "accelerator in `loss` and the model (`.item()`, `.cpu()`, masks that select).",
+        cause.avoidable_s / frontier.wall_s,
+    )
+
+
 def _communication(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
     share = cause.seconds / frontier.wall_s
     if facts.option("comm") == "gloo" and facts.on_cpu and len(set(facts.hosts.values())) == 1:
@@ -209,10 +233,10 @@ def _communication(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[A
             "parameters are gathered once a step instead of twice, if they fit into memory.", share / 3, reshard=False
         )
     if facts.batch_size and not facts.option("batch_tokens"):
-        larger = 2 * facts.batch_size
+        larger = LARGER_BATCH * facts.batch_size
         yield _change(
-            f"a batch of {larger:,} instead of {facts.batch_size:,}: gradients are sent once per step, so half as "
-            "often for as many samples. The learning rate may have to be adapted.",
+            f"a batch of {larger:,} instead of {facts.batch_size:,}: gradients are sent once per step, so less often "
+            "for as many samples. The learning rate may have to be adapted.",
             cause.avoidable_s / frontier.wall_s,
             batch_size=larger,
         )
@@ -234,7 +258,9 @@ def _straggler(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advic
             batch_size=even,
         )
         return
-    if frontier.slow_phases.get("delayed", 0.0) > cause.seconds / 2:
+    if (use := facts.devices.get(cause.rank)) is not None and use.slowed("heat") >= SLOWED:
+        why = f"its accelerator lowered its clock because of heat, in {use.slowed('heat'):.0%} of the readings: cool it"
+    elif frontier.slow_phases.get("delayed", 0.0) > cause.seconds / 2:
         why = "another process uses its cores: end it, or leave them to it and train on fewer ranks (-n)"
     elif frontier.slow_phases.get("idle", 0.0) > cause.seconds / 2:
         why = "it does not compute in this time: look at what it waits for (a file, a lock, a sleep) on that rank only"
@@ -246,7 +272,7 @@ def _straggler(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advic
 
 
 def _checkpoint(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
-    num_saves = len(facts.saves)
+    num_saves = facts.num_saves
     if num_saves < 2:
         yield _hint(
             "write checkpoints to a faster disk, or train longer per checkpoint: the only one of this run, which is "
@@ -266,7 +292,7 @@ def _checkpoint(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advi
 
 
 def _evaluation(cause: Cause, frontier: Frontier, facts: Facts) -> Iterator[Advice]:
-    num_evals = len(facts.evals)
+    num_evals = facts.num_evals
     each_s = cause.seconds / max(1, num_evals)
     if num_evals < 2:
         yield _hint(
@@ -345,6 +371,7 @@ _ADVISERS: Mapping[str, Callable[[Cause, Frontier, Facts], Iterator[Advice]]] = 
     "idle": _idle,
     "batch": _small_batch,
     "operations": _operations,
+    "starved": _starved,
     "transfer": _communication,
     "rank": _straggler,
     "saving": _checkpoint,

@@ -19,8 +19,6 @@ LARGER_BATCH = 4
 LOW_UTILISATION = 0.05
 """Forward and backward passes below this share of the speed of matrix products are overhead, not computation."""
 _BUSY = 0.2
-_FEWER_TRANSFERS = 0.5
-"""What is left of the cost of communication with batches twice as large: half as many transfers per sample."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,25 @@ def _operations(frontier: Frontier, facts: Facts) -> Cause:
     # Matrix products were measured at their best moment: where others had the cores, passes cannot be held against it.
     is_comparable = frontier.seconds("delayed") < _BUSY * frontier.wall_s
     avoidable_s = max(0.0, seconds - ideal_s / LOW_UTILISATION) if ideal_s is not None and is_comparable else 0.0
+    if facts.device_keeps_up is False:  # the accelerator was busy: these operations are slow there, not the host
+        avoidable_s = 0.0
     return Cause("host", "operations", seconds, avoidable_s, None, _by_rank(frontier, *phases))
+
+
+def _starved(frontier: Frontier, facts: Facts) -> Cause:
+    """What accelerators that wait for their hosts were idle in passes and updates: at least, whatever else they did."""
+    phases = ("forward", "backward", "optimizer")
+    seconds, utilisation = frontier.seconds(*phases), facts.utilisation
+    is_starved = not facts.on_cpu and utilisation is not None and facts.device_keeps_up is True
+    idle_s = max(0.0, seconds - utilisation * frontier.wall_s) if is_starved and utilisation is not None else 0.0
+    return Cause("host", "starved", seconds, idle_s, None, _by_rank(frontier, *phases))
 
 
 def _communication(frontier: Frontier, _facts: Facts) -> Cause:
     seconds = frontier.seconds("communication") if len(frontier.ranks) > 1 else 0.0
     by_rank = _by_rank(frontier, "communication")
-    return Cause("communication", "transfer", seconds, seconds * (1 - _FEWER_TRANSFERS), None, by_rank)
+    # Of the same remedy as batches that are too small, so that both are judged by the same one.
+    return Cause("communication", "transfer", seconds, seconds * (1 - 1 / LARGER_BATCH), None, by_rank)
 
 
 def _straggler(frontier: Frontier, _facts: Facts) -> Cause:
@@ -142,6 +152,7 @@ _CAUSES: tuple[Callable[[Frontier, Facts], Cause], ...] = (
     _idle,
     _small_batch,
     _operations,
+    _starved,
     _communication,
     _straggler,
     _checkpoint,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from instep.core.plural import plural
 from instep.monitor.bottleneck.advice import Advice
 from instep.monitor.bottleneck.causes import Cause
+from instep.monitor.bottleneck.devices import slowed_text
 from instep.monitor.bottleneck.facts import Facts
 from instep.monitor.bottleneck.frontier import Frontier
 from instep.monitor.bottleneck.script import script_cause
-from instep.monitor.bottleneck.words import per_step
+from instep.monitor.bottleneck.words import per_step, time_text
 from instep.monitor.progress import duration
 from instep.monitor.reading import size_text
 
@@ -21,15 +22,16 @@ _COMPUTING = ("forward", "backward", "optimizer")
 
 def paragraph(causes: Sequence[tuple[Cause, Sequence[Advice]]], frontier: Frontier, facts: Facts) -> str:
     """Return what bounded a run, what that cost and what to try, in words; `causes` have what to try against each."""
+    slowed = slowed_text(facts.devices)
     if not causes:
-        return _nothing(frontier)
+        return " ".join(filter(None, (_nothing(frontier), _pace_text(facts), slowed)))
     (first, advice), *others = causes
     parts = [sentence(first, frontier, facts), _by_rank(first)]
     parts += [_advice_text(item, "Try" if number == 0 else "Or try") for number, item in enumerate(advice)]
     for other, advice in others[:_NAMED_OTHERS]:
         parts.append(f"Beside it, {_cause_text(other, frontier, facts)} ({_share(other.seconds, frontier)}).")
         parts += [_advice_text(item, "Against that, try") for item in advice[:1]]
-    return " ".join(part for part in parts if part)
+    return " ".join(part for part in (*parts, slowed) if part)
 
 
 def sentence(cause: Cause, frontier: Frontier, facts: Facts) -> str:
@@ -52,6 +54,20 @@ def _nothing(frontier: Frontier) -> str:
     return (
         f"Nothing held this run back: {computing_s / frontier.wall_s:.0%} of {duration(frontier.wall_s)} went into "
         f"computing ({parts}). The largest other cost was {name}, {_share(seconds, frontier)}."
+    )
+
+
+def _pace_text(facts: Facts) -> str:
+    """Return whether host or accelerator set the pace, where steps were timed there."""
+    if facts.on_cpu or facts.device_keeps_up is None:
+        return ""
+    if facts.device_keeps_up:
+        return "The accelerator had always done what the host had launched: the host set the pace."
+    num_steps = sum(use.num_timed_steps for use in facts.devices.values())
+    lag_s = sum(use.lag_s for use in facts.devices.values()) / max(1, num_steps)
+    return (
+        f"The accelerator set the pace: it was {time_text(lag_s)} behind the host when that had launched the backward "
+        "pass."
     )
 
 
@@ -115,6 +131,14 @@ def _operations(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     )
 
 
+def _starved(cause: Cause, frontier: Frontier, _facts: Facts) -> str:
+    return (
+        f"the accelerator was idle for at least {cause.avoidable_s / max(1e-9, cause.seconds):.0%} of the "
+        f"{per_step(cause.seconds, frontier)} that forward, backward and optimizer take per step, and had always done "
+        "what the host had launched: Python and the launching of operations set the pace"
+    )
+
+
 def _transfer(cause: Cause, frontier: Frontier, facts: Facts) -> str:
     num_bytes = max(time.comm_bytes for time in frontier.ranks.values()) / max(1, frontier.num_steps)
     sent = f" for {size_text(round(num_bytes))} per step" if num_bytes >= 1 else ""
@@ -134,14 +158,14 @@ def _rank(cause: Cause, frontier: Frontier, facts: Facts) -> str:
 
 
 def _saving(cause: Cause, _frontier: Frontier, facts: Facts) -> str:
-    count = len(facts.saves)
+    count = facts.num_saves
     where = f" on rank {cause.rank}" if cause.rank is not None else ""
-    size = f" of {size_text(facts.saves[-1]['num_bytes'])}" if facts.saves else ""
+    size = f" of {size_text(facts.save_bytes)}" if facts.num_saves else ""
     return f"training waited{where} for {plural(count, 'checkpoint')}{size}"
 
 
 def _evaluating(_cause: Cause, _frontier: Frontier, facts: Facts) -> str:
-    count = len(facts.evals)
+    count = facts.num_evals
     return f"the evaluation set was evaluated {'once' if count == 1 else f'{count} times'}"
 
 
@@ -180,6 +204,7 @@ _WHAT: Mapping[str, Callable[[Cause, Frontier, Facts], str]] = {
     "idle": _idle,
     "batch": _batch,
     "operations": _operations,
+    "starved": _starved,
     "transfer": _transfer,
     "rank": _rank,
     "saving": _saving,

@@ -11,11 +11,11 @@ from typing import Any
 from instep.core.errors import SpecError
 from instep.monitor.bottleneck.advice import Advice, advice_for
 from instep.monitor.bottleneck.causes import Cause, causes_of
-from instep.monitor.bottleneck.facts import KINDS, Facts, facts_of
+from instep.monitor.bottleneck.facts import KINDS, Facts, FactsFold
 from instep.monitor.bottleneck.frontier import Frontier, frontier_of
 from instep.monitor.bottleneck.script import script_advice
 from instep.monitor.bottleneck.text import paragraph, sentence
-from instep.monitor.bottleneck.windows import windows_of
+from instep.monitor.bottleneck.windows import Window, WindowFold
 from instep.monitor.run_files import read_options
 from instep.monitor.run_log import RunLog
 
@@ -58,19 +58,43 @@ class Bottleneck:
         return value
 
 
+class Evidence:
+    """What a verdict is derived from, folded while events are read: its memory does not grow with the log."""
+
+    def __init__(self) -> None:
+        self._facts, self._windows = FactsFold(), WindowFold()
+
+    def take(self, rank: int, event: Mapping[str, Any]) -> None:
+        """Take an event of any kind in; those of a rank in the order in which it wrote them."""
+        if event["event"] in KINDS:
+            self._facts.take(rank, event)
+            self._windows.take(rank, event)
+
+    def windows(self) -> list[Window]:
+        """Return the times of the ranks, side by side."""
+        return self._windows.windows()
+
+    def bottleneck(self, options: Mapping[str, Any] | None = None) -> Bottleneck | None:
+        """Return what bounded the speed so far, with the run's options; None: no phases are logged."""
+        facts, windows = self._facts.facts(options or {}), self.windows()
+        if not windows:
+            return None
+        frontier = frontier_of(windows)
+        if frontier.wall_s <= 0:
+            return None
+        worth = [cause for cause in causes_of(frontier, facts) if cause.avoidable_s >= WORTH * frontier.wall_s]
+        return _bottleneck(frontier, facts, worth)
+
+
 def find_bottleneck(
     events: Mapping[int, Sequence[Mapping[str, Any]]], options: Mapping[str, Any] | None = None
 ) -> Bottleneck | None:
     """Return what bounded the speed of a run, from its ranks' events and its options; None: no phases are logged."""
-    facts = facts_of(events, options or {})
-    windows = windows_of(events, facts.on_cpu)
-    if not windows:
-        return None
-    frontier = frontier_of(windows)
-    if frontier.wall_s <= 0:
-        return None
-    worth = [cause for cause in causes_of(frontier, facts) if cause.avoidable_s >= WORTH * frontier.wall_s]
-    return _bottleneck(frontier, facts, worth)
+    evidence = Evidence()
+    for rank, own in sorted(events.items()):
+        for event in own:
+            evidence.take(rank, event)
+    return evidence.bottleneck(options)
 
 
 def _bottleneck(frontier: Frontier, facts: Facts, causes: Sequence[Cause]) -> Bottleneck:
@@ -127,14 +151,13 @@ def last_word(run_dir: Path) -> str | None:
     return f"{bottleneck.sentence} More: instep explain {shlex.quote(str(run_dir))}"
 
 
-def read_events_of(log: RunLog) -> dict[int, list[Mapping[str, Any]]]:
-    """Return the new events of all ranks that a verdict is derived from."""
-    events: dict[int, list[Mapping[str, Any]]] = {}
+def read_evidence(log: RunLog) -> Evidence:
+    """Return what the new events of all ranks say."""
+    evidence = Evidence()
     for rank, event in log.poll():
-        if event["event"] in KINDS:
-            events.setdefault(rank, []).append(event)
-    return events
+        evidence.take(rank, event)
+    return evidence
 
 
 def _read_verdict(log: RunLog) -> Bottleneck | None:
-    return find_bottleneck(read_events_of(log), read_options(log.run_dir))
+    return read_evidence(log).bottleneck(read_options(log.run_dir))

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 COMPUTING = ("forward", "backward", "optimizer", "other")
 """The phases in which a rank on CPU should compute all the time, and which are not a cause by themselves."""
@@ -89,21 +89,104 @@ def _take_out(phases: dict[str, float], name: str, seconds: float) -> float:
     return taken_s
 
 
-def windows_of(events: Mapping[int, Sequence[Mapping[str, Any]]], on_cpu: bool = True) -> list[Window]:
+class Stretch(NamedTuple):
+    """The times of one or more `phases` events that followed each other; the last one ended at `step`."""
+
+    step: int
+    time: RankTime
+    """Without steps: what came after the last one."""
+
+
+@dataclass
+class Session:
+    """What one process of a rank has logged, from its `start` on."""
+
+    start: Mapping[str, Any] | None
+    """None: its line is damaged."""
+    begun_s: float
+    """When its first event was written."""
+    stretches: list[Stretch] = field(default_factory=list)
+
+
+class WindowFold:
+    """Takes the events of all ranks in, rank by rank or as they grow, and returns the windows.
+
+    It keeps at most so many stretches of all ranks. Where there are more, steps that are no multiples of 2, then of 4,
+    and so on, end a stretch no longer; ranks still have ends in common.
+    """
+
+    def __init__(self, max_stretches: int = 2**15) -> None:
+        self._sessions: dict[int, list[Session]] = {}
+        self._max_stretches, self._num_stretches = max_stretches, 0
+        self._level = 0
+        """Ends are multiples of 2^level."""
+
+    def take(self, rank: int, event: Mapping[str, Any]) -> None:
+        """Take an event in; only `start` and `phases` matter."""
+        sessions = self._sessions.setdefault(rank, [])
+        if event["event"] == "start":
+            sessions.append(Session(event, event["time"]))
+        elif event["event"] == "phases":
+            if not sessions:
+                sessions.append(Session(None, event["time"]))
+            start = sessions[-1].start or {}
+            on_cpu = str(start.get("device", "cpu")).split(":")[0] == "cpu"
+            sessions[-1].stretches.append(Stretch(event["step"], rank_time(event, on_cpu)))
+            self._num_stretches += 1
+            if self._num_stretches > self._max_stretches:
+                self._shorten()
+
+    def windows(self) -> list[Window]:
+        """Return the windows so far; attempts are kept apart."""
+        if not self._sessions:
+            return []
+        starts = [each.start for each in self._sessions[min(self._sessions)] if each.start is not None]
+        attempts: dict[int, dict[int, list[Stretch]]] = {}
+        for rank, sessions in sorted(self._sessions.items()):
+            for each in sessions:
+                start = each.start
+                number = _begun_before(each.begun_s, starts) if start is None else _attempt_of(start, starts)
+                if each.stretches:
+                    attempts.setdefault(number, {}).setdefault(rank, []).extend(each.stretches)
+        return [window for _, stretches in sorted(attempts.items()) for window in _aligned(stretches)]
+
+    def _shorten(self) -> None:
+        """Join stretches until half of what may be kept is left, or nothing can be joined any more."""
+        while self._num_stretches > self._max_stretches // 2 and self._level < _MOST_LEVELS:
+            self._level += 1
+            sessions = [session for own in self._sessions.values() for session in own]
+            for session in sessions:
+                session.stretches = _joined(session.stretches, 2**self._level)
+            self._num_stretches = sum(len(session.stretches) for session in sessions)
+        if self._num_stretches > self._max_stretches // 2:  # so many sessions: each keeps one
+            self._max_stretches *= 2
+
+
+_MOST_LEVELS = 62
+
+
+def _joined(stretches: Sequence[Stretch], every: int) -> list[Stretch]:
+    """Join stretches, but for those that end at a multiple of `every`, the last one, and what follows the last step."""
+    joined: list[Stretch] = []
+    open_times: list[RankTime] = []
+    for number, (step, time) in enumerate(stretches, 1):
+        if not time.num_steps and open_times:
+            joined.append(Stretch(stretches[number - 2].step, total(open_times)))
+            open_times = []
+        open_times.append(time)
+        if not time.num_steps or not step % every or number == len(stretches):
+            joined.append(Stretch(step, total(open_times)))
+            open_times = []
+    return joined
+
+
+def windows_of(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Window]:
     """Return the windows of a run, from all ranks' events; attempts are kept apart."""
-    if not events:
-        return []
-    starts = [event for event in events[min(events)] if event["event"] == "start"]
-    attempts: dict[int, dict[int, list[Mapping[str, Any]]]] = {}
-    for rank, own in events.items():
-        number = None
+    fold = WindowFold()
+    for rank, own in sorted(events.items()):
         for event in own:
-            if event["event"] == "start":
-                number = _attempt_of(event, starts)
-            elif event["event"] == "phases":
-                of_event = _begun_before(event, starts) if number is None else number
-                attempts.setdefault(of_event, {}).setdefault(rank, []).append(event)
-    return [window for _, records in sorted(attempts.items()) for window in _aligned(records, on_cpu)]
+            fold.take(rank, event)
+    return fold.windows()
 
 
 def _attempt_of(start: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> int:
@@ -114,23 +197,23 @@ def _attempt_of(start: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -
         if (other["attempt"], other["world_size"]) == (start["attempt"], start["world_size"])
     ]
     if not alike:
-        return _begun_before(start, starts)
+        return _begun_before(start["time"], starts)
     return min(alike, key=lambda number: abs(float(starts[number - 1]["time"]) - start["time"]))
 
 
-def _begun_before(event: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> int:
-    return bisect_right([other["time"] for other in starts], event["time"])
+def _begun_before(time_s: float, starts: Sequence[Mapping[str, Any]]) -> int:
+    return bisect_right([other["time"] for other in starts], time_s)
 
 
-def _aligned(records: Mapping[int, Sequence[Mapping[str, Any]]], on_cpu: bool) -> list[Window]:
+def _aligned(stretches: Mapping[int, Sequence[Stretch]]) -> list[Window]:
     """Return the windows of one attempt."""
-    ends = [{event["step"] for event in own if event["num_steps"]} for own in records.values()]
+    ends = [{step for step, time in own if time.num_steps} for own in stretches.values()]
     cuts = sorted(set.intersection(*ends))
     windows: dict[int, dict[int, list[RankTime]]] = {}
-    for rank, own in records.items():
-        for event in own:
-            index = bisect_left(cuts, event["step"]) + (not event["num_steps"])  # what comes after the last step
-            windows.setdefault(index, {}).setdefault(rank, []).append(rank_time(event, on_cpu))
+    for rank, own in stretches.items():
+        for step, time in own:
+            index = bisect_left(cuts, step) + (not time.num_steps)  # what comes after the last step
+            windows.setdefault(index, {}).setdefault(rank, []).append(time)
     return [{rank: total(times) for rank, times in sorted(window.items())} for _, window in sorted(windows.items())]
 
 

@@ -48,6 +48,7 @@ class MarkFold:
         self._world_size = 0
         self._has_ended = True
         self._failed_s = float("-inf")
+        self._reason = ""
         self._newest: tuple[float, int] = (0.0, 0)
 
     def take(self, rank: int, event: Mapping[str, Any], step: int) -> None:
@@ -57,8 +58,11 @@ class MarkFold:
             self._end(rank, event)
         elif rank != 0:
             return
+        elif kind == "restart":
+            self._reason = event["reason"]
         elif kind == "start":
             self._start(event, step)
+            self._reason = ""
         elif kind == "save":
             waited = f", training waited {duration(event.get('stall_s', 0.0))}" if event.get("stall_s") else ""
             took = f"{size_text(event['num_bytes'])} in {duration(event['seconds'])}{waited}"
@@ -84,7 +88,7 @@ class MarkFold:
         if not self._has_ended:
             self._add(*self._newest, *self._lost())
         self._has_ended = False
-        self._add(event["time"], step, "restart", restart_text(event))
+        self._add(event["time"], step, "restart", restart_text(event, self._reason))
         if count != before:
             change = ("join", f"{count - before} joined") if count > before else ("leave", f"{before - count} left")
             self._add(event["time"], step, change[0], f"world size {before} → {count}: {change[1]}")
@@ -95,7 +99,8 @@ class MarkFold:
         for sentence in self._hangs():
             if any(int(number) in (step, step + 1) for number in _STEP.findall(sentence)):
                 return "hang", sentence
-        return "lost", "rank 0 ended without a last event: it was killed, or hung, or its node was lost"
+        cause = self._reason or "it was killed, or hung, or its node was lost"
+        return "lost", f"rank 0 ended without a last event: {cause}"
 
     def _end(self, rank: int, event: Mapping[str, Any]) -> None:
         if rank == 0:

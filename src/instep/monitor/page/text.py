@@ -122,6 +122,8 @@ def _position(facts: Mapping[str, Any]) -> str:
             words.append(f"{name.removeprefix('scalars/')} {value:.4g}")
     if facts["samples_per_s"]:
         words.append(f"{facts['samples_per_s']:,.0f} samples/s")
+    if facts["tokens_per_s"]:
+        words.append(f"{facts['tokens_per_s']:,.0f} tokens/s")
     if facts["left_s"]:
         words.append(f"{duration(facts['left_s'])} left")
     return "  ".join(words)

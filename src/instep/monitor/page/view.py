@@ -11,20 +11,23 @@ from typing import Any
 
 from instep.core.plural import plural
 from instep.events.read import last_step, path_of
-from instep.monitor.page.evidence import Evidence
+from instep.monitor.bottleneck.verdict import Evidence
 from instep.monitor.page.logs import hang_sentences
 from instep.monitor.page.marks import MarkFold
 from instep.monitor.page.phase_sums import PhaseSums
 from instep.monitor.page.preview import LONG_BYTES, preview
+from instep.monitor.page.speed import Speed
 from instep.monitor.page.table import Cursor, Table
+from instep.monitor.run_files import read_options
 from instep.monitor.run_log import RankEvent, RunLog
 
 CHARTED_RANKS = 64
 """Charts with a line for each rank show those below this one."""
 MAX_MARKS = 2000
 """The newest marks that a page gets when it is opened."""
-_SPEED_S = 0.5
 _CLOCK_CHECK = 64
+_SENSORS = ("utilisation", "power_w", "temperature_c")
+_DEVICE_MEMORY = ("device_bytes", "device_reserved_bytes", "device_peak_bytes")
 
 
 class RunView:
@@ -47,7 +50,7 @@ class RunView:
         self._evidence = Evidence()
         self._facts: dict[str, Any] = {"step": 0, "status": "starting"}
         self._origin_s: float | None = None
-        self._speed_since: tuple[float, int] | None = None
+        self._speed = Speed()
         self._hosts: dict[int, str] = {}
         self._num_odd = 0
 
@@ -115,7 +118,7 @@ class RunView:
         with self._lock:
             facts = dict(self._facts)
             facts["num_restarts"] = self._marks.num_restarts
-            facts["samples_per_s"] = self._tables["speed"].last("samples_per_s")
+            facts |= {name: self._tables["speed"].last(name) for name in ("samples_per_s", "tokens_per_s")}
             facts["left_s"] = self._left_s()
             facts["is_complete"] = (self.run_dir / "result.json").exists()
             return facts
@@ -123,7 +126,8 @@ class RunView:
     def verdict(self) -> dict[str, Any] | None:
         """Return what bounded the run's speed, as far as it is read; None: its log does not say."""
         with self._lock:
-            return self._evidence.verdict(self.run_dir) if self._is_read else None
+            bottleneck = self._evidence.bottleneck(read_options(self.run_dir)) if self._is_read else None
+            return None if bottleneck is None else bottleneck.to_json()
 
     def progress(self) -> float | None:
         """Return how much of a long log is read; None: all of it."""
@@ -181,6 +185,8 @@ class RunView:
         self._evidence.take(rank, event)
         if kind == "phases":
             self._take_phases(rank, event)
+        elif kind == "device" and rank < CHARTED_RANKS:
+            self._append(f"rank/{rank}", event, {name: event.get(name) for name in _SENSORS}, again=False)
         elif kind == "start":
             self._take_start(rank, event)
         elif rank == 0:
@@ -197,17 +203,13 @@ class RunView:
         self._tables["train"].append(step, time_s, values)
         self._marks.seen(time_s, step)
         self._facts.update(step=step, epoch=event["epoch"], time_s=time_s, values=values)
-        begun_s, num_samples = self._speed_since or (time_s, -event["num_samples"])
-        self._speed_since = (begun_s, num_samples + event["num_samples"])
-        if time_s - begun_s >= _SPEED_S:
-            speed = self._speed_since[1] / (time_s - begun_s)
-            self._tables["speed"].append(step, time_s, {"samples_per_s": speed})
-            self._speed_since = (time_s, 0)
+        if (speed := self._speed.take(event)) is not None:
+            self._tables["speed"].append(step, time_s, speed)
 
     def _take_start(self, rank: int, event: dict[str, Any]) -> None:
         self._hosts[rank] = event["host"]
         if rank == 0:
-            self._speed_since = None
+            self._speed = Speed()
             names = ("world_size", "device", "backend", "launcher", "versions", "attempt")
             self._facts |= {name: event[name] for name in names} | {"status": "training", "time_s": event["time"]}
             self._facts.pop("error", None)
@@ -220,8 +222,7 @@ class RunView:
         elif kind == "eval":
             self._append("eval", event, event["metrics"])
             self._facts["metrics"] = event["metrics"]
-            if self._speed_since is not None:  # the speed of the training alone
-                self._speed_since = (self._speed_since[0] + event["seconds"], self._speed_since[1])
+            self._speed.leave_out(event["seconds"])  # it is that of the training alone
         elif kind == "epoch":
             scalars = {f"scalars/{name}": value for name, value in event.get("scalars", {}).items()}
             self._append("epoch", event, {"loss": event["loss"], **scalars})
@@ -240,8 +241,11 @@ class RunView:
         if rank >= CHARTED_RANKS:
             return
         cores = event.get("cpu_s", 0.0) / event["seconds"] if event["seconds"] > 0 else None
-        values = {"host_bytes": event.get("host_bytes") or None, "device_bytes": event.get("device_bytes")}
-        self._append(f"rank/{rank}", event, {**values, "cores": cores}, again=False)
+        of_device = {name: event.get(name) for name in _DEVICE_MEMORY}
+        rate = event.get("comm_bytes", 0) / event["seconds"] if event["seconds"] > 0 else 0.0
+        values = {"host_bytes": event.get("host_bytes") or None, **of_device, "cores": cores}
+        values |= {"queue": event.get("queue"), "comm_bytes_per_s": rate or None}
+        self._append(f"rank/{rank}", event, values, again=False)
 
     def _append(
         self, name: str, event: Mapping[str, Any], values: Mapping[str, float | None], again: bool = True

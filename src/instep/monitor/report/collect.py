@@ -10,8 +10,8 @@ from typing import Any
 
 from instep.core.plural import plural
 from instep.events.read import path_of
-from instep.monitor.bottleneck.facts import KINDS
-from instep.monitor.bottleneck.verdict import find_bottleneck
+from instep.monitor.bottleneck.devices import DeviceUse, add_use
+from instep.monitor.bottleneck.verdict import Evidence
 from instep.monitor.charts.axis import is_drawn
 from instep.monitor.charts.curve import MAX_POINTS
 from instep.monitor.incidents import Incident, IncidentFold
@@ -40,7 +40,7 @@ def collect(run_dir: Path, max_points: int = MAX_POINTS) -> RunFacts:
     if damage := log.damage_text():
         complaints.append(damage)
     facts = reader.facts(run_dir, steps, max_points)
-    verdict = find_bottleneck(reader.explained, read_options(run_dir))
+    verdict = reader.evidence.bottleneck(read_options(run_dir))
     return dataclasses.replace(
         facts,
         recipe=dataclasses.replace(recipe, task=recipe.task or facts.recipe.task),
@@ -79,8 +79,7 @@ class _RunReader:
 
     def __init__(self) -> None:
         self._first_rank: list[Mapping[str, Any]] = []
-        self.explained: dict[int, list[Mapping[str, Any]]] = {}
-        """The events that the verdict is derived from."""
+        self.evidence = Evidence()
         self._folds: dict[int, IncidentFold] = {}
         self._incidents: dict[tuple[str, str, int], ReportIncident] = {}
         self._without_step: set[tuple[str, str, int]] = set()
@@ -92,6 +91,7 @@ class _RunReader:
         self._metrics: Mapping[str, Any] = {}
         self._nodes: dict[str, Mapping[str, Any]] = {}
         self._peaks: dict[str, int] = {}
+        self._devices: dict[int, DeviceUse] = {}
         self._first_s: float | None = None
         self._last_s: float | None = None
 
@@ -101,18 +101,16 @@ class _RunReader:
         self._first_s = event["time"] if self._first_s is None else min(self._first_s, event["time"])
         self._last_s = event["time"] if self._last_s is None else max(self._last_s, event["time"])
         self._take_incident(rank, event)
-        if kind in KINDS:
-            self.explained.setdefault(rank, []).append(event)
+        self.evidence.take(rank, event)
         if rank == 0:
             self._take_first_rank(kind, event)
+        add_use(self._devices, rank, event)
         if kind == "phases":
             self._take_phases(rank, event)
         elif kind == "node":
             self._nodes.setdefault(event["host"], event)
         elif kind == "memory":
-            for name in ("host_bytes", "device_bytes"):
-                if isinstance(event.get(name), int):
-                    self._peaks[name] = max(self._peaks.get(name, 0), event[name])
+            self._take_peaks(host=event["host_bytes"], reserved=event.get("device_bytes"))
 
     def _take_first_rank(self, kind: str, event: Mapping[str, Any]) -> None:
         self._first_rank.append(event)
@@ -139,20 +137,19 @@ class _RunReader:
         known = self._incidents.get(key) or _of_rank(incident, rank)
         self._incidents[key] = dataclasses.replace(known, ranks=tuple(dict.fromkeys((*known.ranks, rank))))
 
+    def _take_peaks(self, **num_bytes: int | None) -> None:
+        for name, value in num_bytes.items():
+            if value:
+                self._peaks[name] = max(self._peaks.get(name, 0), value)
+
     def _take_phases(self, rank: int, event: Mapping[str, Any]) -> None:
-        before = self._phases.get(rank)
-        seconds = {**before.phases} if before else {}
-        for name, value in event["phases"].items():
-            seconds[name] = seconds.get(name, 0.0) + value
-        cpu_s = event.get("cpu_s", 0.0)
-        self._phases[rank] = RankPhases(
-            rank=rank,
-            seconds=event["seconds"] + (before.seconds if before else 0.0),
-            phases=seconds,
-            num_steps=event["num_steps"] + (before.num_steps if before else 0),
-            num_samples=event["num_samples"] + (before.num_samples if before else 0),
-            cpu_s=(cpu_s if isinstance(cpu_s, int | float) else 0.0) + (before.cpu_s if before else 0.0),
+        self._take_peaks(
+            host=event.get("host_bytes"),
+            reserved=event.get("device_reserved_bytes"),
+            allocated=event.get("device_peak_bytes"),
         )
+        before = self._phases.get(rank) or RankPhases.nothing_of(rank)
+        self._phases[rank] = before.with_event(event)
 
     def facts(self, run_dir: Path, steps: StepColumns, max_points: int) -> RunFacts:
         """Return what the events and the steps say."""
@@ -177,8 +174,10 @@ class _RunReader:
             world_sizes=worlds,
             restarts=max(0, len(self._starts) - 1),
             samples_per_s=table.samples_per_s(),
+            tokens_per_s=table.tokens_per_s(),
             curves=table.curves(max_points),
             phases=tuple(self._phases[rank] for rank in sorted(self._phases)),
+            devices=dict(sorted(self._devices.items())),
             incidents=self._all_incidents(table),
             damage=None,
         )
@@ -210,8 +209,9 @@ class _RunReader:
             variables=node.get("variables", {}),
             code_sha256=node.get("code", {}),
             packages_sha256=node.get("packages_sha256", ""),
-            peak_host_bytes=self._peaks.get("host_bytes"),
-            peak_device_bytes=self._peaks.get("device_bytes"),
+            peak_host_bytes=self._peaks.get("host"),
+            peak_device_bytes=self._peaks.get("reserved"),
+            peak_allocated_bytes=self._peaks.get("allocated"),
             **plan,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instep.events.schema import PHASES
+from instep.monitor.bottleneck.devices import DeviceUse
 from instep.monitor.charts.curve import Curve
 
 
@@ -31,6 +32,37 @@ class RankPhases:
     num_steps: int
     num_samples: int
     cpu_s: float
+    comm_bytes: int = 0
+    comm_s: float = 0.0
+    """Of its collectives, whether it waited or computed meanwhile."""
+    queued: float = 0.0
+    """The batches that were ready when one was asked for, added up over the steps that counted them."""
+    num_queued: int = 0
+    """These steps."""
+
+    @classmethod
+    def nothing_of(cls, rank: int) -> RankPhases:
+        """Return the times of a rank that has logged none."""
+        return cls(rank=rank, seconds=0.0, phases={}, num_steps=0, num_samples=0, cpu_s=0.0)
+
+    def with_event(self, event: Mapping[str, Any]) -> RankPhases:
+        """Return these times with those of a `phases` event."""
+        phases = dict(self.phases)
+        for name, value in event["phases"].items():
+            phases[name] = phases.get(name, 0.0) + value
+        queue, num_steps = event.get("queue"), event["num_steps"]
+        return RankPhases(
+            rank=self.rank,
+            seconds=self.seconds + event["seconds"],
+            phases=phases,
+            num_steps=self.num_steps + num_steps,
+            num_samples=self.num_samples + event["num_samples"],
+            cpu_s=self.cpu_s + event.get("cpu_s", 0.0),
+            comm_bytes=self.comm_bytes + event.get("comm_bytes", 0),
+            comm_s=self.comm_s + event.get("comm_s", 0.0),
+            queued=self.queued + (queue or 0.0) * num_steps,
+            num_queued=self.num_queued + (0 if queue is None else num_steps),
+        )
 
     def ordered(self) -> dict[str, float]:
         """Return the phases in the schema's order, then those that this version does not know."""
@@ -71,6 +103,9 @@ class Surroundings:
     peak_host_bytes: int | None = None
     """The most that any rank needed."""
     peak_device_bytes: int | None = None
+    """Reserved."""
+    peak_allocated_bytes: int | None = None
+    """Of these, the most that tensors took at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +134,12 @@ class RunFacts:
     restarts: int
     samples_per_s: float | None
     """Without evaluations, checkpoints and the first steps of each attempt."""
+    tokens_per_s: float | None
+    """The same in tokens; None: they are not counted."""
     curves: Mapping[str, Curve]
     phases: tuple[RankPhases, ...]
+    devices: Mapping[int, DeviceUse]
+    """What the accelerator of each rank did, where its log says it."""
     incidents: tuple[ReportIncident, ...]
     damage: str | None
     """Which parts of its files could not be read."""

@@ -121,6 +121,10 @@ def _run(run: RunFacts, level: int) -> list[str]:
         )
         parts += [page.heading(level, "Where the time went"), phases_chart(run.phases), page.paragraph(text, "note")]
         parts.append(page.table(tables.phases_table(run)))
+    if run.devices:
+        text = "What the sensors of each rank's accelerator said, and the phases of a step on its own clock."
+        parts += [page.heading(level, "Accelerators"), page.paragraph(text, "note")]
+        parts.append(page.table(tables.devices_table(run)))
     parts.append(page.heading(level, "Incidents"))
     if run.incidents:
         parts.append(page.table(tables.incidents_table(run), "times"))

@@ -41,6 +41,8 @@ def _run(name: str, run: RunFacts) -> list[str]:
         lines += [f"**What bounded the speed.** {escape(run.verdict)}", ""]
     if run.phases:
         lines += ["### Where the time went", "", *render(tables.phases_table(run)), ""]
+    if run.devices:
+        lines += ["### Accelerators", "", *render(tables.devices_table(run)), ""]
     lines += ["### Incidents", ""]
     lines += [*render(tables.incidents_table(run)), ""] if run.incidents else ["None.", ""]
     lines += ["### What ran", ""]

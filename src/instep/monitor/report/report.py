@@ -13,7 +13,13 @@ from instep.monitor.charts.line_chart import LineChart
 from instep.monitor.report.facts import RunFacts
 from instep.monitor.scaling.table import SpeedRow, speed_rows
 
-_TITLES = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm", "samples/s": "samples per second"}
+_TITLES = {
+    "loss": "loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "samples/s": "samples per second",
+    "tokens/s": "tokens per second",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Report:
         """Return the charts of the curves; those of several runs share them."""
         names = dict.fromkeys(name for run in self.runs for name in run.curves)
         first = [name for name in ("loss", "metric/eval_loss") if name in names]
-        last = [name for name in ("lr", "grad_norm", "samples/s") if name in names]
+        last = [name for name in ("lr", "grad_norm", "samples/s", "tokens/s") if name in names]
         between = sorted(name for name in names if name not in (*first, *last))
         if len(self.runs) == 1 and len(first) == 2:
             return [self._loss_with_evaluation(), *(self._chart(name) for name in (*between, *last))]
@@ -78,7 +84,7 @@ class Report:
         labels = self.names()
         curves = [dataclasses.replace(self.runs[number].curves[name], name=labels[number]) for number in having]
         may_log = name in ("loss", "grad_norm", "metric/eval_loss") or kind == "scalar"
-        from_zero = name in ("lr", "samples/s")
+        from_zero = name in ("lr", "samples/s", "tokens/s")
         return LineChart(title, curves, may_log=may_log, from_zero=from_zero, marks=self._marks(), colors=having)
 
     def _marks(self) -> list[tuple[float, str]]:

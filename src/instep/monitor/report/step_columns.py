@@ -25,10 +25,11 @@ _PREFIX = b'{"event": "step",'
 _NUMBER = rb"([-+.0-9e]+)"
 _LINE = re.compile(
     rb'^\{"event": "step", "time": ' + _NUMBER + rb', "step": (\d+), "epoch": (\d+), "loss": ' + _NUMBER + rb', "lr": '
-    + _NUMBER + rb', "num_samples": (\d+)(?:, "grad_norm": ' + _NUMBER + rb')?(?:, "scalars": (\{[^{}]*\}))?\}$',
+    + _NUMBER + rb', "num_samples": (\d+)(?:, "num_tokens": (\d+))?(?:, "grad_norm": ' + _NUMBER
+    + rb')?(?:, "scalars": (\{[^{}]*\}))?\}$',
     re.M,
 )  # fmt: skip
-_COLUMNS = ("time", "step", "epoch", "loss", "lr", "num_samples", "grad_norm")
+_COLUMNS = ("time", "step", "epoch", "loss", "lr", "num_samples", "num_tokens", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class StepColumns:
     loss: Floats
     lr: Floats
     num_samples: Floats
+    num_tokens: Floats
+    """NaN: they were not counted."""
     grad_norm: Floats
     """NaN: it was not logged."""
     scalars: Mapping[int, Mapping[str, Any]]
@@ -86,9 +89,9 @@ class _Reader:
 
     def _add(self, rows: list[tuple[bytes, ...]]) -> None:
         for number, row in enumerate(rows):
-            if row[7]:
-                self._add_scalars(self._num_rows + number, row[7])
-        numbers = map(float, chain.from_iterable((*row[:6], row[6] or b"nan") for row in rows))
+            if row[8]:
+                self._add_scalars(self._num_rows + number, row[8])
+        numbers = map(float, chain.from_iterable((*row[:6], row[6] or b"nan", row[7] or b"nan") for row in rows))
         values = np.fromiter(numbers, np.float64, len(_COLUMNS) * len(rows))  # faster than numpy's own parser
         self._blocks.append(values.reshape(-1, len(_COLUMNS)))
         self._num_rows += len(rows)
@@ -111,8 +114,8 @@ class _Reader:
                 self._damaged.append(DamagedLine(self._path, number, fault))
 
     def _add_event(self, event: Mapping[str, Any]) -> None:
-        norm = event.get("grad_norm")
-        values = [*(event[name] for name in _COLUMNS[:6]), norm if isinstance(norm, int | float) else np.nan]
+        may_lack = [np.nan if event.get(name) is None else event[name] for name in _COLUMNS[6:]]
+        values = [*(event[name] for name in _COLUMNS[:6]), *may_lack]
         self._blocks.append(np.array([values], dtype=np.float64))
         if isinstance(event.get("scalars"), dict) and event["scalars"]:
             self._scalars[self._num_rows] = event["scalars"]
@@ -129,5 +132,5 @@ class _Reader:
         places = {int(row): place for place, row in enumerate(rows)} if self._scalars else {}
         scalars = {places[row]: values for row, values in self._scalars.items() if row in places}
         num_skipped = len(self._skipped.intersection(map(int, rows))) if self._skipped else 0
-        time, step, epoch, loss, lr, num_samples, grad_norm = (table[rows, i] for i in range(len(_COLUMNS)))
-        return StepColumns(time, step, epoch, loss, lr, num_samples, grad_norm, scalars, num_skipped)
+        columns = {name: table[rows, number] for number, name in enumerate(_COLUMNS)}
+        return StepColumns(**columns, scalars=scalars, num_skipped=num_skipped)

@@ -73,23 +73,32 @@ class StepTable:
             **self._metrics,
         }
         curves = {name: make_curve(name, xs, ys, max_points) for name, (xs, ys) in columns.items() if xs}
-        speed = self._speed_curve(max_points)
-        return curves | ({"samples/s": speed} if speed.points else {})
+        speeds = {"samples/s": steps.num_samples, "tokens/s": steps.num_tokens}
+        for name, counts in speeds.items():
+            curves[name] = self._speed_curve(name, counts[self._counted], max_points)
+        return {name: curve for name, curve in curves.items() if curve.points}
 
     def samples_per_s(self) -> float | None:
         """Return the mean speed of the steps; None: there were too few."""
-        total_s = float(self._durations.sum())
-        return float(self.steps.num_samples[self._counted].sum()) / total_s if total_s > 0 else None
+        return self._speed_of(self.steps.num_samples)
 
-    def _speed_curve(self, max_points: int) -> Curve:
-        """Return samples per second over the steps: of each stretch of steps, their samples over their time."""
-        count, samples = len(self._durations), self.steps.num_samples[self._counted]
+    def tokens_per_s(self) -> float | None:
+        """Return the mean speed in tokens; None: there were too few steps, or their tokens are not counted."""
+        return self._speed_of(self.steps.num_tokens)
+
+    def _speed_of(self, counts: Floats) -> float | None:
+        total_s, total = float(self._durations.sum()), float(counts[self._counted].sum())
+        return total / total_s if total_s > 0 and math.isfinite(total) else None
+
+    def _speed_curve(self, name: str, counts: Floats, max_points: int) -> Curve:
+        """Return the speed over the steps: of each stretch of steps, what `counts` has of them over their time."""
+        count = len(self._durations) if np.isfinite(counts).all() else 0
         ends = self.steps.step[self._counted]
         num_points = min(max_points, _MAX_SPEEDS, count // _STEPS_OF_A_SPEED)
         edges = [round(number * count / num_points) for number in range(num_points + 1)] if num_points else []
         stretches = list(itertools.pairwise(edges))
-        rates = [float(samples[a:b].sum() / self._durations[a:b].sum()) for a, b in stretches]
-        return make_curve("samples/s", [float(ends[b - 1]) for _, b in stretches], rates, max_points)
+        rates = [float(counts[a:b].sum() / self._durations[a:b].sum()) for a, b in stretches]
+        return make_curve(name, [float(ends[b - 1]) for _, b in stretches], rates, max_points)
 
     def _add(self, name: str, step: float, value: Any) -> None:
         if not isinstance(value, int | float) or (name not in self._metrics and len(self._metrics) >= MAX_NAMES):

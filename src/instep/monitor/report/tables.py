@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.core.plural import plural
+from instep.events.schema import PHASES
 from instep.monitor.charts.axis import number_text
 from instep.monitor.progress import duration
 from instep.monitor.reading import size_text
@@ -37,6 +38,7 @@ def key_numbers(run: RunFacts) -> list[tuple[str, str]]:
     numbers += [
         ("processes", " → ".join(map(str, run.world_sizes)) or _NONE),
         ("samples/s", _value(run.samples_per_s, 3)),
+        *([] if run.tokens_per_s is None else [("tokens/s", _value(run.tokens_per_s, 3))]),
         ("time", _NONE if run.wall_s is None else duration(run.wall_s)),
     ]
     return numbers
@@ -77,6 +79,8 @@ def what_ran(run: RunFacts) -> list[tuple[str, str]]:
         ("nodes", ", ".join(here.hosts)),
         ("started", "" if run.started_s is None else clock_text(run.started_s)),
         ("peak memory of a rank", _memory_text(run)),
+        ("communication", _traffic_text(run)),
+        ("batches ready when asked for", _queue_text(run)),
         ("versions", _pairs(here.versions)),
         ("platform", _pairs(here.platform)),
         ("environment", _pairs(here.variables, "=")),
@@ -100,6 +104,21 @@ def phases_table(run: RunFacts) -> Table:
         rows.append((name, _seconds(mean), f"{mean / total:.1%}" if total > 0 else _NONE, *ends))
     head = ("phase", "seconds", "share", *(("least", "most") if several else ()))
     return Table(head, tuple(rows), frozenset(range(1, len(head))))
+
+
+def devices_table(run: RunFacts) -> Table:
+    """Return what the sensors of each rank's accelerator said, and the phases of a step on its own clock."""
+    phases = [name for name in PHASES if any(use.phases.get(name, 0.0) > 0 for use in run.devices.values())]
+    rows = []
+    for rank, use in run.devices.items():
+        utilisation, power_w, limit_w = use.mean("utilisation"), use.mean("power_w"), use.mean("power_limit_w")
+        power = _value(power_w, 3) + ("" if limit_w is None else f" of {_value(limit_w, 3)}")
+        slowed = ", ".join(f"{reason} {use.slowed(reason):.0%}" for reason in use.slowed_readings)
+        times = [f"{use.phases.get(name, 0.0) * 1e3 / max(1, use.num_timed_steps):.1f}" for name in phases]
+        in_use = _NONE if utilisation is None else f"{utilisation:.0%}"
+        rows.append((str(rank), in_use, power, _value(use.temperature_c, 3), slowed or _NONE, *times))
+    head = ("rank", "in use", "power (W)", "hottest (°C)", "slowed by", *(f"{name} (ms)" for name in phases))
+    return Table(head, tuple(rows), frozenset({1, 3, *range(5, len(head))}))
 
 
 def incidents_table(run: RunFacts) -> Table:
@@ -160,7 +179,25 @@ def _memory_text(run: RunFacts) -> str:
     here = run.surroundings
     host = "" if here.peak_host_bytes is None else f"{size_text(here.peak_host_bytes)} host"
     device = "" if here.peak_device_bytes is None else f"{size_text(here.peak_device_bytes)} device"
-    return ", ".join(filter(None, (host, device)))
+    tensors = "" if here.peak_allocated_bytes is None else f"{size_text(here.peak_allocated_bytes)} of it in tensors"
+    return ", ".join(filter(None, (host, device, tensors)))
+
+
+def _traffic_text(run: RunFacts) -> str:
+    """Return what the rank that passed most to collectives passed in a step, and how much of its time was hidden."""
+    most = max(run.phases, key=lambda rank: rank.comm_bytes, default=None)
+    if most is None or not most.comm_bytes:
+        return ""
+    sent = f"{size_text(round(most.comm_bytes / max(1, most.num_steps)))} a step (rank {most.rank})"
+    hidden_s = most.comm_s - most.phases.get("communication", 0.0)
+    if most.comm_s <= 0:
+        return sent
+    return f"{sent}, in collectives of {duration(most.comm_s)}, {max(0.0, hidden_s) / most.comm_s:.0%} behind computing"
+
+
+def _queue_text(run: RunFacts) -> str:
+    means = [rank.queued / rank.num_queued for rank in run.phases if rank.num_queued]
+    return f"{sum(means) / len(means):.2g} on average" if means else ""
 
 
 def _pairs(values: Any, between: str = " ") -> str:

@@ -1,11 +1,18 @@
 // Which charts a page has, from what its runs have logged. Each line is a column of a table of a run.
 
-const TITLES = { lr: "learning rate", grad_norm: "gradient norm", samples_per_s: "samples per second" };
+const TITLES = { lr: "learning rate", grad_norm: "gradient norm", samples_per_s: "samples per second", tokens_per_s: "tokens per second" };
 
 const PER_RANK = [
   ["device_bytes", "device", "memory of the device", "bytes"],
+  ["device_reserved_bytes", "device_reserved", "memory of the device, reserved", "bytes"],
+  ["device_peak_bytes", "device_peak", "memory of the device, peak", "bytes"],
   ["host_bytes", "host", "host memory", "bytes"],
+  ["utilisation", "utilisation", "device in use, share of the time", ""],
+  ["power_w", "power", "power of the device, W", ""],
+  ["temperature_c", "temperature", "temperature of the device, °C", ""],
   ["cores", "cores", "cores in use", ""],
+  ["queue", "queue", "batches that were ready", ""],
+  ["comm_bytes_per_s", "sent", "passed to collectives per second", "bytes"],
 ];
 
 export function chartSpecs(runs) {
@@ -26,7 +33,7 @@ export function chartSpecs(runs) {
       if (metric === "eval_loss") add(...loss("eval/eval_loss", "eval_loss"), "", run, "eval", metric, label("evaluation"), { dash: !several });
       else add(`eval/${metric}`, metric, "", run, "eval", metric, "", { bold: true, dots: true });
     }
-    for (const column of columns("speed")) add("speed", TITLES[column], "", run, "speed", column, "");
+    for (const column of columns("speed")) add(`speed/${column}`, TITLES[column], "", run, "speed", column, "");
     for (const column of columns("train")) {
       if (column === "loss") continue;
       const title = TITLES[column] ?? column.replace("scalars/", "");

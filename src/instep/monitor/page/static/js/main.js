@@ -75,7 +75,7 @@ function choose(names) {
 
 async function explain(name) {
   const verdict = await ask("api/explain", { run: name }).catch(() => null);
-  if (verdict?.text) { verdicts.set(name, (verdict.is_of_last_part ? "Of the last part of the run: " : "") + verdict.text); draw(); }
+  if (verdict?.text) { verdicts.set(name, verdict.text); draw(); }
 }
 
 async function list() {

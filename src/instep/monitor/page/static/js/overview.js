@@ -75,8 +75,11 @@ function entriesOf(run) {
   }
   for (const [name, value] of Object.entries(facts.metrics ?? {})) entries.push([name, "", number(value), value]);
   if (facts.samples_per_s) entries.push(["samples/s", "", number(Math.round(facts.samples_per_s)), facts.samples_per_s]);
+  if (facts.tokens_per_s) entries.push(["tokens/s", "", number(Math.round(facts.tokens_per_s)), facts.tokens_per_s]);
   const memory = Object.entries(run.tables).filter(([name]) => name.startsWith("rank/")).map(([, table]) => lastValue(table.series.device_bytes) ?? lastValue(table.series.host_bytes) ?? 0);
   if (memory.length && Math.max(...memory) > 0) entries.push([memory.length > 1 ? "most memory" : "memory", "", bytes(Math.max(...memory)), Math.max(...memory)]);
+  const peaks = Object.entries(run.tables).filter(([name]) => name.startsWith("rank/")).map(([, table]) => lastValue(table.series.device_peak_bytes) ?? 0);
+  if (peaks.length && Math.max(...peaks) > 0) entries.push(["peak memory", "", bytes(Math.max(...peaks)), Math.max(...peaks)]);
   if (facts.device_flops_per_s) entries.push(["FLOP/s of the device", "", percent(facts.flops_per_s / facts.device_flops_per_s), facts.flops_per_s]);
   if (facts.left_s) entries.push(["time left", "", duration(facts.left_s), facts.left_s]);
   if (facts.num_restarts) entries.push(["restarts", "", number(facts.num_restarts), facts.num_restarts]);
