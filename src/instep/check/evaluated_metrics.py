@@ -21,7 +21,7 @@ from instep.check.source.functions import (
 )
 from instep.check.source.loops import module_of
 from instep.check.source.module import Call, SourceModule
-from instep.check.source.rank_guards import mentions_rank
+from instep.check.source.rank_guards import mentions_rank, rank_guard
 from instep.check.source.reaching import Definition, definitions
 
 _REPORTS = (
@@ -58,7 +58,11 @@ def evaluated_metrics(observed: Observed, modules: Sequence[SourceModule]) -> It
         defined = [one for one in definitions(scope, _variable(path)) if _is_evaluation(module, scope, one)]
         if not defined or (place := (module.path, defined[-1].statement.lineno)) in done:
             continue
-        decision, is_reported = _decision(module, scope, path), _is_reported(module, scope, path)
+        is_of_one = all(
+            rank_guard(module, one.statement) is not None for one in defined
+        )  # a best value, kept by rank 0
+        decision = _decision(module, scope, path, is_of_one)
+        is_reported = not is_of_one and _is_reported(module, scope, path)
         if decision is not None or is_reported:
             done.add(place)
             yield EvaluatedMetric(path, place, decision, is_reported)
@@ -128,11 +132,14 @@ def _mentions(node: ast.AST, path: LivePath) -> bool:
     return False
 
 
-def _decision(module: SourceModule, scope: ast.AST, path: LivePath) -> tuple[str, int] | None:
+def _decision(module: SourceModule, scope: ast.AST, path: LivePath, is_of_one: bool) -> tuple[str, int] | None:
+    """Return where a metric is compared; of one rank's own variable, only where other ranks compare theirs, too."""
     for node in ast.walk(scope):
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], _ORDERED) and _mentions(node, path):
+        if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], _ORDERED) and _mentions(node, path)):
+            continue
+        if not is_of_one or rank_guard(module, node) is None:
             return module.path, node.lineno
-    for call in calls_in(module, scope):
+    for call in calls_in(module, scope) if not is_of_one else ():
         given = [*call.node.args, *(item.value for item in call.node.keywords)]
         positions = [index for index, value in enumerate(given) if _mentions(value, path)]
         if positions and any(_compares(function, call, positions) for function in _functions(module, call)):

@@ -194,14 +194,25 @@ def _ratio(function: ast.AST, name: str, line: int) -> ast.stmt | None:
     """Return the last assignment before a line that makes `name` a ratio, directly or from names that are ratios."""
     ratios: set[str] = set()
     last: ast.stmt | None = None
-    for node in sorted((n for n in within(function) if isinstance(n, ast.Assign)), key=lambda n: n.lineno):
-        if node.lineno >= line or not isinstance(node.targets[0], ast.Name):
+    for node, target, value in sorted(_settings(function), key=lambda one: one[0].lineno):
+        if node.lineno >= line:
             continue
-        used = {inner.id for inner in ast.walk(node.value) if isinstance(inner, ast.Name)}
-        if any(_is_ratio(inner) for inner in ast.walk(node.value)) or used & ratios:
-            ratios.add(node.targets[0].id)
-            last = node if node.targets[0].id == name else last
+        used = {inner.id for inner in ast.walk(value) if isinstance(inner, ast.Name)}
+        if any(_is_ratio(inner) for inner in ast.walk(value)) or used & ratios:
+            ratios.add(target)
+            last = node if target == name else last
     return last
+
+
+def _settings(function: ast.AST) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
+    """Yield the statements that set a variable or append to it, with its name and the value."""
+    for node in within(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node, node.targets[0].id, node.value
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+            called = node.value.func
+            if isinstance(called, ast.Attribute) and called.attr == "append" and isinstance(called.value, ast.Name):
+                yield node, called.value.id, node.value.args[0]
 
 
 def _is_ratio(node: ast.AST) -> bool:

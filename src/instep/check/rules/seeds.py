@@ -13,7 +13,7 @@ from instep.check.records.data import PassBegan
 from instep.check.records.seeding import Seeded, TrainingNoise
 from instep.check.rule import Rule
 from instep.check.source.module import SourceModule
-from instep.check.source.names import class_named, mentions, shares_input
+from instep.check.source.names import class_named, shares_input
 
 _SHUFFLES = ("shuffle", "permutation", "randperm", "sample", "choice")
 _TORCH_DRAWS = (
@@ -77,7 +77,7 @@ class Seeds(Rule):
             equal = sum(len({states[batch] for states in ranks}) == 1 for batch in common)
             if len(common) < _MIN_NOISE or equal < len(common):
                 continue
-            if generator == "torch" and not mentions(modules, *_TORCH_DRAWS):
+            if generator == "torch" and not _draws_globally(modules):
                 continue  # dropout: another rule's
             seeded = [record for record in observed.by_rank(Seeded)[0] if record.generator == generator]
             yield self.finding(
@@ -88,6 +88,11 @@ class Seeds(Rule):
                 "- seed\n+ seed + rank  # once the model is built and the data divided",
                 Severity.WARNING,
             )
+
+
+def _draws_globally(modules: Sequence[SourceModule]) -> bool:
+    """Return whether the source draws from torch's global generator."""
+    return any(call.argument("generator") is None for module in modules for call in module.calls_of(*_TORCH_DRAWS))
 
 
 def _overlap(group: Sequence[LoaderPass]) -> str:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.source.functions import assignments, calls_in, function_around, names_in
+from instep.check.source.functions import (
+    Function,
+    assignments,
+    call_sites,
+    calls_in,
+    function_around,
+    names_in,
+)
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import guard_of_callers, mentions_rank
 from instep.check.source.reaching import syncs
@@ -15,22 +22,51 @@ _SEEDS = ("manual_seed", "seed", "seed_everything", "set_seed", "manual_seed_all
 
 
 def restored_generators(module: SourceModule) -> Iterator[Call]:
-    """Yield calls that restore a generator from a checkpoint which is the same for all ranks."""
+    """Yield calls that restore a generator from a checkpoint which is the same for all ranks.
+
+    Where a helper restores what it is given, they are the calls of the helper.
+    """
+    done: set[ast.Call] = set()
     for call in module.calls_of(*_RESTORES):
-        given = call.node.args[0] if call.node.args else None
-        if given is None or guard_of_callers(module, call.node) is not None:
-            continue
         scope = function_around(module, call.node)
-        sources = _sources(scope, given)
-        if not any(_is_entry(value) for value in sources) or any(mentions_rank(value) for value in sources):
+        given = call.node.args[0] if call.node.args else None
+        if given is None:
             continue
-        calls = list(calls_in(module, scope))
-        if any(syncs(one) or "scatter" in one.last for one in calls):
-            continue
-        if any(one.last in _SEEDS and mentions_rank(one.node) for one in calls if one.node.lineno > call.node.lineno):
-            continue
-        if not any(_path_differs(module, one) for one in module.calls if one.last == "load"):
-            yield call
+        sites = _sites(module, scope, given)
+        for site, value in sites or [(call, given)]:
+            if site.node not in done and _is_shared(module, site, value, is_entry=bool(sites) and _is_entry(given)):
+                done.add(site.node)
+                yield site
+
+
+def _sites(module: SourceModule, scope: Function | ast.Module, given: ast.expr) -> list[tuple[Call, ast.expr]]:
+    """Return the calls of a helper that restores its parameter, with what they give for it."""
+    if not isinstance(scope, Function):
+        return []
+    parameters = [item.arg for item in scope.args.args if item.arg != "self"]
+    used = [name for name in parameters if name in names_in(given)]
+    found: list[tuple[Call, ast.expr]] = []
+    for site in call_sites(module, scope) if used else ():
+        value = site.argument(used[0], parameters.index(used[0]))
+        if value is not None and not isinstance(value, ast.Constant):
+            found.append((site, value))
+    return found
+
+
+def _is_shared(module: SourceModule, call: Call, given: ast.expr, *, is_entry: bool) -> bool:
+    """Return whether all ranks restore the same state, and are not seeded apart afterwards."""
+    if guard_of_callers(module, call.node) is not None:
+        return False
+    scope = function_around(module, call.node)
+    sources = _sources(scope, given)
+    if not (is_entry or any(_is_entry(value) for value in sources)) or any(mentions_rank(value) for value in sources):
+        return False
+    calls = list(calls_in(module, scope))
+    if any((syncs(one) or "scatter" in one.last) and one.node.lineno < call.node.lineno for one in calls):
+        return False
+    if any(one.last in _SEEDS and mentions_rank(one.node) for one in calls if one.node.lineno > call.node.lineno):
+        return False
+    return not any(_path_differs(module, one) for one in module.calls if one.last == "load")
 
 
 def _sources(scope: ast.AST, given: ast.expr) -> list[ast.expr]:
