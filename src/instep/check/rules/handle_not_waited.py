@@ -10,6 +10,7 @@ from instep.check.observations import Observed
 from instep.check.records.collectives import CollectiveCalled, HandlesMade
 from instep.check.rule import Rule
 from instep.check.source.async_handles import unwaited_calls
+from instep.check.source.early_reads import early_reads
 from instep.check.source.module import SourceModule
 
 _WAITED = 0.8
@@ -42,9 +43,17 @@ class HandleNotWaited(Rule):
         return observed.has_at(HandlesMade, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
-        """Yield asynchronous collectives whose handle is lost."""
+        """Yield asynchronous collectives whose handle is lost, and reads of what they fill before they are done."""
         for call, why in unwaited_calls(module):
             yield self._finding(module.place(call.node), f"`{module.line(call.node.lineno)}`: {why}")
+        for read, started in early_reads(module):
+            yield self.finding(
+                module.place(read),
+                f"`{started.buffer}` is read while an asynchronous collective still fills it.",
+                f"`{module.line(read.lineno)}`: line {started.statement.lineno} starts the collective, and "
+                f"`{started.handle}` is waited for later only",
+                f"+ {started.handle}.wait()  # before {started.buffer} is read",
+            )
 
     def _finding(self, place: tuple[str, int], evidence: str) -> Finding:
         return self.finding(
