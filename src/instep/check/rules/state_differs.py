@@ -17,6 +17,7 @@ from instep.check.records.timeline import steps_together, wrappers_of
 from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
+from instep.check.source.guarded_loads import loads_by_one_rank
 from instep.check.source.module import SourceModule
 from instep.check.source.set_orders import numbered_sets
 from instep.check.source.state_places import changes_by_one_rank, guarded_use, is_computed_with, place_of, updates_of
@@ -40,6 +41,8 @@ _VOCABULARY = re.compile(
 )
 _AVERAGED = re.compile(r"ema|shadow|averag|teacher|target|momentum|swa|moving|running", re.IGNORECASE)
 _MIN_IDS = 2
+_OF_ONE_RANK = "The state of the optimizer or its schedule is loaded on one rank only: the others begin anew."
+_LOAD_EVERYWHERE = "Load the checkpoint on all ranks: DDP sends rank 0's parameters and buffers to the others, no more."
 
 
 class StateDiffers(Rule):
@@ -66,9 +69,12 @@ class StateDiffers(Rule):
         yield from self._statistics(observed, modules)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
-        """Yield numbers that follow the order of a set, in files that have to do with several ranks."""
+        """Yield numbers that follow the order of a set, and states of the training that one rank loads."""
         if is_distributed(module):
             yield from self._read_sets(module)
+            for load in loads_by_one_rank(module):
+                evidence = f"`{module.line(load.node.lineno)}` is reached by the first rank only"
+                yield self.finding(module.place(load.node), _OF_ONE_RANK, evidence, _LOAD_EVERYWHERE)
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
         """Excuse runs on one rank."""
@@ -89,13 +95,16 @@ class StateDiffers(Rule):
             parted = _parted_at(observed, number) if wrapped.strategy == "ddp" else None
             if parted is None:
                 continue
-            places = sorted(set(changes_by_one_rank(modules)))
+            states = [module.place(load.node) for module in modules for load in loads_by_one_rank(module)]
+            places = [*states, *sorted(set(changes_by_one_rank(modules)))]
             yield self.finding(
                 places[0] if places else parted[0],
-                "Weights are changed on some ranks only, after the ranks had begun with the same ones.",
+                _OF_ONE_RANK if states else "Weights are changed on some ranks only, after the ranks had begun alike.",
                 f"after {parted[1]} steps the parameters of the wrapped model were no longer the same on all ranks, "
                 "and their gradients still were",
-                "Make the change on all ranks, or broadcast the weights after it: nothing else brings them together.",
+                _LOAD_EVERYWHERE
+                if states
+                else "Make the change on all ranks, or broadcast the weights after it: nothing else does.",
                 Severity.ERROR,
             )
 
@@ -201,6 +210,8 @@ def _parted_at(observed: Observed, wrapper: int) -> tuple[tuple[str, int], int] 
     for steps in steps_together(observed):
         taken = [step.taken for step in steps]
         weights = {one.parameter_hash.get(key) for one in taken}
+        if weights == {None}:
+            continue  # the step of another model's optimizer
         is_same_update = len({(one.gradient_hash.get(key), one.learning_rate) for one in taken}) == 1
         if None in weights or not is_same_update:
             return None

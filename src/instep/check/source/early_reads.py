@@ -93,7 +93,7 @@ def _first_read(module: SourceModule, started: Started) -> ast.Name | None:
         if uses:
             return None
         if reads:
-            return min(reads, key=lambda node: (node.lineno, node.col_offset))  # type: ignore[return-value]
+            return min(reads, key=lambda node: (node.lineno, node.col_offset))
         if any(
             isinstance(node, ast.Name) and node.id == started.buffer and _is_set(node) for node in ast.walk(statement)
         ):
