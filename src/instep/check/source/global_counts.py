@@ -34,7 +34,7 @@ def losses_by_global_count(module: SourceModule) -> Iterator[ast.BinOp]:
         return
     for backward in module.calls_of(*_BACKWARD):
         scope = function_around(module, backward.node)
-        if not isinstance(scope, Function) or _scales_by_world(module, scope):
+        if not isinstance(scope, Function) or _scales_by_world(module, scope, backward):
             continue
         counts = global_counts(module, scope)
         for value in _losses(scope, backward):
@@ -112,14 +112,27 @@ def _is_sum(module: SourceModule, scope: ast.AST, dividend: ast.expr) -> bool:
     )
 
 
-def _scales_by_world(module: SourceModule, scope: ast.AST) -> bool:
-    """Return whether a function, or what it calls, multiplies or divides anything by the number of ranks."""
-    own = {scope, *(f for call in calls_below(module, scope, 2) for f in functions_named(module, call.last))}
-    for node in (inner for function in own for inner in ast.walk(function)):
-        is_scaling = isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(
-            node.op, ast.Mult | ast.Div | ast.FloorDiv
-        )
-        is_call = isinstance(node, ast.Call) and module.call_of[node].last in ("mul_", "mul", "div_", "div", "mean")
-        if (is_scaling or is_call) and _WORLD.search(ast.unparse(node)):
-            return True
-    return False
+def _scales_by_world(module: SourceModule, scope: Function, backward: Call) -> bool:
+    """Return whether the number of ranks scales a loss, a gradient or a learning rate, or anything in a helper."""
+    related = {"grad", "lr", "learning_rate", *_related(scope, backward)}
+    if any(_scales(module, node) and names_in(node) & related for node in ast.walk(scope)):
+        return True
+    helpers = {one for call in calls_below(module, scope, 2) for one in functions_named(module, call.last)} - {scope}
+    return any(_scales(module, node) for helper in helpers for node in ast.walk(helper))
+
+
+def _related(scope: Function, backward: Call) -> set[str]:
+    """Return the variables that the loss of a backward pass comes from."""
+    related = {name for value in _losses(scope, backward) for name in names_in(value)}
+    for _ in range(3):
+        for targets, value in assignments(scope):
+            related |= names_in(value) | targets if targets & related else set()
+    return {name for name in related if not _WORLD.search(name)} - {"torch", "F", "dist", "args", "self"}
+
+
+def _scales(module: SourceModule, node: ast.AST) -> bool:
+    is_call = isinstance(node, ast.Call) and module.call_of[node].last in ("mul_", "mul", "div_", "div", "mean")
+    is_operation = isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(
+        node.op, ast.Mult | ast.Div | ast.FloorDiv
+    )
+    return (is_call or is_operation) and bool(_WORLD.search(ast.unparse(node)))
