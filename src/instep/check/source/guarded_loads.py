@@ -14,6 +14,7 @@ from instep.check.source.rank_guards import guard_of_callers
 _OF_TRAINING = re.compile(r"optim|^opt$|_opt$|^opt_|sched|scaler", re.IGNORECASE)
 _MADE = re.compile(r"^torch\.optim\.|lr_scheduler|GradScaler|get_\w*schedule|LambdaLR")
 _SENT = re.compile(r"optim|\bopt\b|state|ckpt|checkpoint|payload|sched", re.IGNORECASE)
+_OF_OPTIMIZER = re.compile(r"optim|\bopt\b|sched|scaler|\bload\(", re.IGNORECASE)
 _SENDS = ("broadcast", "broadcast_object_list", "scatter_object_list", "all_gather_object", "broadcast_optimizer_state")
 
 
@@ -59,11 +60,5 @@ def _sends(module: SourceModule, call: Call) -> bool:
     text = " ".join([given, *(ast.unparse(loop.iter) for loop in loops)])
     values = [ast.unparse(value) for names, value in assignments(scope) if any(name in given for name in names)]
     loaded = [inner for inner in calls_in(module, scope) if inner.last == "load"]
-    return any(_SENT.search(part) for part in [text, *(value for value in values if not _is_number(value))]) or (
-        bool(loaded) and call.last.endswith("object_list")
-    )
-
-
-def _is_number(text: str) -> bool:
-    """Return whether a value is a tensor of numbers or a counter, which says nothing about an optimizer."""
-    return text.startswith(("torch.tensor", "int(", "float("))
+    is_made_of_it = any(_OF_OPTIMIZER.search(value) for value in values)
+    return bool(_SENT.search(text)) or is_made_of_it or (bool(loaded) and call.last.endswith("object_list"))
