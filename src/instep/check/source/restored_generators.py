@@ -32,34 +32,38 @@ def restored_generators(module: SourceModule) -> Iterator[Call]:
         given = call.node.args[0] if call.node.args else None
         if given is None:
             continue
-        sites = _sites(module, scope, given)
-        for site, value in sites or [(call, given)]:
-            if site.node not in done and _is_shared(module, site, value, is_entry=bool(sites) and _is_entry(given)):
+        for site, value in _sites(module, call, scope, given):
+            if site.node not in done and _is_shared(module, site, value):
                 done.add(site.node)
                 yield site
 
 
-def _sites(module: SourceModule, scope: Function | ast.Module, given: ast.expr) -> list[tuple[Call, ast.expr]]:
-    """Return the calls of a helper that restores its parameter, with what they give for it."""
+def _sites(
+    module: SourceModule, call: Call, scope: Function | ast.Module, given: ast.expr
+) -> list[tuple[Call, ast.expr]]:
+    """Return a call and what it is given; where that is a parameter, the calls of its function."""
     if not isinstance(scope, Function):
-        return []
+        return [(call, given)]
     parameters = [item.arg for item in scope.args.args if item.arg != "self"]
     used = [name for name in parameters if name in names_in(given)]
+    if not used:
+        return [(call, given)]
     found: list[tuple[Call, ast.expr]] = []
-    for site in call_sites(module, scope) if used else ():
+    for site in call_sites(module, scope):
         value = site.argument(used[0], parameters.index(used[0]))
         if value is not None and not isinstance(value, ast.Constant):
             found.append((site, value))
     return found
 
 
-def _is_shared(module: SourceModule, call: Call, given: ast.expr, *, is_entry: bool) -> bool:
+def _is_shared(module: SourceModule, call: Call, given: ast.expr) -> bool:
     """Return whether all ranks restore the same state, and are not seeded apart afterwards."""
     if guard_of_callers(module, call.node) is not None:
         return False
     scope = function_around(module, call.node)
     sources = _sources(scope, given)
-    if not (is_entry or any(_is_entry(value) for value in sources)) or any(mentions_rank(value) for value in sources):
+    is_entry = any(_is_entry(value) or _is_load(module, value) for value in sources)
+    if not is_entry or any(mentions_rank(value) for value in sources):
         return False
     calls = list(calls_in(module, scope))
     if any((syncs(one) or "scatter" in one.last) and one.node.lineno < call.node.lineno for one in calls):
@@ -86,6 +90,10 @@ def _is_entry(value: ast.expr) -> bool:
         if is_method and node.func.attr in ("get", "pop") and node.args and _is_text(node.args[0]):  # type: ignore[attr-defined]
             return True
     return False
+
+
+def _is_load(module: SourceModule, value: ast.expr) -> bool:
+    return any(call.last == "load" for call in calls_in(module, value))
 
 
 def _is_text(node: ast.expr) -> bool:
