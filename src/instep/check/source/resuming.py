@@ -21,7 +21,9 @@ def resumes_training(module: SourceModule) -> bool:
 
 
 def is_written_once(module: SourceModule, node: ast.AST, depth: int = _DEPTH) -> bool:
-    """Return whether no loop contains a node, or the calls of its function: it is reached once, as after training."""
+    """Return whether no loop contains a node, or the calls of its function, in a file that trains: it is at the end."""
+    if not any(True for _ in module.calls_of("backward", "manual_backward")):
+        return False
     if any(True for _ in loops_around(module, node)):
         return False
     function = function_around(module, node)
