@@ -99,6 +99,15 @@ class TestOneCauseEach:
         assert finding.line == 7
         assert _rules_that_speak(*_ranks(FORWARD, BACKWARD, first=(change,))) == [finding.rule]
 
+    def test_a_helper_that_unfreezes_is_named_at_its_call(self):
+        source = "def train_all(m, flag):\n    for p in m.parameters():\n        p.requires_grad_(flag)\n"
+        source += "train_all(net, False)\nmodel = DDP(net)\ntrain_all(net, True)\n"
+        change = event(WrapperChanged, wrapper=0, how="unfrozen", name="a", line=3)
+        wrapped = event(ModelWrapped, line=5, names=["b.weight"])
+        ranks = [timeline(wrapped, change, BUILT, FORWARD, BACKWARD, gradients(value)) for value in (1.0, 2.0)]
+        (finding,) = judged(ParametersChangedAfterWrapping(), *ranks, source=source)
+        assert finding.line == 6
+
     def test_steps_that_were_not_looked_at_in_detail(self):
         ranks = [
             timeline(

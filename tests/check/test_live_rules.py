@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from instep.check.evaluated_metrics import evaluated_metrics
 from instep.check.finding import Severity
 from instep.check.live_paths import live_paths
 from instep.check.observations import Observation, Observed
@@ -19,6 +20,7 @@ from instep.check.rules.rank_dependent_collective import RankDependentCollective
 from instep.check.rules.same_noise import SameNoise
 from instep.check.rules.scheduler_steps import SchedulerSteps
 from instep.check.rules.state_differs import StateDiffers
+from instep.check.source.module import SourceModule
 from planted_gradients import FILE, judged, read
 
 DIST = "import torch.distributed as dist\n"
@@ -154,3 +156,16 @@ def test_collectives_in_handlers() -> None:
     text = "try:\n    save()\nexcept OSError:\n    dist.barrier()\n"
     assert [finding.line for finding in read(RankDependentCollective(), DIST + text)] == [5]
     assert read(RankDependentCollective(), DIST + "try:\n    save()\nexcept OSError:\n    pass\ndist.barrier()\n") == []
+
+
+@pytest.mark.parametrize(
+    ("keeps", "num_findings"),
+    [("if rank == 0:\n        if acc > best:\n            best = acc", 0), ("if acc > best:\n        best = acc", 1)],
+    ids=["on rank 0", "everywhere"],
+)
+def test_best_values_that_one_rank_keeps(keeps: str, num_findings: int) -> None:
+    source = "def evaluate(net):\n    net.eval()\n    return net()\n"
+    source += f"def main():\n    best = 0\n    acc = evaluate(net)\n    {keeps}\n    print(best)\n"
+    ranks = [rank(*[{"numbers": {"best": best}}] * 2, moment="evaluated") for best in (0.5, 0.0)]
+    metrics = evaluated_metrics(Observed(ranks), [SourceModule(FILE, source)])
+    assert len(list(metrics)) == num_findings

@@ -68,6 +68,7 @@ class TestSeeds:
         observed = ranks(self.noise(1, 2, 3, generator="torch"), self.noise(1, 2, 3, generator="torch"))
         assert not judged(Seeds(), observed)
         assert judged(Seeds(), observed, SCRIPT + "noise = torch.randn_like(x)\n")
+        assert not judged(Seeds(), observed, SCRIPT + "x = torch.randn(4, generator=g)\n")
 
     def shares(self, *samples: range | list[int], **fields: Any) -> list[list[Observation]]:
         loader = made(length=64, num_drawn=32, **fields)
