@@ -100,19 +100,19 @@ def table(verdicts: Iterable[Verdict]) -> str:
     verdicts = list(verdicts)
     lines = ["| script | right | findings |", "|---|---|---|"]
     for verdict in verdicts:
-        found = ", ".join(f"{f.severity} {f.rule}:{f.line}" for f in verdict.findings) or "–"
-        lines.append(f"| {verdict.script} | {'yes' if verdict.is_right else 'NO'} | {found} |")
+        said = ", ".join(f"{f.severity} {f.rule}:{f.line}" for f in verdict.findings) or "–"
+        lines.append(f"| {verdict.script} | {'yes' if verdict.is_right else 'NO'} | {said} |")
     bugs = [verdict for verdict in verdicts if verdict.script in expected()]
     sound = [verdict for verdict in verdicts if verdict.script not in expected()]
-    found = sum(verdict.is_right for verdict in bugs)
+    num_found = sum(verdict.is_right for verdict in bugs)
     alarmed = sum(not verdict.is_right for verdict in sound)
     errors = sum(len(verdict.false_errors) for verdict in verdicts)
     lines.append("")
     lines.append(
-        f"recall: {found} of {len(bugs)} bugs found; silent on {len(sound) - alarmed} of {len(sound)} sound scripts"
+        f"recall: {num_found} of {len(bugs)} bugs found; silent on {len(sound) - alarmed} of {len(sound)} sound scripts"
     )
-    if found + alarmed:
-        lines.append(f"precision: {found / (found + alarmed):.0%} of the scripts that were blamed have the bug")
+    if num_found + alarmed:
+        lines.append(f"precision: {num_found / (num_found + alarmed):.0%} of the scripts that were blamed have the bug")
     lines.append(f"false alarms of severity error: {errors}")
     return "\n".join(lines)
 

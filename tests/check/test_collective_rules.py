@@ -129,11 +129,11 @@ class TestProcessGroupSetup:
         assert "Also: The process group has no timeout" in findings[1].evidence
 
     def test_a_missing_timeout_alone(self) -> None:
-        for backend, found in (("gloo", 0), ("nccl", 1)):
+        for backend, num_findings in (("gloo", 0), ("nccl", 1)):
             joined = ProcessGroupJoined(backend=backend, has_device=True, file=SCRIPT, line=4)
-            assert len(judge(ProcessGroupSetup(), [[joined, ProcessGroupLeft()]] * 2)) == found
+            assert len(judge(ProcessGroupSetup(), [[joined, ProcessGroupLeft()]] * 2)) == num_findings
             text = f"torch.cuda.set_device(0)\ndist.init_process_group('{backend}')\ndist.destroy_process_group()"
-            assert len(read(ProcessGroupSetup(), text)) == found
+            assert len(read(ProcessGroupSetup(), text)) == num_findings
         joined = ProcessGroupJoined(backend="gloo", file=SCRIPT, line=4)
         assert not judge(ProcessGroupSetup(), [[joined, ProcessGroupLeft()]] * 2, text)  # nccl is only named
 
@@ -209,6 +209,6 @@ class TestDeviceSync:
         assert not read(DeviceSync(), text.format(", num_workers=2"))
         (finding,) = read(DeviceSync(), f"{text.format('')}\nvalid = torch.utils.data.DataLoader(data)")
         assert "1 more place (line 6)" in finding.evidence
-        for device, found in (("cpu", 0), ("cuda", 1)):
+        for device, num_findings in (("cpu", 0), ("cuda", 1)):
             began = Began(world_size=2, script=SCRIPT, device=device)
-            assert len(judge(DeviceSync(), [[began]] * 2, text.format(""))) == found
+            assert len(judge(DeviceSync(), [[began]] * 2, text.format(""))) == num_findings

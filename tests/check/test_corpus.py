@@ -42,12 +42,12 @@ def test_the_others(script: str) -> None:
 
 
 def test_what_counts_as_right() -> None:
-    def found(rule: str, line: int, severity: Severity = Severity.ERROR) -> Finding:
+    def finding_at(rule: str, line: int, severity: Severity = Severity.ERROR) -> Finding:
         return Finding(rule=rule, severity=severity, file="x.py", line=line, message="", evidence="", effect="", fix="")
 
     assert Verdict("corpus/a/fixed.py", ()).is_right
-    assert Verdict("corpus/a/fixed.py", (found("a", 1, Severity.NOTE),)).is_right
-    alarmed = Verdict("corpus/a/fixed.py", (found("a", 1),))
+    assert Verdict("corpus/a/fixed.py", (finding_at("a", 1, Severity.NOTE),)).is_right
+    alarmed = Verdict("corpus/a/fixed.py", (finding_at("a", 1),))
     assert not alarmed.is_right
     assert len(alarmed.false_errors) == 1
     assert "false alarms of severity error: 1" in table([alarmed])

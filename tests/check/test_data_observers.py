@@ -174,6 +174,6 @@ def test_a_script_and_its_corrected_twin(bug: bool, tmp_path: Path) -> None:
     seeds = {line.rpartition(" ")[2] for line in done.stderr.splitlines() if "first seed" in line}
     assert len(seeds) == 2, "ranks that seed nothing draw different numbers, as under torchrun"
     ours = {"no-set-epoch", "set-epoch-swallowed", "split-differs", "eval-padding", "metric-of-one-shard", "seeds"}
-    found = {name for name in ours if f'"{name}"' in done.stdout.strip().splitlines()[-1]}
+    spoke = {name for name in ours if f'"{name}"' in done.stdout.strip().splitlines()[-1]}
     # The call that never happens is in the source: so it counts as swallowed.
-    assert found == ({"set-epoch-swallowed", "split-differs", "eval-padding", "metric-of-one-shard"} if bug else set())
+    assert spoke == ({"set-epoch-swallowed", "split-differs", "eval-padding", "metric-of-one-shard"} if bug else set())

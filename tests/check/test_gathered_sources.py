@@ -72,7 +72,7 @@ class TestMetricsOfAShard:
 
 class TestLossesOfGatheredTensors:
     @pytest.mark.parametrize(
-        ("own", "use", "found"),
+        ("own", "use", "num_findings"),
         [
             ("", "loss = loss + 25 * std_term(a)", 1),
             ("", "spread = log(a)", 0),
@@ -81,11 +81,11 @@ class TestLossesOfGatheredTensors:
         ],
         ids=["term", "logged", "put back", "no_grad"],
     )
-    def test_only_what_leads_to_backward(self, own: str, use: str, found: int) -> None:
+    def test_only_what_leads_to_backward(self, own: str, use: str, num_findings: int) -> None:
         text = GATHERS.replace("@", own).replace("LOSS", use)
         line = line_of(text, "dist.all_gather")
         made = GatherMade(order=1, function="all_gather", shape=[8, 4], file=SCRIPT, line=line)
-        assert [finding.line for finding in judge(GatherCutsGradient(), [[made]] * 2, text)] == [line] * found
+        assert [finding.line for finding in judge(GatherCutsGradient(), [[made]] * 2, text)] == [line] * num_findings
         assert not judge(GatherCutsGradient(), [[], []], text)
 
 

@@ -69,8 +69,8 @@ class TestOneCauseEach:
         ranks = _ranks(FORWARD, BACKWARD, event(ForwardRan, reduces=False), BACKWARD)
         assert _rules_that_speak(*ranks) == ["no-sync-misplaced"]
 
-    @pytest.mark.parametrize(("third", "found"), [((3, 3), []), ((3, 4), ["no-sync-misplaced"])])
-    def test_replicas_that_are_averaged_now_and_then_are_local_sgd(self, third, found):
+    @pytest.mark.parametrize(("third", "rules"), [((3, 3), []), ((3, 4), ["no-sync-misplaced"])])
+    def test_replicas_that_are_averaged_now_and_then_are_local_sgd(self, third, rules):
         local = event(ForwardRan, reduces=False)
         ranks = [
             timeline(
@@ -84,7 +84,7 @@ class TestOneCauseEach:
             )
             for rank in range(2)
         ]
-        assert _rules_that_speak(*ranks) == found
+        assert _rules_that_speak(*ranks) == rules
 
     def test_parameters_that_were_not_wrapped(self):
         ranks = [
@@ -98,6 +98,15 @@ class TestOneCauseEach:
         (finding,) = judged(ParametersChangedAfterWrapping(), *_ranks(FORWARD, BACKWARD, first=(change,)))
         assert finding.line == 7
         assert _rules_that_speak(*_ranks(FORWARD, BACKWARD, first=(change,))) == [finding.rule]
+
+    def test_a_helper_that_unfreezes_is_named_at_its_call(self):
+        source = "def train_all(m, flag):\n    for p in m.parameters():\n        p.requires_grad_(flag)\n"
+        source += "train_all(net, False)\nmodel = DDP(net)\ntrain_all(net, True)\n"
+        change = event(WrapperChanged, wrapper=0, how="unfrozen", name="a", line=3)
+        wrapped = event(ModelWrapped, line=5, names=["b.weight"])
+        ranks = [timeline(wrapped, change, BUILT, FORWARD, BACKWARD, gradients(value)) for value in (1.0, 2.0)]
+        (finding,) = judged(ParametersChangedAfterWrapping(), *ranks, source=source)
+        assert finding.line == 6
 
     def test_steps_that_were_not_looked_at_in_detail(self):
         ranks = [

@@ -68,6 +68,7 @@ class TestSeeds:
         observed = ranks(self.noise(1, 2, 3, generator="torch"), self.noise(1, 2, 3, generator="torch"))
         assert not judged(Seeds(), observed)
         assert judged(Seeds(), observed, SCRIPT + "noise = torch.randn_like(x)\n")
+        assert not judged(Seeds(), observed, SCRIPT + "x = torch.randn(4, generator=g)\n")
 
     def shares(self, *samples: range | list[int], **fields: Any) -> list[list[Observation]]:
         loader = made(length=64, num_drawn=32, **fields)
@@ -173,7 +174,7 @@ class TestEvaluation:
 
     def test_the_mean_of_ratios(self) -> None:
         text = "def f():\n    acc = hits / count\n    dist.all_reduce(acc)\n    return acc / world_size\n"
-        assert [found.line for found in read(MetricOfOneShard(), text)] == [3]
+        assert [finding.line for finding in read(MetricOfOneShard(), text)] == [3]
         assert not read(MetricOfOneShard(), text.replace("hits / count", "hits"))
         assert not read(MetricOfOneShard(), text.replace("return acc", "loss.backward(); return acc"))
 
@@ -204,12 +205,12 @@ class TestEvaluation:
 
     def test_the_mean_of_medians(self) -> None:
         text = "import torch\ndef f():\n    t = torch.median(errors)\n    dist.all_reduce(t)\n    t /= world_size\n"
-        assert [found.line for found in read(MetricOfOneShard(), text)] == [4]
+        assert [finding.line for finding in read(MetricOfOneShard(), text)] == [4]
         assert not read(MetricOfOneShard(), text.replace("errors", "step_times"))
 
     def test_the_mean_of_perplexities(self) -> None:
         text = "def f():\n    ppl = math.exp(mean)\n    t = tensor(ppl)\n    dist.all_reduce(t)\n    t /= world_size\n"
-        assert [found.line for found in read(MetricOfOneShard(), text)] == [4]
+        assert [finding.line for finding in read(MetricOfOneShard(), text)] == [4]
         right = "def f():\n    dist.all_reduce(total)\n    total /= world_size\n    ppl = math.exp(total)\n"
         assert not read(MetricOfOneShard(), right)
 
@@ -221,13 +222,13 @@ class TestLightningLogs:
         "    def {step}(self, batch, index):\n        loss = self.loss(batch)\n        {log}\n{trainer}"
     )
 
-    def found(self, log: str, step: str = "validation_step", trainer: str = "") -> list[int]:
+    def lines_of_logs(self, log: str, step: str = "validation_step", trainer: str = "") -> list[int]:
         return [one.line for one in read(MetricOfOneShard(), self.MODULE.format(log=log, step=step, trainer=trainer))]
 
     def test_a_value_of_one_rank(self) -> None:
-        assert self.found("self.log('val_loss', loss)") == [8]
-        assert self.found("self.log_dict({'loss': loss}, sync_dist=False)", "test_step") == [8]
-        assert self.found("self.log('a', loss); self.log('b', loss)") == [8]
+        assert self.lines_of_logs("self.log('val_loss', loss)") == [8]
+        assert self.lines_of_logs("self.log_dict({'loss': loss}, sync_dist=False)", "test_step") == [8]
+        assert self.lines_of_logs("self.log('a', loss); self.log('b', loss)") == [8]
 
     @pytest.mark.parametrize(
         "log",
@@ -241,9 +242,9 @@ class TestLightningLogs:
         ],
     )
     def test_values_of_all_ranks_are_right(self, log: str) -> None:
-        assert not self.found(log)
+        assert not self.lines_of_logs(log)
 
     def test_training_steps_and_one_device_are_right(self) -> None:
-        assert not self.found("self.log('loss', loss)", "training_step")
-        assert not self.found("self.log('loss', loss)", trainer="L.Trainer(devices=1)\n")
-        assert self.found("self.log('loss', loss)", trainer="L.Trainer(devices=2)\n")
+        assert not self.lines_of_logs("self.log('loss', loss)", "training_step")
+        assert not self.lines_of_logs("self.log('loss', loss)", trainer="L.Trainer(devices=1)\n")
+        assert self.lines_of_logs("self.log('loss', loss)", trainer="L.Trainer(devices=2)\n")

@@ -160,8 +160,8 @@ class TestLocalMetricDecides:
         (finding,) = read(LocalMetricDecides(), text)
         assert "collectives" in finding.message
 
-    @pytest.mark.parametrize(("sync", "found"), [("", 1), (", sync_dist=True", 0)])
-    def test_lightning_logs_what_a_schedule_monitors(self, sync: str, found: int) -> None:
+    @pytest.mark.parametrize(("sync", "num_findings"), [("", 1), (", sync_dist=True", 0)])
+    def test_lightning_logs_what_a_schedule_monitors(self, sync: str, num_findings: int) -> None:
         text = f"""
             class Module:
                 def validation_step(self, batch):
@@ -170,7 +170,7 @@ class TestLocalMetricDecides:
                     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
                     return {{"lr_scheduler": {{"scheduler": plateau, "monitor": "val_loss"}}}}
         """
-        assert len(read(LocalMetricDecides(), text)) == found
+        assert len(read(LocalMetricDecides(), text)) == num_findings
 
     EVALUATE = """
         def evaluate(model, loader):

@@ -314,9 +314,9 @@ class TestStatic:
 
 
 def test_sarif_has_what_code_scanning_reads() -> None:
-    found = [finding(), finding(line=0, file="")]
+    findings = [finding(), finding(line=0, file="")]
     result = CheckResult(
-        findings=found, status=Status.FAILED, failure="rank 1 failed", not_seen=["a GPU"], files=["train.py"]
+        findings=findings, status=Status.FAILED, failure="rank 1 failed", not_seen=["a GPU"], files=["train.py"]
     )
     log = to_sarif(result, [StepRule()], exit_code=1)
     assert log["version"] == "2.1.0"

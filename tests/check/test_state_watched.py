@@ -72,9 +72,9 @@ def line(comment: str) -> int:
 
 
 def test_mistakes_are_found_where_they_are(tmp_path: Path) -> None:
-    found = check(tmp_path, SCRIPT, "--wrong")
-    assert found.pop("checkpoint-incomplete") in (line("file") - 4, line("file"))
-    assert found == {
+    findings = check(tmp_path, SCRIPT, "--wrong")
+    assert findings.pop("checkpoint-incomplete") in (line("file") - 4, line("file"))
+    assert findings == {
         "batchnorm-not-synced": line("statistics"),
         "collective-order": line("order"),
         "concurrent-writes": line("file"),

@@ -68,9 +68,9 @@ class TestAccumulation:
 
     def test_gradients_divided_by_hand(self):
         summed = _backward(samples={"0": LOCAL[0]})
-        for share, found in ((0.5, False), (1.0, True)):
+        for share, is_reported in ((0.5, False), (1.0, True)):
             step = event(StepTaken, samples={"0": [share * value for value in LOCAL[0]]})
-            assert bool(judged(AccumulationScale(), *_both(CLEAR, summed, summed, step))) is found
+            assert bool(judged(AccumulationScale(), *_both(CLEAR, summed, summed, step))) is is_reported
 
     def test_a_loss_of_unknown_make(self):
         assert not self._found(_backward(reduction=""), _backward(reduction=""))
@@ -138,8 +138,8 @@ class TestClipping:
     def test_after_the_step(self):
         assert judged(Clipping(), *_both(CLEAR, _backward(), STEP, self._clip(), num_steps=4))
 
-    @pytest.mark.parametrize(("scales", "found"), [((0.5, 0.5), False), ((0.5, 0.25), True)])
-    def test_by_the_norm_of_a_shard(self, scales, found):
+    @pytest.mark.parametrize(("scales", "is_reported"), [((0.5, 0.5), False), ((0.5, 0.25), True)])
+    def test_by_the_norm_of_a_shard(self, scales, is_reported):
         sharded = event(ModelWrapped, strategy="fsdp2", names=[])
         ranks = [
             timeline(
@@ -149,7 +149,7 @@ class TestClipping:
             )
             for scale, local in zip(scales, LOCAL, strict=True)
         ]
-        assert bool(judged(Clipping(), *ranks)) is found
+        assert bool(judged(Clipping(), *ranks)) is is_reported
 
 
 class TestLossSummed:

@@ -43,12 +43,12 @@ def check_odd(
 
 def left_in(folder: Path) -> list[str]:
     """Return the ranks, and what they have started, that work in a folder: their names are the ranks'."""
-    found = []
+    names = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
             if (process / "cwd").resolve() == folder.resolve():
-                found.append((process / "comm").read_text().strip())
-    return [name for name in found if name.startswith(("instep:", "pt_"))]
+                names.append((process / "comm").read_text().strip())
+    return [name for name in names if name.startswith(("instep:", "pt_"))]
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +66,8 @@ class TestEnding:
         assert result.status == Status.WATCHED
         assert result.watched[2] == "12 optimizer steps"
         assert list(tmp_path.iterdir()) == []
-        (found,) = result.findings
-        assert "optimizer.step()" in Path(found.file).read_text().splitlines()[found.line - 1]
+        (names,) = result.findings
+        assert "optimizer.step()" in Path(names.file).read_text().splitlines()[names.line - 1]
 
     def test_a_crash_is_told_with_what_was_seen(self) -> None:
         result = check_odd("crash")

@@ -24,7 +24,7 @@ def is_found(findings: list[Finding], lines: list[int]) -> bool:
 def main(folder: str, names: list[str]) -> None:
     """Check the scripts of a folder, and print what came out."""
     answers: dict[str, dict[str, Any]] = json.loads((HERE / folder / "answers.json").read_text())
-    found, false_errors, false_warnings = [], [], []
+    are_found, false_errors, false_warnings = [], [], []
     for name, answer in answers.items():
         if names and name not in names:
             continue
@@ -35,9 +35,11 @@ def main(folder: str, names: list[str]) -> None:
             false_warnings += [name for f in findings if f.severity == Severity.WARNING]
             print(f"| {name} | sound | {said} |", flush=True)
         else:
-            found.append(is_found(findings, answer["lines"]))
-            print(f"| {name} | {answer['mistake']} | {'found' if found[-1] else 'NOT FOUND'}: {said} |", flush=True)
-    print(f"found: {sum(found)} of {len(found)}; false errors: {false_errors}; false warnings: {false_warnings}")
+            are_found.append(is_found(findings, answer["lines"]))
+            print(f"| {name} | {answer['mistake']} | {'found' if are_found[-1] else 'NOT FOUND'}: {said} |", flush=True)
+    print(
+        f"found: {sum(are_found)} of {len(are_found)}; false errors: {false_errors}; false warnings: {false_warnings}"
+    )
 
 
 if __name__ == "__main__":

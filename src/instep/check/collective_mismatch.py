@@ -45,8 +45,8 @@ def mismatches(observed: Observed) -> Iterator[Mismatch]:
         members = {
             rank: [call for call in ranks[rank] if tuple(call.group) == group] for rank in group if rank < len(ranks)
         }
-        if len(members) > 1 and (found := _first(observed, members)) is not None:
-            yield found
+        if len(members) > 1 and (mismatch := _first(observed, members)) is not None:
+            yield mismatch
 
 
 def agreed_places(observed: Observed) -> set[tuple[str, int]]:

@@ -75,12 +75,12 @@ def _num_equal(first: LoaderPass, again: LoaderPass) -> int:
 
 def set_epoch_calls(modules: Sequence[SourceModule]) -> list[tuple[SourceModule, Call]]:
     """Return the calls of `set_epoch` that do not merely pass one on."""
-    found = []
+    setters = []
     for module, call in calls_of(modules, "set_epoch"):
         function = function_around(module, call.node)
         if function is None or function.name != "set_epoch":
-            found.append((module, call))
-    return found
+            setters.append((module, call))
+    return setters
 
 
 def place_of_epochs(observed: Observed, modules: Sequence[SourceModule]) -> tuple[str, int] | None:
@@ -97,8 +97,8 @@ def knows_epochs(modules: Sequence[SourceModule], made: LoaderMade) -> bool:
     """Return whether what decides a loader's order has a `set_epoch`: torch's sampler, or a class of the user's."""
     if made.has_distributed_sampler:
         return True
-    found = class_named(modules, made.dataset if made.is_iterable else made.sampler)
-    return found is not None and method(found[1], "set_epoch") is not None
+    owner = class_named(modules, made.dataset if made.is_iterable else made.sampler)
+    return owner is not None and method(owner[1], "set_epoch") is not None
 
 
 def swallowers(modules: Sequence[SourceModule]) -> Iterator[tuple[SourceModule, ast.FunctionDef]]:

@@ -149,6 +149,12 @@ def shared_share(one: LoaderPass, other: LoaderPass) -> tuple[int, int]:
     return 0, 0
 
 
+def is_divided(group: Sequence[LoaderPass]) -> bool:
+    """Return whether the ranks of a matched pass saw different samples."""
+    shares = [shared_share(group[0], other) for other in group[1:]]
+    return bool(shares) and all(total > 0 and shared * 2 < total for shared, total in shares)
+
+
 def equal_batches(one: LoaderPass, other: LoaderPass) -> tuple[int, int]:
     """Return how many batches both saw at the same time with the same rows, and of how many."""
     pairs = [(a, b) for a, b in zip(one.batches, other.batches, strict=False) if a.rows and b.rows]

@@ -78,9 +78,14 @@ def judge_all(rules: Iterable[Rule], evidence: Evidence) -> list[Finding]:
         read = [finding for module in evidence.modules for finding in rule.read(module) if finding.place not in places]
         if evidence.observed is not None:
             read = [finding for finding in read if not rule.excuses(evidence.observed, finding)]
-        findings += _merge_notes([*seen, *read])
+        findings += _merge_notes(_once([*seen, *read]))
     order = list(Severity)
     return sorted(findings, key=lambda finding: (order.index(finding.severity), finding.file, finding.line))
+
+
+def _once(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the first of the findings that say the same of the same line."""
+    return list({(finding.place, finding.message): finding for finding in reversed(findings)}.values())[::-1]
 
 
 def _merge_notes(findings: Sequence[Finding]) -> list[Finding]:

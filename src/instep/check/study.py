@@ -127,8 +127,8 @@ def check_source(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> CheckR
     notices: list[str] = []
     for path in paths:
         if path.is_dir():
-            found, unread = read_folder(Path(os.path.abspath(path)))
-            modules += found
+            read, unread = read_folder(Path(os.path.abspath(path)))
+            modules += read
             notices += unread
         elif path.is_file():
             modules.append(SourceModule.read(Path(os.path.abspath(path))))

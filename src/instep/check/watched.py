@@ -31,6 +31,8 @@ OBSERVERS = (
     "instep.check.observe.checkpoints:CheckpointObserver",
     "instep.check.observe.collectives:CollectiveObserver",
     "instep.check.observe.generators:GeneratorObserver",
+    "instep.check.observe.handles:HandleObserver",
+    "instep.check.observe.live_state:LiveStateObserver",
     "instep.check.observe.loaders:LoaderObserver",
     "instep.check.observe.model_state:ModelStateObserver",
     "instep.check.observe.optimizers:GradientObserver",

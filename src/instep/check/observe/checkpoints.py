@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from instep.check.observe.callers import calling_package
-from instep.check.observe.contents import devices_in, parts_in, shards_in
+from instep.check.observe.contents import devices_in, parts_in, plain_shards_in, shards_in
 from instep.check.observe.observer import Observer
 from instep.check.records.files import CheckpointLoaded, CheckpointSaved, FileWritten
 
@@ -32,27 +33,40 @@ class CheckpointObserver(Observer):
     def install(self) -> None:
         """Put the hooks in place."""
         self._uses: set[str] = set()
+        self._sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.wrap(torch, "save", self._save)
         self.wrap(torch.serialization, "save", self._save)
         self.wrap(torch, "load", self._load)
         self.wrap(lr_scheduler.LRScheduler, "__init__", self._scheduler_made)
         self.wrap(torch.amp.GradScaler, "step", self._scaled)
         register_optimizer_step_post_hook(self._updated)
+        if torch.distributed.is_available():
+            self.wrap(importlib.import_module("torch.distributed.fsdp"), "fully_shard", self._shard)
         sys.addaudithook(self._audit)
         if importlib.util.find_spec("safetensors") is not None:
             self.wrap(importlib.import_module("safetensors.torch"), "save_file", self._save_tensors)
 
+    def _shard(self, shard: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        self._sharded.update(module if isinstance(module, list | tuple) else [module])
+        return shard(module, *args, **kwargs)
+
+    def _num_shards(self, obj: Any) -> int:
+        """Return over how many ranks what is saved is divided; 1: it is whole."""
+        with self.log.unobserved():
+            return max([shards_in(obj), *(plain_shards_in(obj, module) for module in list(self._sharded))])
+
     def _save(self, save: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path(f)
         if path:
-            self.log.write(FileWritten, path=path, function="torch.save", num_shards=shards_in(obj))
+            self.log.write(FileWritten, path=path, function="torch.save", num_shards=self._num_shards(obj))
         if path and not calling_package(self.log, sys._getframe(2)):
             self.log.write(CheckpointSaved, path=path, holds=sorted(parts_in(obj)), uses=sorted(self._uses))
         with self.log.unobserved():
             return save(obj, f, *args, **kwargs)
 
     def _save_tensors(self, save: Callable[..., Any], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        self.log.write(FileWritten, path=_path(filename), function="safetensors.torch.save_file")
+        function, num_shards = "safetensors.torch.save_file", self._num_shards(tensors)
+        self.log.write(FileWritten, path=_path(filename), function=function, num_shards=num_shards)
         return save(tensors, filename, *args, **kwargs)
 
     def _load(self, load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:

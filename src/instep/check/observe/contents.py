@@ -74,6 +74,29 @@ def shards_in(obj: Any, depth: int = _DEPTH) -> int:
     return max((_num_shards(tensor) for tensor in sharded), default=1)
 
 
+def plain_shards_in(obj: Any, model: torch.nn.Module) -> int:
+    """Return over how many ranks a model is divided whose local parts an object holds by name, as plain tensors."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return 1
+    saved = dict(_named(obj, _DEPTH))
+    counts = [1]
+    for name, parameter in model.named_parameters():
+        part = saved.get(name)
+        if part is not None and isinstance(parameter, tensors.DTensor) and not isinstance(part, tensors.DTensor):
+            is_part = part.shape == parameter.to_local().shape and part.shape != parameter.shape
+            counts.append(_num_shards(parameter) if is_part else 1)
+    return max(counts)
+
+
+def _named(obj: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value in obj.items() if isinstance(obj, Mapping) else ():
+        if isinstance(value, torch.Tensor):
+            yield str(key), value
+        elif depth and isinstance(value, Mapping):
+            yield from _named(value, depth - 1)
+
+
 def _num_shards(tensor: Any) -> int:
     mesh = tensor.device_mesh
     sizes = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]

@@ -41,13 +41,13 @@ class Content:
 
 def content_of(dataset: Any) -> Content:
     """Return the digests of a dataset."""
-    ordered, unordered, found = 0, 0, False
+    ordered, unordered, is_readable = 0, 0, False
     for name, entries in itertools.islice(_collections(dataset, type(dataset).__name__, 0), _MAX_COLLECTIONS):
-        found = True
+        is_readable = True
         crcs = [zlib.crc32(entry) for entry in entries]
         ordered = zlib.crc32(repr((name, len(crcs), crcs)).encode(), ordered)
         unordered = zlib.crc32(repr((name, len(crcs), sum(crcs))).encode(), unordered)
-    return Content(f"{ordered:08x}", f"{unordered:08x}") if found else Content("", "")
+    return Content(f"{ordered:08x}", f"{unordered:08x}") if is_readable else Content("", "")
 
 
 def root_of(dataset: Any) -> Any:

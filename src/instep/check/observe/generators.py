@@ -105,15 +105,20 @@ def held_states(dataset: Any) -> dict[str, int]:
     """Return a hash of the state of each generator that a dataset holds."""
     states: dict[str, int] = {}
     for name, value in list(getattr(root_of(dataset), "__dict__", {}).items()):
-        if isinstance(value, torch.Generator) and value.device.type == "cpu":
-            states[f"dataset.{name}"] = _hash_torch(value)
-        elif isinstance(value, numpy.random.Generator):
-            states[f"dataset.{name}"] = _hash_numpy(value.bit_generator.state)
-        elif isinstance(value, numpy.random.RandomState):
-            states[f"dataset.{name}"] = _hash_numpy(value.get_state(legacy=False))
-        elif isinstance(value, random.Random):
-            states[f"dataset.{name}"] = hash(value.getstate())
+        if (state := generator_state(value)) is not None:
+            states[f"dataset.{name}"] = state
     return states
+
+
+def generator_state(value: Any) -> int | None:
+    """Return a hash of the state of a generator of torch (on the CPU), numpy or Python; None: it is none."""
+    if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        return _hash_torch(value)
+    if isinstance(value, numpy.random.Generator):
+        return _hash_numpy(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return _hash_numpy(value.get_state(legacy=False))
+    return hash(value.getstate()) if isinstance(value, random.Random) else None
 
 
 def _states(dataset: Any) -> dict[str, int]:

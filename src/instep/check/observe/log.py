@@ -32,7 +32,8 @@ class ObservationLog:
         self.is_open = True
         """Whether hooks still have to look; afterwards they cost one comparison."""
         self._is_ending = False
-        self._script = os.path.realpath(script)
+        self.script = os.path.realpath(script)
+        """The file that was started."""
         # One write a line: what a killed rank has seen stays.
         self._file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
         self._quiet = threading.local()
@@ -59,7 +60,7 @@ class ObservationLog:
 
     def is_users(self, frame: FrameType) -> bool:
         """Return whether a frame executes the user's own code."""
-        return _is_users(frame.f_code.co_filename, self._script)
+        return _is_users(frame.f_code.co_filename, self.script)
 
     def callers(self, frame: FrameType | None) -> list[str]:
         """Return the user's functions that are being executed, the innermost first, as `file:line:function`."""

@@ -72,11 +72,13 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 def flat_choice(rows: torch.Tensor, max_elements: int = MAX_ELEMENTS) -> numpy.ndarray[Any, Any]:
     """Return the elements of each row that are hashed, as bytes that numpy can read."""
     stride = max(1, -(-rows.shape[1] // max_elements))
-    found = rows.detach()[:, ::stride]
-    if not found.numel():
+    elements = rows.detach()[:, ::stride]
+    if not elements.numel():
         return numpy.zeros((rows.shape[0], 0))
-    chosen = torch.empty(found.shape, dtype=found.dtype)  # contiguous() would keep the strides of an expanded column
-    return chosen.copy_(found).view(torch.uint8).numpy().reshape(rows.shape[0], -1)
+    chosen = torch.empty(
+        elements.shape, dtype=elements.dtype
+    )  # contiguous() would keep the strides of an expanded column
+    return chosen.copy_(elements).view(torch.uint8).numpy().reshape(rows.shape[0], -1)
 
 
 def _entry(value: Any) -> bytes:

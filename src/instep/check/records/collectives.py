@@ -50,3 +50,12 @@ class ModelSplit(Observation):
     how: str
     """The function that did it."""
     packages: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandlesMade(Observation):
+    """The script has ended: how many asynchronous collectives a line started."""
+
+    num_made: int
+    num_waited: int
+    """Whose handle the script has waited for, or asked whether it was complete."""

@@ -15,6 +15,7 @@ from instep.check.rules.file_order_differs import FileOrderDiffers
 from instep.check.rules.forward_bypasses_ddp import ForwardBypassesDdp
 from instep.check.rules.gather_cuts_gradient import GatherCutsGradient
 from instep.check.rules.gradients_differ import GradientsDiffer
+from instep.check.rules.handle_not_waited import HandleNotWaited
 from instep.check.rules.load_map_location import LoadMapLocation
 from instep.check.rules.local_metric_decides import LocalMetricDecides
 from instep.check.rules.loss_summed import LossSummed
@@ -33,6 +34,7 @@ from instep.check.rules.scheduler_steps import SchedulerSteps
 from instep.check.rules.seeds import Seeds
 from instep.check.rules.set_epoch_swallowed import SetEpochSwallowed
 from instep.check.rules.split_differs import SplitDiffers
+from instep.check.rules.state_differs import StateDiffers
 from instep.check.rules.uneven_inputs import UnevenInputs
 from instep.check.rules.worker_seeds_repeat import WorkerSeedsRepeat
 from instep.check.rules.wrong_device import WrongDevice
@@ -53,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     ForwardBypassesDdp(),
     GatherCutsGradient(),
     GradientsDiffer(),
+    HandleNotWaited(),
     LoadMapLocation(),
     LocalMetricDecides(),
     LossSummed(),
@@ -71,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     Seeds(),
     SetEpochSwallowed(),
     SplitDiffers(),
+    StateDiffers(),
     UnevenInputs(),
     WorkerSeedsRepeat(),
     WrongDevice(),

@@ -31,6 +31,7 @@ class AccumulationScale(Rule):
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield undivided losses, then means over different numbers of targets."""
         for steps in steps_of(observed, 0).values() if observed.world_size else ():
+            yield from self._last_window(steps)
             rounds = [micro for step in steps if len(micro := accumulated(step)) > 1 and _has_batches(step, micro)]
             if any(_is_divided_later(step) for step in steps):
                 continue
@@ -38,6 +39,33 @@ class AccumulationScale(Rule):
                 yield self._undivided(rounds, len(steps), modules)
             elif uneven := [micro for micro in rounds if _is_uneven(micro)]:
                 yield self._uneven(uneven, len(steps), modules)
+
+    def _last_window(self, steps: Sequence[TrainingStep]) -> Iterable[Finding]:
+        """Yield micro-batches at the end of an epoch that are thrown away, or added to the next epoch's first step."""
+        counts = [len(step.of(BackwardRan)) for step in steps]
+        usual = max(set(counts), key=counts.count) if counts else 0
+        if usual < 2 or counts.count(usual) < len(counts) // 2:
+            return
+        for step, count in zip(steps, counts, strict=True):
+            extra = count - usual
+            if not 0 < extra < usual:
+                continue
+            before = 0
+            lost = 0
+            for event in step.events:
+                before += isinstance(event, BackwardRan)
+                if isinstance(event, GradientsCleared) and event.lost and before == extra:
+                    lost = extra
+            if len([one for one in counts if one == count]) < 2 and len(steps) > 40:
+                continue
+            what = "thrown away" if lost else "added to the first step of the next one"
+            yield self.finding(
+                step.place,
+                f"The last micro-batches of an epoch are {what}.",
+                f"{usual} backward passes make a step, and {extra} are left over at the end of an epoch",
+                "Step after the last batch as well: if (i + 1) % steps == 0 or i + 1 == len(loader)",
+            )
+            return
 
     def _undivided(
         self, rounds: Sequence[Sequence[BackwardRan]], num_steps: int, modules: Sequence[SourceModule]

@@ -12,12 +12,14 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.files import CheckpointSaved
 from instep.check.rule import Rule
-from instep.check.source.functions import calls_below, function_around, loops_around
+from instep.check.source.functions import assignments, calls_below, function_around, loops_around, names_in
 from instep.check.source.module import SourceModule
+from instep.check.source.resuming import is_written_once, resumes_training
 from instep.check.source.saved_dicts import SavedDict, saved_dicts, scripts_parts
 
 _RESUMED = re.compile(r"ckpt|checkpoint|latest|last|resume|snapshot", re.IGNORECASE)
 _EXPORTED = re.compile(r"best|final|weights|export|model", re.IGNORECASE)
+_KEPT = re.compile(r"best|final|export", re.IGNORECASE)
 _EVALUATES = {"eval", "no_grad", "inference_mode"}
 _TRAINS = {"backward", "manual_backward"}
 _WORDS = {
@@ -41,7 +43,7 @@ class CheckpointIncomplete(Rule):
         """Yield checkpoints that lack something."""
         saved = {(save.file, save.line): save for saves in observed.by_rank(CheckpointSaved) for save in saves}
         for place, save in saved.items():
-            if not _is_to_resume(save.path, save.holds, modules):
+            if not _is_to_resume(save.path, save.holds, modules) or _is_kept_for_use(modules, place, save):
                 continue
             lacks = [part for part in (*save.uses, "progress") if part not in save.holds]
             written = [
@@ -61,7 +63,7 @@ class CheckpointIncomplete(Rule):
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield dicts that are saved without something that the file uses."""
         for saved in saved_dicts(module):
-            if _is_written_to_resume(module, saved):
+            if _is_written_to_resume(module, saved) and not _is_kept(module, saved, _path_of(module, saved)):
                 lacks = [part for part in (*scripts_parts(module), "progress") if part not in saved.holds]
                 yield from self._report(_dict_place(module, saved), lacks, sorted(saved.holds), "it holds")
 
@@ -97,6 +99,33 @@ def _is_written_to_resume(module: SourceModule, saved: SavedDict) -> bool:
         return False
     is_repeated = any(loops_around(module, saved.node))
     return is_repeated and bool(_RESUMED.search(ast.unparse(saved.path))) if saved.path is not None else False
+
+
+def _is_kept_for_use(modules: Sequence[SourceModule], place: tuple[str, int], save: CheckpointSaved) -> bool:
+    """Return whether weights are kept for use after training, as the source shows that writes them."""
+    if any(resumes_training(module) for module in modules) or set(save.holds) - {"model", "progress"}:
+        return False
+    return bool(_KEPT.search(os.path.basename(save.path))) or any(
+        is_written_once(module, call.node)
+        for module in modules
+        for call in module.calls_of("torch.save")
+        if module.place(call.node) == place
+    )
+
+
+def _is_kept(module: SourceModule, saved: SavedDict, path: str) -> bool:
+    """Return whether a dict has weights and their epoch, and is the best one, or the last one of a training."""
+    if saved.holds - {"model", "progress"} or resumes_training(module):
+        return False
+    return bool(_KEPT.search(path)) or is_written_once(module, saved.node)
+
+
+def _path_of(module: SourceModule, saved: SavedDict) -> str:
+    """Return a path as the source has it, with what its variables are set to."""
+    if saved.path is None:
+        return ""
+    values = [value for names, value in assignments(module.tree) if names & names_in(saved.path)]
+    return " ".join(ast.unparse(node) for node in [saved.path, *(v for v in values if len(ast.unparse(v)) < 200)])
 
 
 def _loads_to_predict(module: SourceModule) -> bool:

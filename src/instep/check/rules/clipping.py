@@ -10,6 +10,7 @@ from instep.check.records.gradients import BackwardRan, GradientsClipped, ModelW
 from instep.check.records.scaling import common_factor, gradients_after_backward, gradients_at_step
 from instep.check.records.timeline import TrainingStep, events_of, steps_together
 from instep.check.rule import Rule
+from instep.check.source.gradient_averages import clipped_before_averaging
 from instep.check.source.module import SourceModule
 
 
@@ -59,6 +60,18 @@ class Clipping(Rule):
                     "FullyShardedDataParallel.",
                 )
                 return
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield gradients that are clipped before the script averages them over the ranks."""
+        for clip, average in clipped_before_averaging(module):
+            yield self.finding(
+                module.place(clip.node),
+                "Gradients are clipped before they are averaged: each rank scales its own by another factor.",
+                f"`{module.line(clip.node.lineno)}` comes before line {average.node.lineno}: "
+                f"`{module.line(average.node.lineno)}`",
+                "Average the gradients over the ranks first, then clip them.",
+                Severity.WARNING,
+            )
 
     def _too_late(self, observed: Observed) -> Iterable[Finding]:
         events = events_of(observed, 0) if observed.world_size else []

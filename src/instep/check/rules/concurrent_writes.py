@@ -28,7 +28,7 @@ class ConcurrentWrites(Rule):
     effect = "The file may be damaged, or hold the state of whichever rank wrote last; a gathered state hangs."
     watches: ClassVar = {FileWritten: "a file that is written"}
 
-    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield files that several ranks wrote, and shards that not all of their ranks saved."""
         writes: dict[str, dict[int, FileWritten]] = {}
         for rank, files in enumerate(observed.by_rank(FileWritten)):
@@ -40,9 +40,11 @@ class ConcurrentWrites(Rule):
             if len(ranks) > 1 and (first.file, first.line) not in reported:
                 reported.add((first.file, first.line))
                 yield self._shared(path, ranks, first)
-        yield from self._judge_shards(observed, reported)
+        yield from self._judge_shards(observed, modules, reported)
 
-    def _judge_shards(self, observed: Observed, reported: set[tuple[str, int]]) -> Iterable[Finding]:
+    def _judge_shards(
+        self, observed: Observed, modules: Sequence[SourceModule], reported: set[tuple[str, int]]
+    ) -> Iterable[Finding]:
         savers: dict[tuple[str, int], dict[int, FileWritten]] = {}
         for rank, files in enumerate(observed.by_rank(FileWritten)):
             for file in files:
@@ -53,10 +55,11 @@ class ConcurrentWrites(Rule):
             if len(ranks) < first.num_shards and place not in reported:
                 who = f"only rank {', '.join(map(str, sorted(ranks)))} saved"
                 evidence = f"{who} at this line, to {first.path}, and its tensors are divided over {first.num_shards}"
-                yield self._shards(place, f"{evidence} ranks", Severity.ERROR)
+                parts = [module.place(call.node) for module in modules for call in module.calls_of("to_local")]
+                yield self._shards((parts or [place])[0], f"{evidence} ranks", Severity.ERROR)
 
     def _shards(self, place: tuple[str, int], evidence: str, severity: Severity) -> Finding:
-        found = self.finding(
+        shards = self.finding(
             place,
             "The saved state holds one rank's shards only: the weights of the other ranks are lost.",
             evidence,
@@ -64,7 +67,7 @@ class ConcurrentWrites(Rule):
             "+ state = get_model_state_dict(model, options=options)  # on all ranks; then save under `if rank == 0`",
             severity,
         )
-        return replace(found, effect="The checkpoint lacks most of the weights, and cannot be resumed from.")
+        return replace(shards, effect="The checkpoint lacks most of the weights, and cannot be resumed from.")
 
     def _shared(self, path: str, ranks: dict[int, FileWritten], first: FileWritten) -> Finding:
         severity = Severity.WARNING
@@ -163,7 +166,10 @@ def _saves_shards(module: SourceModule) -> Iterable[Call]:
         scope, names = function_around(module, call.node), names_in(saved)
         sources = [saved, *(value for set_names, value in assignments(scope) if set_names & names)]
         calls = [inner for source in sources for inner in calls_in(module, source)]
-        if any(inner.last == "state_dict" and _is_sharded_state(inner) for inner in calls):
+        is_local = any(inner.last == "to_local" for inner in calls_in(module, scope)) and any(
+            inner.last == "to_local" or names & names_in(inner.node) for inner in calls_in(module, scope)
+        )
+        if is_local or any(inner.last == "state_dict" and _is_sharded_state(inner) for inner in calls):
             yield call
 
 

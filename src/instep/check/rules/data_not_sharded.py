@@ -79,22 +79,22 @@ class DataNotSharded(Rule):
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield data that the source divides by rank, and a sampler or framework again."""
         for call, part in divided_twice(module):
-            evidence = f"line {part.lineno}: {module.line(part.lineno)}"
-            yield self._twice(module.place(call), evidence, Severity.WARNING)
+            evidence = f"`{module.line(part.lineno)}`, and line {call.lineno}: {module.line(call.lineno)}"
+            yield self._twice(module.place(part), evidence, Severity.WARNING)
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
         """Excuse what is read where there is only one rank, and where it was seen: that is reported."""
         return observed.world_size < 2 or any(_is_divided_twice(group) for group in training_passes(observed))
 
     def _twice(self, place: tuple[str, int], evidence: str, severity: Severity) -> Finding:
-        found = self.finding(
+        twice = self.finding(
             place,
             "The data is divided twice: each rank has its part, and gets a part of that.",
             evidence,
             "Give the sampler or framework the whole dataset, or use no DistributedSampler for a rank's own part.",
             severity,
         )
-        return replace(found, effect="Of N ranks, each trains on 1/N² of the data: most samples are never used.")
+        return replace(twice, effect="Of N ranks, each trains on 1/N² of the data: most samples are never used.")
 
     def _report(
         self,
@@ -203,15 +203,15 @@ def _is_divided_later(observed: Observed, group: Sequence[LoaderPass]) -> bool:
 
 def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
     """Return the line to change: the stream's loop, the call of Accelerate's prepare, or the loader's own line."""
-    if one.made.is_iterable and (found := class_named(modules, one.made.dataset)) is not None:
-        iterate = method(found[1], "__iter__")
+    if one.made.is_iterable and (owner := class_named(modules, one.made.dataset)) is not None:
+        iterate = method(owner[1], "__iter__")
         loops = [node for node in ast.walk(iterate) if isinstance(node, ast.For)] if iterate is not None else []
         if iterate is not None:
-            return found[0].place(loops[-1] if loops else iterate)
-    if one.made.sampler == "BatchSamplerShard" and (found := class_named(modules, one.made.dataset)) is not None:
-        get = method(found[1], "__getitem__")
+            return owner[0].place(loops[-1] if loops else iterate)
+    if one.made.sampler == "BatchSamplerShard" and (owner := class_named(modules, one.made.dataset)) is not None:
+        get = method(owner[1], "__getitem__")
         if get is not None:  # Accelerate divides the indices, so the dataset does not use them
-            return found[0].place(get.body[0])
+            return owner[0].place(get.body[0])
     module = module_of(modules, one.made.file)
     prepare = _prepare_without(module, one.made.line) if module is not None else None
     return module.place(prepare) if module is not None and prepare is not None else one.place

@@ -8,6 +8,7 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.gradients import BackwardRan, GatherMade, GatherUsed, ReducedUsed
 from instep.check.rule import Rule
+from instep.check.source.contrastive_labels import labels_without_offset
 from instep.check.source.gathered_losses import reaches_loss
 from instep.check.source.loops import module_of
 from instep.check.source.module import SourceModule
@@ -60,6 +61,17 @@ class GatherCutsGradient(Rule):
                     _FIX,
                     Severity.WARNING,
                 )
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield contrastive losses whose labels point at the first rank's rows, on every rank."""
+        for call in labels_without_offset(module):
+            yield self.finding(
+                module.place(call.node),
+                "The labels count from zero on every rank, but the scores are against the rows of all ranks.",
+                f"`{module.line(call.node.lineno)}`: on rank 1 the label 0 is the first row of rank 0",
+                "labels = torch.arange(n) + rank * n",
+                Severity.WARNING,
+            )
 
     def _finding(self, used: GatherUsed, world_size: int) -> Finding:
         place = used.file, used.line

@@ -21,6 +21,7 @@ from instep.check.records.run import Ended
 from instep.check.records.timeline import steps_together, wrappers_of
 from instep.check.replication import are_connected
 from instep.check.rule import Rule
+from instep.check.source.gradient_averages import averages_of_gradients
 from instep.check.source.module import SourceModule
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -34,14 +35,14 @@ class GradientsDiffer(Rule):
     effect = "The replicas drift apart: what is evaluated and saved on one rank was trained on a part of the data."
     watches = {StepTaken: "an optimizer step"}  # noqa: RUF012
 
-    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:  # noqa: ARG002
+    def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield what differs inside wrapped models, outside of them, and what DistributedDataParallel refused."""
         unused = list(self._unused(observed))
         yield from unused
         if not unused:  # else a reduction was left unfinished, and gradients are what they were before it
             yield from self._wrapped(observed)
         if are_connected(observed):
-            yield from self._unwrapped(observed)
+            yield from self._unwrapped(observed, modules)
 
     def _wrapped(self, observed: Observed) -> Iterable[Finding]:
         hooked = {hook.wrapper for hooks in observed.by_rank(CommHookRegistered) for hook in hooks}
@@ -54,7 +55,7 @@ class GradientsDiffer(Rule):
                     "Look for what changes gradients, or adds to them, after the backward pass, by rank.",
                 )
 
-    def _unwrapped(self, observed: Observed) -> Iterable[Finding]:
+    def _unwrapped(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         by_optimizer: dict[int, list[Difference]] = {}
         for difference in differences(observed):
             if difference.wrapper == UNWRAPPED:
@@ -64,7 +65,9 @@ class GradientsDiffer(Rule):
                 continue
             others = len(wrappers_of(observed)) > 0
             yield self.finding(
-                _built(observed, optimizer) or differing[0].steps[0].place,
+                (None if others else _averaged_at(modules))
+                or _built(observed, optimizer)
+                or differing[0].steps[0].place,
                 _message(differing[0], others),
                 describe(differing, _num_steps(observed)),
                 "Make them a part of the module that is wrapped, or wrap their module in DistributedDataParallel too.",
@@ -118,9 +121,15 @@ def _built(observed: Observed, optimizer: int) -> tuple[str, int] | None:
     return next(((event.file, event.line) for event in built), None)
 
 
+def _averaged_at(modules: Sequence[SourceModule]) -> tuple[str, int] | None:
+    """Return the line that averages gradients by hand, and leaves some of them out; None: no line does."""
+    averages = [(module, call) for module in modules for call in averages_of_gradients(module)]
+    return averages[0][0].place(averages[0][1].node) if averages else None
+
+
 def _unused_names(error: str, wrapped: ModelWrapped) -> str:
     """Return the names of the parameters whose indices an error lists."""
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
-    indices = [int(index) for index in found[1].split()] if found else []
+    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
+    indices = [int(index) for index in listed[1].split()] if listed else []
     names = [wrapped.names[index] for index in indices if index < len(wrapped.names)]
     return ", ".join(names[:4]) + (" …" if len(names) > 4 else "") if names else "the error lists them"

@@ -6,8 +6,10 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+from instep.check.evaluated_metrics import evaluated_metrics
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
+from instep.check.passes import is_data_parallel
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
@@ -30,6 +32,8 @@ class LocalMetricDecides(Rule):
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield schedules whose metric differed between ranks, or that only some ranks stepped."""
+        if is_data_parallel(observed):
+            yield from self._decided(observed, modules)
         ranks = [[step for step in steps if step.metric is not None] for steps in observed.by_rank(SchedulerStepped)]
         if len(ranks) < 2 or not any(ranks):
             return
@@ -41,6 +45,17 @@ class LocalMetricDecides(Rule):
         differing = [pair for pair in pairs if _differ([step.metric or 0.0 for step in pair])]
         if differing:
             yield self._differing(differing, len(pairs), modules)
+
+    def _decided(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        for metric in evaluated_metrics(observed, modules):
+            if metric.decision is not None:
+                yield self.finding(
+                    metric.decision,
+                    f"`{metric.path.text}` decides here, and it is that of the rank's own samples.",
+                    f"after the evaluation it was another one on each rank ({metric.path.shown})",
+                    "Average the metric over the ranks first, or let rank 0 decide and broadcast the decision.",
+                    Severity.WARNING,
+                )
 
     def _some_ranks(self, ranks: list[list[SchedulerStepped]], first: SchedulerStepped) -> Finding:
         stepped = [rank for rank, steps in enumerate(ranks) if steps]

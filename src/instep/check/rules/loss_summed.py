@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
@@ -13,6 +15,7 @@ from instep.check.records.scaling import gradients_after_backward, gradients_bef
 from instep.check.records.timeline import TrainingStep, steps_of, steps_together, wrappers_of
 from instep.check.rule import Rule
 from instep.check.rules.accumulation_scale import accumulated
+from instep.check.source.global_counts import losses_by_global_count
 from instep.check.source.module import SourceModule
 
 _BY_WORLD_SIZE = re.compile(
@@ -38,6 +41,22 @@ class LossSummed(Rule):
             yield from self._summed_losses(steps, observed.world_size)
             if wrappers_of(observed):
                 yield from self._divided_twice(steps, observed.world_size, modules)
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield sums that are divided by a count of all ranks, where gradients are averaged over ranks besides."""
+        for division in losses_by_global_count(module):
+            small = self.finding(
+                module.place(division),
+                "The loss is divided by a count of all ranks, and the gradients are averaged over ranks besides.",
+                f"`{module.line(division.lineno)}`: `{ast.unparse(division.right)}` is a sum over ranks",
+                "+ loss = loss * dist.get_world_size()  # the mean over ranks divides by it",
+                Severity.WARNING,
+            )
+            yield replace(small, effect="Gradients are too small by the world size: more processes train less.")
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse runs on one rank."""
+        return observed.world_size < 2
 
     def _summed_gradients(self, observed: Observed) -> Iterable[Finding]:
         for steps in steps_together(observed):

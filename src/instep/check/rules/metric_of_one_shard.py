@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
+from instep.check.evaluated_metrics import evaluated_metrics
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observation, Observed
-from instep.check.passes import LoaderPass, evaluations, is_data_parallel, shared_share
+from instep.check.passes import LoaderPass, evaluations, is_data_parallel, is_divided
 from instep.check.records.data import BatchYielded, EvaluationSeen, LoadersEnded, PassBegan
 from instep.check.records.run import Ended
 from instep.check.rule import Rule
@@ -17,7 +18,7 @@ from instep.check.source.loops import function_around, module_of, statement_at, 
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.names import calls_of, mentions
 from instep.check.source.shard_metrics import shard_metrics
-from instep.check.source.whole_metrics import averaged_metrics
+from instep.check.source.whole_metrics import averaged_metrics, named_means
 
 _REPORTS = ("print", "info", "log", "log_metrics", "add_scalar", "write", "report", "append")
 _LOGGED = "Lightning logs the metric of each rank's own batches, and reports that of rank 0."
@@ -38,10 +39,11 @@ class MetricOfOneShard(Rule):
         """Yield evaluations of parts after which no collective combines anything."""
         if not is_data_parallel(observed):
             return
+        yield from self._values(observed, modules)
         done: set[str] = set()
         for group in evaluations(observed):
             made = group[0].made
-            if made.loader in done or not _is_divided(group) or _was_reduced(observed, group):
+            if made.loader in done or not is_divided(group) or _was_reduced(observed, group):
                 continue
             if not all(_is_followed(observed, one) for one in group):
                 continue
@@ -55,10 +57,20 @@ class MetricOfOneShard(Rule):
                 Severity.ERROR if _is_reported(modules, group[0]) else None,
             )
 
+    def _values(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        for metric in evaluated_metrics(observed, modules):
+            if metric.is_reported:
+                yield self.finding(
+                    metric.place,
+                    f"`{metric.path.text}` is reported, and it is that of the rank's own samples.",
+                    f"after the evaluation it was another one on each rank ({metric.path.shown})",
+                    "+ dist.all_reduce(sums)  # of hits and of samples, on all ranks; divide afterwards",
+                )
+
     def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse logs of a run in one process, and of evaluations in which every rank went through everything."""
         seen = evaluations(observed)
-        is_undivided = bool(seen) and not any(_is_divided(group) for group in seen)
+        is_undivided = bool(seen) and not any(is_divided(group) for group in seen)
         return observed.world_size < 2 or (is_undivided and finding.message.endswith(_ENDINGS))
 
     def _read_logs(self, module: SourceModule) -> Iterable[Finding]:
@@ -82,6 +94,13 @@ class MetricOfOneShard(Rule):
                 f"`{module.line(metric.node.lineno)}`: no collective mentions what it is computed from",
                 "+ dist.all_gather_object(parts, (predictions, targets))  # then compute the metric once, of all",
             )
+        for log, name in named_means(module):
+            yield self.finding(
+                module.place(log.node),
+                f"`{name}` of each rank's samples is averaged, which is not that of all samples.",
+                f"`{module.line(log.node.lineno)}` has sync_dist=True",
+                "Log a torchmetrics object, which sums its parts; or all_gather the predictions first.",
+            )
         for averaged in averaged_metrics(module):
             line = averaged.metric.node.lineno
             yield self.finding(
@@ -103,12 +122,6 @@ class MetricOfOneShard(Rule):
                     f"line {ratio.lineno}: {module.line(ratio.lineno)}",
                     "+ dist.all_reduce(counts)  # sum numerators and denominators, and divide afterwards",
                 )
-
-
-def _is_divided(group: Sequence[LoaderPass]) -> bool:
-    """Return whether ranks evaluated different samples."""
-    shares = [shared_share(group[0], other) for other in group[1:]]
-    return bool(shares) and all(total > 0 and shared * 2 < total for shared, total in shares)
 
 
 def _was_reduced(observed: Observed, group: Sequence[LoaderPass]) -> bool:
@@ -180,15 +193,26 @@ def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
 def _ratio(function: ast.AST, name: str, line: int) -> ast.stmt | None:
     """Return the last assignment before a line that makes `name` a ratio, directly or from names that are ratios."""
     ratios: set[str] = set()
-    found: ast.stmt | None = None
-    for node in sorted((n for n in within(function) if isinstance(n, ast.Assign)), key=lambda n: n.lineno):
-        if node.lineno >= line or not isinstance(node.targets[0], ast.Name):
+    last: ast.stmt | None = None
+    for node, target, value in sorted(_settings(function), key=lambda one: one[0].lineno):
+        if node.lineno >= line:
             continue
-        used = {inner.id for inner in ast.walk(node.value) if isinstance(inner, ast.Name)}
-        if any(_is_ratio(inner) for inner in ast.walk(node.value)) or used & ratios:
-            ratios.add(node.targets[0].id)
-            found = node if node.targets[0].id == name else found
-    return found
+        used = {inner.id for inner in ast.walk(value) if isinstance(inner, ast.Name)}
+        if any(_is_ratio(inner) for inner in ast.walk(value)) or used & ratios:
+            ratios.add(target)
+            last = node if target == name else last
+    return last
+
+
+def _settings(function: ast.AST) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
+    """Yield the statements that set a variable or append to it, with its name and the value."""
+    for node in within(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node, node.targets[0].id, node.value
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+            called = node.value.func
+            if isinstance(called, ast.Attribute) and called.attr == "append" and isinstance(called.value, ast.Name):
+                yield node, called.value.id, node.value.args[0]
 
 
 def _is_ratio(node: ast.AST) -> bool:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.differences import Cause, Difference, describe, differences_by_cause, named
-from instep.check.records.gradients import StepTaken, WrapperChanged
+from instep.check.records.gradients import ModelWrapped, StepTaken, WrapperChanged
 from instep.check.records.timeline import wrappers_of
 from instep.check.rule import Rule
-from instep.check.source.module import SourceModule
+from instep.check.source.functions import Function, call_sites, function_around
+from instep.check.source.module import Call, SourceModule
 from instep.check.source.wrapped_models import DDP, assigned_from, scope_of
 
 
@@ -63,15 +64,35 @@ def _place(
     observed: Observed, modules: Sequence[SourceModule], wrapper: int, difference: Difference
 ) -> tuple[str, int]:
     """Return where the change was made, as far as it is known; else where the model was wrapped."""
+    wrapped = wrappers_of(observed)[wrapper]
     for change in _changes(observed):
         if change.wrapper == wrapper and any(name.startswith(change.name) for name in difference.names):
-            return change.file, change.line
-    wrapped = wrappers_of(observed)[wrapper]
+            return _call_of_helper(modules, change, wrapped) or (change.file, change.line)
     for module in modules:
         for line, _ in _unfreezings(module):
             if module.path == wrapped.file and line > wrapped.line:
                 return module.path, line
     return wrapped.file, wrapped.line
+
+
+def _call_of_helper(
+    modules: Sequence[SourceModule], change: WrapperChanged, wrapped: ModelWrapped
+) -> tuple[str, int] | None:
+    """Return the call, below the line that wraps, of a helper that freezes or unfreezes as it is told."""
+    for module in (one for one in modules if one.path == change.file == wrapped.file):
+        for call in module.calls_of("requires_grad_"):
+            function, value = function_around(module, call.node), call.argument("requires_grad", 0)
+            if call.node.lineno != change.line or not isinstance(function, Function) or not isinstance(value, ast.Name):
+                continue
+            for site in call_sites(module, function):
+                is_told_not_to = any(isinstance(v, ast.Constant) and v.value is False for v in _given(site))
+                if site.node.lineno > wrapped.line and not is_told_not_to:
+                    return module.place(site.node)
+    return None
+
+
+def _given(call: Call) -> list[ast.expr]:
+    return [*call.node.args, *(keyword.value for keyword in call.node.keywords)]
 
 
 def _unfreezings(module: SourceModule) -> Iterable[tuple[int, ast.expr]]:

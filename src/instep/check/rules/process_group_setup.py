@@ -33,9 +33,9 @@ class ProcessGroupSetup(Rule):
         if not joins:
             return
         place = (joins[0].file, joins[0].line)
-        found = list(self._judge_join(observed, joins, place))
-        yield from found
-        if not joins[0].has_timeout and (found or "nccl" in joins[0].backend):
+        findings = list(self._judge_join(observed, joins, place))
+        yield from findings
+        if not joins[0].has_timeout and (findings or "nccl" in joins[0].backend):
             yield self._no_timeout(place, f"backend {joins[0].backend or 'by default'}, no timeout given")
 
     def _judge_join(
@@ -52,11 +52,11 @@ class ProcessGroupSetup(Rule):
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield what the source of init_process_group shows, and fixed ports."""
         for call in module.calls_of("torch.distributed.init_process_group", "init_process_group"):
-            found = list(self._read_join(module, call))
-            yield from found
+            findings = list(self._read_join(module, call))
+            yield from findings
             unknown = any(keyword.arg is None for keyword in call.node.keywords)
             is_nccl = "nccl" in ast.unparse(call.argument("backend", 0) or call.node)
-            if call.argument("timeout", 2) is None and not unknown and (found or is_nccl):
+            if call.argument("timeout", 2) is None and not unknown and (findings or is_nccl):
                 yield self._no_timeout(module.place(call.node), f"`{module.line(call.node.lineno)}`")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Assign) and _sets_port(node) and isinstance(node.value, ast.Constant):

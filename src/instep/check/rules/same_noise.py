@@ -6,12 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
+from instep.check.live_paths import live_paths
 from instep.check.observations import Observed
 from instep.check.records.collectives import ModelSplit
 from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, SeedChosen
 from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
+from instep.check.source.collective_calls import is_distributed
 from instep.check.source.module import SourceModule
+from instep.check.source.restored_generators import restored_generators
+from instep.check.source.shared_draws import draws_arrays
+from instep.check.source.state_places import changes_by_one_rank, place_of
 
 _RESTORES = ("load", "load_state_dict", "set_model_state_dict", "set_state_dict", "broadcast", "from_pretrained")
 
@@ -30,7 +35,8 @@ class SameNoise(Rule):
             return
         if are_replicas(observed):
             yield from self._shared_noise(observed)
-        yield from self._different_weights(observed)
+            yield from self._shared_generators(observed, modules)
+        yield from self._different_weights(observed, modules)
         yield from self._different_shards(observed, modules)
 
     def _shared_noise(self, observed: Observed) -> Iterable[Finding]:
@@ -51,14 +57,39 @@ class SameNoise(Rule):
             "- torch.manual_seed(seed)\n+ torch.manual_seed(seed + rank)  # DDP sends rank 0's weights to the others",
         )
 
-    def _different_weights(self, observed: Observed) -> Iterable[Finding]:
+    def _shared_generators(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield generators of the script's own that draw the same arrays on all ranks, in each step."""
+        for path in live_paths(observed, "generators", ("step",)):
+            looks = path.values[:3]  # after the first steps, of one epoch
+            is_drawn = len(looks) == 3 and len({look[0] for look in looks}) == 3
+            if not is_drawn or any(len(set(look)) > 1 for look in looks) or not draws_arrays(modules, path.names[-1]):
+                continue
+            yield self.finding(
+                place_of(modules, path.file, path.names) or ("", 0),
+                f"All ranks draw the same numbers from `{path.text}` in training.",
+                f"after each of the first {len(looks)} steps its state had changed, and was the same on all ranks",
+                "- generator.manual_seed(seed)\n+ generator.manual_seed(seed + rank)",
+            )
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield generators that are restored from one rank's checkpoint."""
+        for call in restored_generators(module) if is_distributed(module) else ():
+            yield self.finding(
+                module.place(call.node),
+                "After a resume all ranks draw the same random numbers: each gets the state that one rank has saved.",
+                f"`{module.line(call.node.lineno)}`",
+                "Save the state of each rank (all_gather_object) and restore its own; or seed with seed + rank.",
+            )
+
+    def _different_weights(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        places = sorted(set(changes_by_one_rank(modules)))
         for updates in zip(*observed.by_rank(FirstUpdate), strict=False):
             are_alike = len({(update.shapes, update.gradients) for update in updates}) == 1
             if not are_alike or updates[0].gradients is None or updates[0].is_sharded:
                 continue
             if len({update.weights for update in updates}) > 1:
                 yield self.finding(
-                    (updates[0].file, updates[0].line),
+                    places[0] if places else _seeded_apart(observed) or (updates[0].file, updates[0].line),
                     "The ranks train different weights with the same gradients: they did not begin as replicas.",
                     f"before the first step the {updates[0].num_parameters} parameters differed between the ranks, "
                     "and their gradients were equal",
@@ -78,3 +109,11 @@ class SameNoise(Rule):
                     "Seed all ranks alike before the model is made; seed them apart afterwards.",
                 )
                 return
+
+
+def _seeded_apart(observed: Observed) -> tuple[str, int] | None:
+    """Return where the ranks chose different seeds before their first step; None: they did not."""
+    for seeds in zip(*observed.by_rank(SeedChosen), strict=False):
+        if len({seed.seed for seed in seeds}) > 1 and seeds[0].step == 0 and seeds[0].file:
+            return seeds[0].file, seeds[0].line
+    return None

@@ -15,6 +15,7 @@ from instep.check.rule import Rule
 from instep.check.source.functions import calls_in, function_around, loops_around
 from instep.check.source.module import SourceModule
 from instep.check.source.schedule_calls import is_scheduler, made_in_epochs, prepared_schedules
+from instep.check.source.schedule_lengths import undivided_lengths
 
 
 class SchedulerSteps(Rule):
@@ -30,9 +31,9 @@ class SchedulerSteps(Rule):
         steps = max(observed.by_rank(SchedulerStepped), key=len, default=[])
         for number in {step.scheduler for step in steps}:
             own = [step for step in steps if step.scheduler == number]
-            found = self._too_early(own) or self._too_often(own) or self._past_end(own)
-            if found is not None:
-                yield found
+            finding = self._too_early(own) or self._too_often(own) or self._past_end(own)
+            if finding is not None:
+                yield finding
             elif own[0].package == "accelerate" and observed.world_size > 1:
                 yield from (
                     self._prepared(module, call, own) for module in modules for call in prepared_schedules(module)
@@ -58,6 +59,8 @@ class SchedulerSteps(Rule):
                 yield self._epochs_finding(module.place(call.node), evidence)
         for prepared in prepared_schedules(module):
             yield self._prepared(module, prepared, [])
+        for made in undivided_lengths(module):
+            yield self._too_long(module.place(made), f"`{module.line(made.lineno)}` counts the batches of all ranks")
 
     def _too_early(self, own: list[SchedulerStepped]) -> Finding | None:
         first = own[0]
@@ -95,6 +98,15 @@ class SchedulerSteps(Rule):
             f"T_max={last.horizon}, but `step()` was called {last.position} times in {last.updates} optimizer steps"
         )
         return self._epochs_finding((last.file, last.line), evidence)
+
+    def _too_long(self, place: tuple[str, int], evidence: str) -> Finding:
+        return self.finding(
+            place,
+            "The schedule is made for the steps of one process: with several, the training ends long before it does.",
+            evidence,
+            "- total_steps = epochs * (len(dataset) // batch_size)\n+ total_steps = epochs * len(loader)"
+            "  # of the loader with the DistributedSampler",
+        )
 
     def _epochs_finding(self, place: tuple[str, int], evidence: str) -> Finding:
         return self.finding(

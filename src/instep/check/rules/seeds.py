@@ -13,7 +13,7 @@ from instep.check.records.data import PassBegan
 from instep.check.records.seeding import Seeded, TrainingNoise
 from instep.check.rule import Rule
 from instep.check.source.module import SourceModule
-from instep.check.source.names import class_named, mentions, shares_input
+from instep.check.source.names import class_named, shares_input
 
 _SHUFFLES = ("shuffle", "permutation", "randperm", "sample", "choice")
 _TORCH_DRAWS = (
@@ -28,6 +28,8 @@ _TORCH_DRAWS = (
     "normal_",
 )
 _MIN_NOISE = 3
+_ALL = 0.95
+"""Streams that share more are not divided at all: another rule's."""
 
 
 class Seeds(Rule):
@@ -55,7 +57,7 @@ class Seeds(Rule):
         seeds = {one.made.sampler_seed for one in group}
         if len(seeds) > 1 and group[0].made.is_shuffled and has_same_root(group):
             evidence = f"the DistributedSampler's seeds are {', '.join(map(str, sorted(seeds)))}"
-        elif not (evidence := _overlap(group)):
+        elif not (evidence := _overlap(group) or _overlap_of_streams(group)):
             return None
         return self.finding(
             _place_of_shuffle(modules, group[0]),
@@ -75,7 +77,7 @@ class Seeds(Rule):
             equal = sum(len({states[batch] for states in ranks}) == 1 for batch in common)
             if len(common) < _MIN_NOISE or equal < len(common):
                 continue
-            if generator == "torch" and not mentions(modules, *_TORCH_DRAWS):
+            if generator == "torch" and not _draws_globally(modules):
                 continue  # dropout: another rule's
             seeded = [record for record in observed.by_rank(Seeded)[0] if record.generator == generator]
             yield self.finding(
@@ -86,6 +88,11 @@ class Seeds(Rule):
                 "- seed\n+ seed + rank  # once the model is built and the data divided",
                 Severity.WARNING,
             )
+
+
+def _draws_globally(modules: Sequence[SourceModule]) -> bool:
+    """Return whether the source draws from torch's global generator."""
+    return any(call.argument("generator") is None for module in modules for call in module.calls_of(*_TORCH_DRAWS))
 
 
 def _overlap(group: Sequence[LoaderPass]) -> str:
@@ -110,10 +117,24 @@ def _overlap(group: Sequence[LoaderPass]) -> str:
     return ""
 
 
+def _overlap_of_streams(group: Sequence[LoaderPass]) -> str:
+    """Return how much of a rank's stream another one has too, where no stream repeats a sample; empty: nothing."""
+    one = group[0]
+    if not all(member.made.is_iterable and len(set(member.rows)) == len(member.rows) for member in group):
+        return ""
+    for other in group[1:]:
+        shared, total = shared_share(one, other)
+        if total >= 4 * MIN_COMPARED and total // 10 < shared < _ALL * total:
+            return (
+                f"{shared} of the {total} samples of rank {other.rank} came on rank {one.rank} too, in the same epoch"
+            )
+    return ""
+
+
 def _place_of_shuffle(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
     """Return the line of the user's sampler that shuffles, or else the loader's."""
-    found = class_named(modules, one.made.sampler)
-    for node in ast.walk(found[1]) if found is not None else ():
+    owner = class_named(modules, one.made.dataset if one.made.is_iterable else one.made.sampler)
+    for node in ast.walk(owner[1]) if owner is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHUFFLES:
-            return (found[0].path, node.lineno) if found is not None else one.place
+            return (owner[0].path, node.lineno) if owner is not None else one.place
     return one.place

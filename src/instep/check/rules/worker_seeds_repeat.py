@@ -35,9 +35,9 @@ class WorkerSeedsRepeat(Rule):
         done: set[tuple[str, int]] = set()
         for key in ranks[0] if ranks else ():
             place = key[:2]
-            if place in trained and place not in done and (found := _repetition(ranks, key)):
+            if place in trained and place not in done and (repetition := _repetition(ranks, key)):
                 done.add(place)
-                message, evidence, severity = found
+                message, evidence, severity = repetition
                 yield self.finding(
                     _place(observed, modules, place),
                     message,

@@ -41,14 +41,14 @@ def calls_below(module: SourceModule, node: ast.AST, depth: int = 4) -> Iterator
     seen: set[ast.AST] = {node}
     reached = [node]
     for _ in range(depth + 1):
-        found: list[ast.AST] = []
+        callees: list[ast.AST] = []
         for place in reached:
             for call in calls_in(module, place):
                 yield call
                 own = () if is_imported(module, call) else functions_named(module, call.last)
-                found += [function for function in own if function not in seen]
+                callees += [function for function in own if function not in seen]
                 seen.update(own)
-        reached = found
+        reached = callees
 
 
 def call_sites(module: SourceModule, function: Function) -> list[Call]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from instep.check.source.functions import (
     Function,
+    assignments,
     call_sites,
     calls_in,
     function_around,
@@ -79,7 +80,7 @@ def _part(module: SourceModule, data: ast.expr, use: ast.expr, depth: int, index
 
 def _part_of_names(module: SourceModule, data: ast.expr, use: ast.expr, depth: int) -> ast.expr | None:
     scope, names = function_around(module, use), _data_names(data)
-    for one in (found for name in sorted(names) for found in definitions(scope, name)):
+    for one in (definition for name in sorted(names) for definition in definitions(scope, name)):
         is_source = one.value.lineno < use.lineno and one.value is not data
         if is_source and (part := _part(module, one.value, one.value, depth - 1, one.index)) is not None:
             return part
@@ -128,7 +129,9 @@ def _is_stride(start: ast.expr | None, other: ast.expr | None) -> bool:
 
 
 def _part_of_class(module: SourceModule, call: Call) -> ast.expr | None:
-    """Return where a dataset class of this file keeps the rank's part only, if it is given the rank."""
+    """Return where a dataset class of this file keeps the rank's part only: one that is given the rank, or a stream."""
+    if (part := own_part_of_stream(module, call.last)) is not None:
+        return part
     if not any(mentions_rank(argument) for argument in [*call.node.args, *(k.value for k in call.node.keywords)]):
         return None
     for node in ast.walk(module.tree):
@@ -136,6 +139,48 @@ def _part_of_class(module: SourceModule, call: Call) -> ast.expr | None:
             parts = [inner for inner in ast.walk(node) if isinstance(inner, ast.expr) and _takes_part(inner)]
             return parts[0] if parts else None
     return None
+
+
+def own_part_of_stream(module: SourceModule, name: str) -> ast.expr | None:
+    """Return where an IterableDataset of this file yields the part of a rank, which it asks for itself."""
+    for owner in ast.walk(module.tree):
+        if not isinstance(owner, ast.ClassDef) or owner.name != name:
+            continue
+        if not any(ast.unparse(base).endswith("IterableDataset") for base in owner.bases):
+            return None
+        for function in (node for node in ast.walk(owner) if isinstance(node, Function)):
+            ranks = _names_of_ranks(function)
+            for node in ast.walk(function):
+                if isinstance(node, ast.expr) and (_takes_part(node) or _selects(node, ranks)):
+                    return node
+    return None
+
+
+def _names_of_ranks(function: Function) -> set[str]:
+    """Return the variables that hold the rank, or a number that is made of it by arithmetic."""
+    names: set[str] = set()
+    for _ in range(3):
+        for targets, value in assignments(function):
+            parts = value.elts if isinstance(value, ast.Tuple) else [value]
+            is_number = not any(isinstance(part, ast.Call | ast.Subscript) and not is_rank(part) for part in parts)
+            if (is_number or any(is_rank(part) for part in parts)) and (
+                mentions_rank(value) or names_in(value) & names
+            ):
+                names |= targets
+    return names
+
+
+def _selects(node: ast.expr, ranks: set[str]) -> bool:
+    """Return whether an expression selects by variables that follow from the rank: `files[part::parts]`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        start, step = node.slice.lower, node.slice.step or node.slice.upper
+        return start is not None and step is not None and bool(names_in(start) & ranks)
+    if isinstance(node, ast.Call) and _last(node) in ("islice", "range") and len(node.args) >= 3:
+        return any(names_in(argument) & ranks for argument in node.args[-3:-1])
+    if isinstance(node, ast.Compare):
+        has_modulo = any(isinstance(inner, ast.Mod) for inner in ast.walk(node))
+        return has_modulo and bool(names_in(node) & ranks or mentions_rank(node))
+    return False
 
 
 def _last(node: ast.Call) -> str:

@@ -35,8 +35,8 @@ def _is_called_by_one(module: SourceModule, function: ast.AST) -> bool:
     """Return whether an evaluation calls a function, and no training step does."""
     callers = {
         name
-        for name, found in module.functions.items()
-        for other in found
+        for name, functions in module.functions.items()
+        for other in functions
         if any(
             call.last == getattr(function, "name", "") and call.name.startswith("self.")
             for call in calls_in(module, other)

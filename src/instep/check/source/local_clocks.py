@@ -45,8 +45,8 @@ def clock_decisions(module: SourceModule) -> Iterator[ClockDecision]:
         return
     reported: set[str] = set()
     for node, stops in sorted(decisions(module), key=lambda item: (not _reads_clock(module, item[0]), item[0].lineno)):
-        found = (next(_ClockWalk(module, handlers).leaves(test, "", DEPTH), "") for test in tests_of(module, node))
-        origin = next((one for one in found if one), "")
+        origins = (next(_ClockWalk(module, handlers).leaves(test, "", DEPTH), "") for test in tests_of(module, node))
+        origin = next((one for one in origins if one), "")
         if origin and origin not in reported:
             reported.add(origin)
             yield ClockDecision(node, origin, stops)

@@ -14,10 +14,13 @@ from instep.check.source.functions import (
     function_around,
     functions_named,
     is_imported,
+    loops_around,
     names_in,
+    trains,
 )
 from instep.check.source.module import Call, SourceModule
-from instep.check.source.reaching import syncs
+from instep.check.source.rank_guards import rank_guard
+from instep.check.source.reaching import reaching, syncs
 
 _VALUES = frozenset(
     (
@@ -43,6 +46,34 @@ def collectives_under_local_conditions(module: SourceModule) -> Iterator[LocalCo
         node = _local_if(module, call.node) if is_collective(call) and not has_group(call) else None
         if node is not None and not _other_branch_has(module, node, call):
             yield LocalCondition(node, call.node)
+
+
+def decided_by_one_rank(module: SourceModule) -> Iterator[tuple[ast.stmt, ast.If]]:
+    """Yield statements that leave a training loop by a flag which only some ranks set, and which nothing broadcasts."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.If) or not isinstance(node.body[-1], ast.Break | ast.Return):
+            continue
+        if not any(trains(module, loop) for loop in loops_around(module, node)):
+            continue
+        name = ast.unparse(node.test)
+        if not name.isidentifier() or rank_guard(module, node) is not None:
+            continue
+        defined = reaching(module, name, node.test) or []
+        guarded = [one for one in defined if rank_guard(module, one.statement) is not None]
+        others = [one for one in defined if one not in guarded]
+        if guarded and all(isinstance(one.value, ast.Constant) for one in others):
+            yield node.body[-1], node
+
+
+def collectives_in_handlers(module: SourceModule) -> Iterator[tuple[ast.ExceptHandler, Call]]:
+    """Yield collectives that only ranks which caught an exception issue, and the others nowhere in the statement."""
+    for node in ast.walk(module.tree):
+        for handler in node.handlers if isinstance(node, ast.Try) else ():
+            others = [call.last for item in [*node.body, *node.orelse] for call in calls_in(module, item)]  # type: ignore[attr-defined]
+            for item in handler.body:
+                for call in calls_in(module, item):
+                    if is_collective(call) and not has_group(call) and call.last not in others:
+                        yield handler, call
 
 
 def collectives_over_local_keys(module: SourceModule) -> Iterator[tuple[ast.For, Call]]:
@@ -105,9 +136,15 @@ def is_local(module: SourceModule, node: ast.If) -> bool:
     agreed = [call for call in calls_in(module, scope) if is_collective(call) and call.node.lineno < node.lineno]
     if any(names & names_in(argument) for call in agreed for argument in call.node.args):
         return False
-    if any(syncs(call) for source in [node.test, *sources] for call in calls_in(module, source)):
+    if any(_agrees(module, call) for source in [node.test, *sources] for call in calls_in(module, source)):
         return False
     return any(_is_value(module, expression) for expression in [node.test, *sources])
+
+
+def _agrees(module: SourceModule, call: Call) -> bool:
+    """Return whether a call brings the ranks together: by what it is, or by what a function of this file does."""
+    own = [] if is_imported(module, call) else functions_named(module, call.last)
+    return syncs(call) or any(syncs(inner) for function in own for inner in calls_in(module, function))
 
 
 def _is_value(module: SourceModule, expression: ast.expr, depth: int = 2) -> bool:

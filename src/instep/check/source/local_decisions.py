@@ -11,6 +11,9 @@ from instep.check.source.functions import Function, Loop, calls_below, loops_aro
 from instep.check.source.local_metrics import local_metric
 from instep.check.source.module import SourceModule
 
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_stop", "stop_training", "should_save")
+"""What a callback sets for the trainer of its rank."""
+
 
 @dataclass(frozen=True)
 class LocalDecision:
@@ -25,7 +28,7 @@ class LocalDecision:
 def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
     """Yield where a training loop is left, or collectives are issued, by a metric that nothing has averaged."""
     for node, stops in decisions(module):
-        metric = next((found for test in tests_of(module, node) if (found := local_metric(module, test))), "")
+        metric = next((local for test in tests_of(module, node) if (local := local_metric(module, test))), "")
         if metric:
             yield LocalDecision(node, metric, stops)
 
@@ -36,7 +39,7 @@ def decisions(module: SourceModule) -> Iterator[tuple[ast.If | ast.While, bool]]
         if isinstance(node, ast.While):
             stops, gathers = trains(module, node), False
         elif isinstance(node, ast.If):
-            stops = _leaves_training(module, node)
+            stops = _leaves_training(module, node) or _asks_to_stop(node)
             gathers = not stops and _issues_collectives(module, node) and _is_in_training(module, node)
         else:
             continue
@@ -50,6 +53,17 @@ def _leaves_training(module: SourceModule, node: ast.If) -> bool:
     loops = list(loops_around(module, node))
     left = loops[:1] if all(isinstance(item, ast.Break) for item in leaving) else loops
     return bool(leaving) and any(trains(module, loop) for loop in left)
+
+
+def _asks_to_stop(node: ast.If) -> bool:
+    """Return whether a branch tells a trainer to stop or to save: `control.should_training_stop = True`."""
+    return any(
+        isinstance(item, ast.Assign)
+        and isinstance(item.value, ast.Constant)
+        and item.value.value is True
+        and any(isinstance(target, ast.Attribute) and target.attr in _FLAGS for target in item.targets)
+        for item in node.body
+    )
 
 
 def _exits(item: ast.stmt) -> bool:

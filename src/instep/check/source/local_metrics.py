@@ -74,13 +74,13 @@ class Walk:
                     yield from self._conditions(node, depth)
 
     def _of_name(self, name: str, node: ast.expr, metric: str, depth: int) -> Iterator[str]:
-        found = reaching(self.module, name, node)
-        if found is None:
+        defined = reaching(self.module, name, node)
+        if defined is None:
             return
-        if isinstance(node, ast.Attribute) and not found:
-            found = definitions(self.module.tree, name)
-        if found:
-            for one in found:
+        if isinstance(node, ast.Attribute) and not defined:
+            defined = definitions(self.module.tree, name)
+        if defined:
+            for one in defined:
                 yield from self._of_definition(name, one, metric, depth)
             return
         scope = function_around(self.module, node)
@@ -146,9 +146,9 @@ def _functions(module: SourceModule, call: Call) -> list[Function]:
     """Return the functions of this file that a call may execute; `stopper(x)` executes `__call__` of its class."""
     if is_imported(module, call):
         return []
-    found = functions_named(module, call.last)
-    if found or not isinstance(call.node.func, ast.Name | ast.Attribute):
-        return found
+    named = functions_named(module, call.last)
+    if named or not isinstance(call.node.func, ast.Name | ast.Attribute):
+        return named
     made = {name for set_names, value in assignments(module.tree) if call.last in set_names for name in names_in(value)}
     return [one for one in functions_named(module, "__call__") if _class(module, one) in made]
 

@@ -18,13 +18,13 @@ def module_of(modules: Sequence[SourceModule], file: str) -> SourceModule | None
 
 def statement_at(module: SourceModule, line: int) -> ast.stmt | None:
     """Return the innermost statement that a line belongs to."""
-    found: ast.stmt | None = None
+    innermost: ast.stmt | None = None
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
             continue
-        if found is None or node.lineno >= found.lineno:
-            found = node
-    return found
+        if innermost is None or node.lineno >= innermost.lineno:
+            innermost = node
+    return innermost
 
 
 def loops_around(module: SourceModule, node: ast.AST) -> list[Loop]:

@@ -124,6 +124,10 @@ class SourceModule:
             node = self._parents[node]
             yield node
 
+    def statements_around(self, node: ast.AST) -> Iterator[ast.stmt]:
+        """Yield the statements that enclose a node, from the inside out."""
+        return (outer for outer in self.around(node) if isinstance(outer, ast.stmt))
+
     def place(self, node: ast.expr | ast.stmt) -> tuple[str, int]:
         """Return the (file, line) of a node."""
         return self.path, node.lineno

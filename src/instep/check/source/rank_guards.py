@@ -18,7 +18,7 @@ _DEVICE = re.compile(r"^(gpu|gpu_id|gpu_index|device_id|device_index)$", re.IGNO
 _MAIN = re.compile(
     r"^_?(is_((local|world|global)_)?(main|master|chief|primary|zero|leader|first|rank_?zero|rank_?0)"
     r"(_process|_rank|_proc|_node)?|is_world_process_zero|is_local_process_zero|should_(save|log)"
-    r"|(local_)?(main|master)_process|rank_?zero|rank_?0|master)$",
+    r"|(local_)?(main|master)_process|rank_?zero|rank_?0|master|main|chief|leader|coordinator|is_root|is_coordinator)$",
     re.IGNORECASE,
 )
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
@@ -72,7 +72,7 @@ def rank_test(module: SourceModule, test: ast.expr) -> RankGuard | None:
         inner = rank_test(module, test.operand)
         return _negated(inner) if inner is not None else None
     if isinstance(test, ast.BoolOp):
-        return next((found for value in test.values if (found := rank_test(module, value)) is not None), None)
+        return next((guard for value in test.values if (guard := rank_test(module, value)) is not None), None)
     if isinstance(test, ast.Compare):
         return _compared(module, test)
     if isinstance(test, ast.Name) and (value := _assigned_test(module, test.id)) is not None:

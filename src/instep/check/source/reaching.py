@@ -42,14 +42,14 @@ def syncs(call: Call) -> bool:
 
 def definitions(scope: ast.AST, name: str) -> list[Definition]:
     """Return the assignments of a variable or attribute, by its last name, in the order of their lines."""
-    found: list[Definition] = []
+    made: list[Definition] = []
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                found += _of_target(node, target, name)
+                made += _of_target(node, target, name)
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            found += [Definition(node, node.value)] if _name(node.target) == name else []
-    return sorted(found, key=lambda one: one.statement.lineno)
+            made += [Definition(node, node.value)] if _name(node.target) == name else []
+    return sorted(made, key=lambda one: one.statement.lineno)
 
 
 def reaching(module: SourceModule, name: str, use: ast.expr) -> list[Definition] | None:
@@ -126,13 +126,13 @@ def _has_sync(module: SourceModule, value: ast.expr) -> bool:
 def _of_target(node: ast.Assign, target: ast.expr, name: str) -> list[Definition]:
     if not isinstance(target, ast.Tuple | ast.List):
         return [Definition(node, node.value)] if _name(target) == name else []
-    found: list[Definition] = []
+    made: list[Definition] = []
     for index, element in enumerate(target.elts):
         if _name(element) == name:
             same = isinstance(node.value, ast.Tuple | ast.List) and len(node.value.elts) == len(target.elts)
             value = node.value.elts[index] if same else node.value  # type: ignore[attr-defined]
-            found.append(Definition(node, value, None if same else index))
-    return found
+            made.append(Definition(node, value, None if same else index))
+    return made
 
 
 def _name(node: ast.expr) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.source.functions import assignments, calls_in, function_around, names_in, trains
+from instep.check.source.functions import assignments, calls_in, function_around, functions_named, names_in, trains
 from instep.check.source.module import SourceModule
 
 _IN_EPOCHS = {"CosineAnnealingLR": ("T_max", 1), "StepLR": ("step_size", 1), "MultiStepLR": ("milestones", 1)}
@@ -15,14 +15,14 @@ _IN_EPOCHS = {"CosineAnnealingLR": ("T_max", 1), "StepLR": ("step_size", 1), "Mu
 def is_scheduler(module: SourceModule, node: ast.expr) -> bool:
     """Return whether an expression is a learning-rate scheduler: by its name, or by what it was set to."""
     name = _last(node)
-    return "sched" in name.lower() or any(_makes_schedule(module, value) for value in _values(module, name))
+    return "sched" in name.lower() or any(makes_schedule(module, value) for value in _values(module, name))
 
 
 def made_in_epochs(module: SourceModule, node: ast.expr) -> ast.Call | None:
     """Return the call that makes a scheduler whose length counts epochs; None: it counts something else."""
     for value in _values(module, _last(node)):
-        if isinstance(value, ast.Call) and (found := _IN_EPOCHS.get(_last(value.func))) is not None:
-            name, position = found
+        if isinstance(value, ast.Call) and (length_of := _IN_EPOCHS.get(_last(value.func))) is not None:
+            name, position = length_of
             length = next((item.value for item in value.keywords if item.arg == name), None)
             if length is None and len(value.args) > position:
                 length = value.args[position]
@@ -53,26 +53,26 @@ def _steps_once(accelerator: ast.Call) -> bool:
 
 def _counts_one_process(module: SourceModule, made: ast.Call, prepares: list[ast.Call]) -> bool:
     """Return whether the length of a schedule counts the optimizer steps of this run."""
-    expressions = _traced(module, made)
+    expressions = traced(module, made)
     if any({"num_processes", "world_size"} & names_in(value) for value in expressions):
         return False
-    if lengths := [node for value in expressions for node in _lens(value)]:
+    if lengths := [node for value in expressions for node in lengths_in(value)]:
         return any(_prepared_before(module, length, prepare) for length in lengths for prepare in prepares)
     counted = {_last(argument) for argument in _arguments(made)} - {""}
     return bool(counted & _loop_bounds(module))
 
 
-def _traced(module: SourceModule, made: ast.Call) -> list[ast.expr]:
+def traced(module: SourceModule, made: ast.Call) -> list[ast.expr]:
     """Return the arguments of a call, and what they were set from: `total` from `per_epoch` from `len(loader)`."""
     expressions = _arguments(made)
     wanted = {name for argument in expressions for name in _names_outside_len(argument)}
     for _ in range(3):
         values = list(assignments(function_around(module, made)))
-        found = [
+        sources = [
             value for names, value in values if names & wanted and value.lineno < made.lineno and _is_number(value)
         ]
-        expressions += [value for value in found if value not in expressions]
-        wanted |= {name for value in found for name in _names_outside_len(value)}
+        expressions += [value for value in sources if value not in expressions]
+        wanted |= {name for value in sources for name in _names_outside_len(value)}
     return expressions
 
 
@@ -107,16 +107,25 @@ def _prepared_before(module: SourceModule, length: ast.Call, prepare: ast.Call) 
 
 def _made(module: SourceModule, argument: ast.expr) -> ast.Call | None:
     candidates = [argument, *_values(module, _last(argument))]
-    return next((value for value in candidates if isinstance(value, ast.Call) and _makes_schedule(module, value)), None)
+    return next((value for value in candidates if isinstance(value, ast.Call) and makes_schedule(module, value)), None)
 
 
-def _makes_schedule(module: SourceModule, value: ast.expr) -> bool:
+def makes_schedule(module: SourceModule, value: ast.expr) -> bool:
+    """Return whether an expression makes a learning-rate schedule."""
     if not isinstance(value, ast.Call):
         return False
     name = module.name_of(value.func)
+    own = functions_named(module, name) if name not in module.aliases.values() else []
+    if any(isinstance(node, ast.Return) and _is_schedule(module, node.value) for one in own for node in ast.walk(one)):
+        return True
     return (
         "lr_scheduler" in name or "schedule" in name.rpartition(".")[2].lower() or name.endswith(("LR", "LROnPlateau"))
     )
+
+
+def _is_schedule(module: SourceModule, value: ast.expr | None) -> bool:
+    name = module.name_of(value.func) if isinstance(value, ast.Call) else ""
+    return "lr_scheduler" in name or name.endswith(("LR", "LROnPlateau"))
 
 
 def _values(module: SourceModule, name: str) -> list[ast.expr]:
@@ -132,14 +141,14 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(item.value for item in call.keywords)]
 
 
-def _lens(value: ast.expr) -> list[ast.Call]:
+def lengths_in(value: ast.expr) -> list[ast.Call]:
     """Return the calls of `len` in an expression."""
     calls = [node for node in ast.walk(value) if isinstance(node, ast.Call) and node.args]
     return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "len"]
 
 
 def _names_outside_len(value: ast.expr) -> set[str]:
-    return names_in(value) - {name for call in _lens(value) for name in names_in(call)}
+    return names_in(value) - {name for call in lengths_in(value) for name in names_in(call)}
 
 
 def _last(node: ast.expr) -> str:

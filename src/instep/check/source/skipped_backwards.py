@@ -62,8 +62,8 @@ def _by_condition(module: SourceModule, node: ast.If) -> Iterator[Skip]:
     if is_updated and not local_metric(module, node.test):  # a norm of reduced gradients is the same on all ranks
         return
     condition = f"if {ast.unparse(node.test)}"
-    found = skips[0] if skips else next(call.node for call in [*passes, *updates] if call is not None)
-    where = found if function_around(module, found) is function_around(module, node) else node
+    skipped = skips[0] if skips else next(call.node for call in [*passes, *updates] if call is not None)
+    where = skipped if function_around(module, skipped) is function_around(module, node) else node
     yield Skip(where, condition, is_updated)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from instep.check.source.collective_calls import is_collective
 from instep.check.source.functions import Function, assignments, call_sites, calls_in, function_around, names_in
+from instep.check.source.global_counts import divides, global_counts
 from instep.check.source.module import Call, SourceModule
 
 _MEAN = re.compile(r"loss|acc(uracy)?$|acc_|mean|avg|average|metric|score|mse|mae|ppl|auc|f1", re.IGNORECASE)
@@ -61,6 +62,9 @@ def _is_reported_undivided(module: SourceModule, call: Call, name: str) -> bool:
     words = {name, *(word for source in sources for word in names_in(source))}
     derived = _derived(scope, {name})
     if _divided(module, scope, derived) or any(_sums_rows(source) for source in sources):
+        return False
+    counts = global_counts(module, scope) - derived
+    if any(divides(node, counts) for node in ast.walk(scope)):  # parts of a mean over all ranks
         return False
     if _is_mean(words) and _reported(module, scope, derived):
         return True

@@ -15,6 +15,7 @@ from instep.check.source.functions import (
     calls_in,
     function_around,
     functions_named,
+    is_imported,
     names_in,
 )
 from instep.check.source.module import Call, SourceModule
@@ -27,6 +28,12 @@ _METRICS = re.compile(
     r"|pearson_corrcoef|spearman_corrcoef|explained_variance(_score)?|v_measure_score|calibration_error)$"
 )
 """Functions whose value of all samples is not the mean of their values of parts."""
+_OWN = re.compile(
+    r"(^|_)(auc|auroc|roc|f1|f_?beta|median|perplexity|ppl|precision|recall|pearson|spearman|kendall|kappa|ndcg|mrr"
+    r"|r2|correlation|average_precision|mean_average_precision|map|bleu|rouge|iou|miou|ece)(_|$)",
+    re.IGNORECASE,
+)
+"""The same, written by the user."""
 _TIME = re.compile(r"time|duration|latency|elapsed|seconds", re.IGNORECASE)
 """Medians of times are no metrics of the samples."""
 _PERPLEXITY = re.compile(r"ppl|perplex", re.IGNORECASE)
@@ -51,16 +58,30 @@ class AveragedMetric:
 
 def averaged_metrics(module: SourceModule) -> Iterator[AveragedMetric]:
     """Yield the metrics of this rank's samples that become a mean over ranks."""
-    if not any(is_whole(call) or call.last == "exp" for call in module.calls):
+    if not any(is_metric_of_all(module, call) or call.last == "exp" for call in module.calls):
         return
     for call in module.calls:
         if _becomes_mean(module, call):
             values = [value for value in _values(call) if value is not None]
             metric = next(
-                (found for value in values if (found := _metric_of(module, value, call.node)) is not None), None
+                (computed for value in values if (computed := _metric_of(module, value, call.node)) is not None), None
             )
             if metric is not None:
                 yield AveragedMetric(call.node, metric)
+
+
+def named_means(module: SourceModule) -> Iterator[tuple[Call, str]]:
+    """Yield what Lightning logs as a mean over ranks although its name says that it is no mean, with the name."""
+    for call in module.calls_of("self.log"):
+        name, sync, value = call.argument("name", 0), call.argument("sync_dist"), call.argument("value", 1)
+        is_mean = isinstance(sync, ast.Constant) and sync.value is True and call.argument("reduce_fx") is None
+        if not is_mean or not isinstance(name, ast.Constant) or not _OWN.search(str(name.value)):
+            continue
+        scope = function_around(module, call.node)
+        calls = {inner.last for inner in calls_below(module, scope)}
+        is_object = isinstance(value, ast.Attribute)  # torchmetrics objects know how to combine their parts
+        if not is_object and not calls & (_GATHERS | _REDUCES | {"compute"}):
+            yield call, str(name.value)
 
 
 def _values(call: Call) -> list[ast.expr | None]:
@@ -102,14 +123,14 @@ def _metric_of(module: SourceModule, value: ast.expr, use: ast.AST, depth: int =
     if not depth:
         return None
     for call in calls_in(module, value):
-        if is_whole(call):
+        if is_metric_of_all(module, call):
             return call if not _is_gathered(module, call) else None
         if call.last in _GATHERS:
             return None
         for function in functions_named(module, call.last) if "." not in call.name or "self." in call.name else ():
             returned = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-            found = (_metric_of(module, part, part, depth - 1) for part in returned if part is not None)
-            if (metric := next((one for one in found if one is not None), None)) is not None:
+            metrics = (_metric_of(module, part, part, depth - 1) for part in returned if part is not None)
+            if (metric := next((one for one in metrics if one is not None), None)) is not None:
                 return metric
     return _metric_of_names(module, value, use, depth)
 
@@ -147,6 +168,24 @@ def is_whole(call: Call) -> bool:
     return (
         owner in _OWNERS or call.name.startswith(("metrics.", "np.")) or (call.last == "median" and not call.node.args)
     )
+
+
+def is_metric_of_all(module: SourceModule, call: Call) -> bool:
+    """Return whether a call is one of such a metric: of a library, or of a function of this file that computes one."""
+    if is_whole(call):
+        return True
+    own = [] if is_imported(module, call) or not _OWN.search(call.last) else functions_named(module, call.last)
+    brings_together = _GATHERS | _REDUCES
+    return bool(own) and not any(
+        inner.last in brings_together or _trains_or_evaluates(inner)
+        for one in own
+        for inner in calls_below(module, one)
+    )
+
+
+def _trains_or_evaluates(call: Call) -> bool:
+    """Return whether a function also trains or evaluates: it is no metric, whatever its name says."""
+    return call.last in ("backward", "eval", "no_grad", "state_dict")
 
 
 def _is_gathered(module: SourceModule, metric: Call) -> bool:

@@ -1,0 +1,179 @@
+"""Take fingerprints of what the user's variables hold: numbers, tensors, modules, generators, dicts of ids.
+
+Ranks: all. Nothing is called that the user wrote.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import sys
+import types
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+
+from instep.check.observe.generators import generator_state
+from instep.check.observe.samples import digest
+from instep.core.frames import is_users
+
+_MOST = 1500
+"""Paths that are looked at."""
+_MAX_DEPTH = 3
+_MAX_IDS = 512
+_MAX_ELEMENTS = 1 << 22
+"""Larger tensors are data, not state."""
+_MAX_PARAMETERS = 512
+_SKIPPED = (str, bytes, bool, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype)
+_OWN = 3
+"""References to the dict of a frame's variables: of the frame, of the function that looks, and of the call."""
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has."""
+
+
+@dataclass
+class LiveValues:
+    """Fingerprints by path, as LiveState has them."""
+
+    script: str
+    trained: set[int]
+    """Identities of the parameters that optimizers step: their modules are no copies."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    tensors: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
+    generators: dict[str, int] = field(default_factory=dict)
+    ids: dict[str, dict[str, int]] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+    _num_paths: int = 0
+
+    def add_frame(self, frame: types.FrameType) -> None:
+        """Look at the variables of a function, or of a file."""
+        scope = f"{frame.f_code.co_filename}|{frame.f_code.co_name}|"
+        for name, value in _variables(frame).items():
+            if not name.startswith("__"):
+                self._add(scope + name, value, _MAX_DEPTH)
+
+    def _add(self, path: str, value: Any, depth: int) -> None:
+        if value is None or isinstance(value, _SKIPPED) or self._num_paths >= _MOST:
+            return
+        if isinstance(value, numbers.Real):
+            self._num_paths += 1
+            self.numbers[path] = float(value)
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._num_paths += 1
+        if isinstance(value, torch.Tensor | numpy.ndarray):
+            self._add_tensor(path, value, self.tensors)
+        elif (state := generator_state(value)) is not None:
+            self.generators[path] = state
+        elif isinstance(value, torch.nn.Module):
+            self._add_module(path, value, depth)
+        elif isinstance(value, Mapping):
+            self._add_mapping(path, value, depth)
+        elif isinstance(value, list | tuple | deque):
+            self._add_sequence(path, value)
+        elif depth:
+            self._add_object(path, value, depth)
+
+    def _add_tensor(self, path: str, value: torch.Tensor | numpy.ndarray[Any, Any], into: dict[str, int]) -> None:
+        if isinstance(value, numpy.ndarray):
+            if value.dtype.kind == "f" and 0 < value.size <= _MAX_ELEMENTS:
+                into[path] = zlib.crc32(numpy.ascontiguousarray(value).tobytes())
+        elif value.numel() == 1 and not isinstance(value, DTensor) and not value.is_meta and not value.is_complex():
+            self.numbers[path] = float(value.detach())
+        elif _is_state(value):
+            into[path] = digest([value])
+
+    def _add_module(self, path: str, module: torch.nn.Module, depth: int) -> None:
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        self._seen.add(id(inner))
+        parameters = list(inner.parameters())
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            return
+        if parameters and not any(id(parameter) in self.trained for parameter in parameters):
+            self.weights[path] = digest(parameters[:_MAX_PARAMETERS])
+        for name, part in inner.named_modules():
+            if isinstance(part, _BatchNorm):
+                continue
+            prefix = ".".join(filter(None, (path, name)))
+            for key, buffer in part._buffers.items():
+                if buffer is not None and buffer.numel() <= _MAX_ELEMENTS and not isinstance(buffer, DTensor):
+                    self.buffers[f"{prefix}.{key}"] = digest([buffer])
+            for key, value in list(vars(part).items()) if self._is_users(part) else ():
+                if key in _OF_TORCH or isinstance(value, torch.nn.Module):
+                    continue
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    self._add_tensor(f"{prefix}.{key}", value, self.buffers)
+                elif depth:
+                    self._add(f"{prefix}.{key}", value, depth - 1)
+
+    def _add_mapping(self, path: str, value: Mapping[Any, Any], depth: int) -> None:
+        items = list(value.items())
+        if not items or len(items) > 4 * _MAX_IDS:
+            return
+        if 1 < len(items) <= _MAX_IDS and all(_is_id(key, entry) for key, entry in items):
+            self.ids[path] = {str(key): int(entry) for key, entry in items}
+        elif all(isinstance(entry, torch.Tensor) for _, entry in items):
+            # BatchNorm's statistics differ by rank wherever they are not synchronised: another rule's.
+            states = [entry for key, entry in items if _is_state(entry) and "running_" not in str(key)]
+            if states:
+                self.tensors[path] = digest(states[:_MAX_PARAMETERS])
+        elif depth and len(items) <= 64:
+            for key, entry in items:
+                self._add(f"{path}.{key}", entry, depth - 1)
+
+    def _add_sequence(self, path: str, value: list[Any] | tuple[Any, ...] | deque[Any]) -> None:
+        if not 1 < len(value) <= _MAX_IDS:
+            return
+        if all(isinstance(entry, str) for entry in value) and len(set(value)) == len(value):
+            self.ids[path] = {entry: index for index, entry in enumerate(value)}
+        elif all(isinstance(entry, torch.Tensor) and _is_state(entry) for entry in value):
+            self.tensors[path] = digest(value)
+
+    def _add_object(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, DataLoader | Subset):
+            self._add(f"{path}.dataset", value.dataset, depth)
+        elif self._is_users(value):
+            for key, entry in list(getattr(value, "__dict__", {}).items()):
+                self._add(f"{path}.{key}", entry, depth - 1)
+
+    def _is_users(self, value: Any) -> bool:
+        name = type(value).__module__
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return name == "__main__" or (isinstance(file, str) and (is_users(file) or file == self.script))
+
+
+def _variables(frame: types.FrameType) -> dict[str, Any]:
+    """Return the variables of a frame, which keeps none of them alive for it."""
+    variables = frame.f_locals
+    copied = dict(variables)
+    # Before Python 3.13 a function's frame keeps the dict, unless the script holds it by `locals()`: two references.
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict and sys.getrefcount(variables) <= _OWN:
+        variables.clear()
+    return copied
+
+
+def _is_state(tensor: torch.Tensor) -> bool:
+    return (
+        not isinstance(tensor, DTensor)
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and 0 < tensor.numel() <= _MAX_ELEMENTS
+    )
+
+
+def _is_id(key: Any, value: Any) -> bool:
+    return isinstance(key, str | int) and isinstance(value, int) and not isinstance(value, bool)
