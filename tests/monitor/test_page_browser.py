@@ -228,7 +228,11 @@ def test_it_follows_a_training_through_a_restart(tmp_path: Path, page_of: Open) 
             seen = [tile(page, "step")]
             wait_for(page, f"Number(document.querySelector(\"[data-tile='step']\").dataset.value) > {seen[0] + 30}", 60)
             os.kill(commands.pids_of(run_dir, 2)[1], signal.SIGKILL)
-            wait_for(page, "document.querySelector('#marks').textContent.includes('restart 1 of 3 after rank 1: killed (SIGKILL)')", 60)
+            wait_for(
+                page,
+                "document.querySelector('#marks').textContent.includes('restart 1 of 3 after rank 1: killed (SIGKILL)')",
+                60,
+            )
             _, err = training.communicate(timeout=120)
             assert training.returncode == 0, err
             wait_for(page, "document.querySelector(\"[data-tile='step']\").dataset.value === '1500'", 60)
