@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -34,7 +35,7 @@ class LiveStateObserver(Observer):
     def __init__(self, log: ObservationLog) -> None:
         super().__init__(log)
         self._trained: set[int] = set()
-        self._steps: dict[int, int] = {}
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """By optimizer; the first one's count."""
         self._has_evaluated = False
         self._numbers: dict[str, int] = {}
@@ -61,10 +62,10 @@ class LiveStateObserver(Observer):
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:
             return
-        if id(optimizer) not in self._steps:
+        if optimizer not in self._steps:
             self._trained.update(id(value) for group in optimizer.param_groups for value in group["params"])
-        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if id(optimizer) != next(iter(self._steps)):
+        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if optimizer is not next(iter(self._steps)):
             return
         if self._has_evaluated and self._numbers.get("evaluated", 0) < _MOST_EVALUATIONS:
             self._look("evaluated", sys._getframe(1))

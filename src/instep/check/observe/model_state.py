@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
 from instep.check.observe.callers import calling_package, trainer_around
+from instep.check.observe.object_numbers import ObjectNumbers
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import digest, shapes_digest
 from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, NormEntered, SeedChosen
@@ -31,7 +32,7 @@ class ModelStateObserver(Observer):
     def install(self) -> None:
         """Put the hooks in place."""
         self._pid = os.getpid()
-        self._optimizers: dict[int, int] = {}
+        self._optimizers = ObjectNumbers()
         self._sharded = 0
         self._norm: int | None = None
         self._entered: tuple[int, bool] | None = None
@@ -50,9 +51,9 @@ class ModelStateObserver(Observer):
             self._watch_sharding()
 
     def _first_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or self.log.is_quiet or id(optimizer) in self._optimizers:
+        if torch.compiler.is_compiling() or self.log.is_quiet or optimizer in self._optimizers:
             return
-        number = self._optimizers[id(optimizer)] = len(self._optimizers)
+        number = self._optimizers.of(optimizer)
         with self.log.unobserved():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

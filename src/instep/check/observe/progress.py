@@ -8,6 +8,7 @@ Ranks: all.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,11 +28,11 @@ class ProgressObserver(Observer):
     def __init__(self, log: ObservationLog, ending: Ending) -> None:
         super().__init__(log)
         self._ending = ending
-        self._begun: dict[int, int] = {}
+        self._begun: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
         """How often each loader has begun."""
-        self._loaders: dict[int, int] = {}
+        self._loaders: weakref.WeakKeyDictionary[Any, weakref.ref[DataLoader[Any]]] = weakref.WeakKeyDictionary()
         """The loader of each iterator."""
-        self._last = 0
+        self._last: weakref.ref[DataLoader[Any]] | None = None
         """The loader that gave the last batch."""
 
     def install(self) -> None:
@@ -43,14 +44,14 @@ class ProgressObserver(Observer):
 
     def _begin(self, original: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
         iterator = original(loader)
-        self._begun[id(loader)] = self._begun.get(id(loader), 0) + 1
-        self._loaders[id(iterator)] = id(loader)
+        self._begun[loader] = self._begun.get(loader, 0) + 1
+        self._loaders[iterator] = weakref.ref(loader)
         return iterator
 
     def _read(self, original: Callable[..., Any], iterator: Any) -> Any:
         batch = original(iterator)
         if torch.is_grad_enabled():
-            self._last = self._loaders.get(id(iterator), 0)
+            self._last = self._loaders.get(iterator)
         else:
             self._note_evaluation()
         return batch
@@ -67,7 +68,8 @@ class ProgressObserver(Observer):
     def _step(self, *_: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:
             return
-        epochs = self._begun.get(self._last, 0)
+        loader = self._last() if self._last is not None else None
+        epochs = self._begun.get(loader, 0) if loader is not None else 0
         if epochs > self._ending.epochs:
             self._ending.epochs = epochs
             self.log.write(TrainingEpochBegan, frame_depth=2, epoch=epochs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from instep.check.observe.callers import calling_package
+from instep.check.observe.object_numbers import ObjectNumbers
 from instep.check.observe.observer import Observer
 from instep.check.records.schedules import SchedulerStepped
 
@@ -25,8 +27,8 @@ class ScheduleObserver(Observer):
 
     def install(self) -> None:
         """Put the hooks in place."""
-        self._numbers: dict[int, int] = {}
-        self._updates: dict[int, int] = {}
+        self._numbers = ObjectNumbers()
+        self._updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._backwards = 0
         self._within = threading.local()
         for value in vars(lr_scheduler).values():
@@ -56,9 +58,9 @@ class ScheduleObserver(Observer):
         horizon = getattr(scheduler, "T_max", None)
         self.log.write(
             SchedulerStepped,
-            scheduler=self._numbers.setdefault(id(scheduler), len(self._numbers)),
+            scheduler=self._numbers.of(scheduler),
             type=type(scheduler).__name__,
-            updates=self._updates.get(id(getattr(scheduler, "optimizer", None)), 0),
+            updates=self._updates.get(scheduler.optimizer, 0) if hasattr(scheduler, "optimizer") else 0,
             backwards=self._backwards,
             metric=metric,
             position=int(getattr(scheduler, "last_epoch", 0)),
@@ -67,9 +69,9 @@ class ScheduleObserver(Observer):
         )
 
     def _scaled(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self._updates.get(id(optimizer), 0)
+        before = self._updates.get(optimizer, 0)
         result = step(scaler, optimizer, *args, **kwargs)
-        self._updates[id(optimizer)] = before + 1
+        self._updates[optimizer] = before + 1
         return result
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,4 +80,4 @@ class ScheduleObserver(Observer):
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not torch.compiler.is_compiling() and not self.log.is_quiet:
-            self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
+            self._updates[optimizer] = self._updates.get(optimizer, 0) + 1

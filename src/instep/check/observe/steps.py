@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from instep.check.observe.ending import Ending
 from instep.check.observe.log import ObservationLog
+from instep.check.observe.object_numbers import ObjectNumbers
 from instep.check.observe.observer import Observer
 from instep.check.records.run import OptimizerStepped
 
@@ -23,7 +24,7 @@ class StepObserver(Observer):
     def __init__(self, log: ObservationLog, ending: Ending) -> None:
         super().__init__(log)
         self._ending = ending
-        self._numbers: dict[int, int] = {}
+        self._numbers = ObjectNumbers()
         self._steps: list[int] = []
 
     def install(self) -> None:
@@ -33,7 +34,7 @@ class StepObserver(Observer):
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:  # a compiled step cannot run it
             return
-        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        number = self._numbers.of(optimizer)
         if number == len(self._steps):
             self._steps.append(0)
         self._steps[number] += 1
