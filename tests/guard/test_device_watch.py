@@ -145,6 +145,25 @@ def test_a_busy_device_is_behind_the_host(device: FakeDevice) -> None:
     assert taken.lag_s == pytest.approx(0.056, abs=0.005)
 
 
+def test_an_event_of_a_stream_that_is_behind_is_waited_for(device: FakeDevice) -> None:
+    made: list[FakeEvent] = []
+
+    def new_event() -> FakeEvent:
+        made.append(device.event())
+        return made[-1]
+
+    beating = Pulse(bytearray(64))
+    times = DeviceTimes(beating, new_event)
+    times.begin()
+    run_step(beating, device, 0.001, 0.001)
+    times.end_step()
+    device.host_s += 10.0
+    made[1].at_s = device.host_s + 1.0
+    assert times.take() is None
+    device.host_s += 2.0
+    assert times.take() is not None
+
+
 def test_a_device_that_waits_for_the_host_is_not_behind(device: FakeDevice) -> None:
     taken = timed(device, host_s=0.030, work_s=0.002)
     assert taken.phases[Phase.BACKWARD] == pytest.approx(0.030, abs=0.003)

@@ -68,8 +68,8 @@ class DeviceTimes:
             self._pending, self._pending_late_s = marks, self._late_s
 
     def take(self) -> DeviceTime | None:
-        """Return the step that was timed last; None: there is none, or the accelerator has not passed its end."""
-        if not self._pending or not self._pending[-1].event.query():
+        """Return the step that was timed last; None: there is none, or the accelerator has not passed all of it."""
+        if not self._pending or not all(mark.event.query() for mark in self._pending):  # of any stream
             return None
         marks, self._pending = self._pending, []
         device_s = [marks[0].event.elapsed_time(mark.event) / 1e3 for mark in marks]
