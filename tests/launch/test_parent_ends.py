@@ -34,6 +34,8 @@ COMMAND = (BIN / "instep", "run", "-n", "2", "--log-dir")
     [(COMMAND, signal.SIGKILL, -9, 2), (PROGRAM, signal.SIGINT, 130, 5), (COMMAND, signal.SIGTERM, 3, 5)],
 )
 def test_no_process_outlives_the_launcher(tmp_path, launching, number, code, within_s):
+    temporary = tmp_path / ("too-long-for-a-socket-" * 4) / tmp_path.name
+    temporary.mkdir(parents=True)
     command = [*launching, tmp_path / "logs", SCRIPTS / "long.py"]
     launcher = subprocess.Popen(
         command,
@@ -41,7 +43,7 @@ def test_no_process_outlives_the_launcher(tmp_path, launching, number, code, wit
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     try:
         seen = []
@@ -60,7 +62,7 @@ def test_no_process_outlives_the_launcher(tmp_path, launching, number, code, wit
         said = launcher.stdout.read()
         assert "Traceback" not in said
         assert ("ended by SIGTERM" in said) == (number == signal.SIGTERM)
-        assert list(tmp_path.glob("instep-*")) == []
+        assert list(temporary.glob("instep-*")) == []
     finally:
         launcher.kill()
         launcher.stdout.close()

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
@@ -34,6 +35,8 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that reach the forkserver with a Ctrl-C, or with a scheduler's signal to the whole job. It must neither print
 a traceback nor end before the workers: it ends when the last process that may ask it for a fork is gone."""
 
+_MAX_SOCKET_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""How many bytes TMPDIR may have, so that what multiprocessing appends is still the name of a Unix socket."""
 
 _spawn = util.spawnv_passfds
 
@@ -41,8 +44,23 @@ _spawn = util.spawnv_passfds
 def start_forkserver() -> None:
     """Start the forkserver as a new interpreter, which imports in the background, unless one is running."""
     _start_resource_tracker()
+    _shorten_socket_folder()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["instep.launch.warm"])
     forkserver.ensure_running()
+
+
+def _shorten_socket_folder() -> None:
+    """Let multiprocessing bind its sockets, and those of children, in /tmp if TMPDIR is too long for the name of one.
+
+    It chooses its folder once, and children inherit it; everything else stays in TMPDIR.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _MAX_SOCKET_FOLDER:
+        tempfile.tempdir = "/tmp"  # noqa: S108 - mkdtemp makes a folder in it, for this user alone
+        try:
+            util.get_temp_dir()
+        finally:
+            tempfile.tempdir = folder
 
 
 def _start_resource_tracker() -> None:
