@@ -1,13 +1,13 @@
 """Plant bottlenecks and see whether `instep explain` names them first; train healthy runs and see that it names none.
 
-python benchmarks/explain_campaign.py [--held-out] [--only NAME …] [--list] [--runs FOLDER] [--try]
+python benchmarks/explain_campaign.py [--held-out | --gpu] [--only NAME …] [--list] [--runs FOLDER] [--try]
 
 Each run is a short training of explain_task.py on 1 or 2 processes. A verdict is right when it names the planted cause
 (and the rank, where it was planted on one) before all others. Where the machine is busy with other work, the verdict
 says that first, rightly: the table has the share of the time for which the ranks waited for a core, and judges the
 causes after it. The rules were adjusted on PLANTS. --held-out trains the runs of HELD_OUT instead, on which no rule may
-be adjusted; one that a rule was changed for moves to PLANTS. With --try, the advice for TRIED is trained as `instep
-explain --try` does, and its gain is measured.
+be adjusted; one that a rule was changed for moves to PLANTS. --gpu trains those of ON_GPU. With --try, the advice for
+TRIED is trained as `instep explain --try` does, and its gain is measured.
 """
 
 import argparse
@@ -180,6 +180,30 @@ HELD_OUT = (
 )
 """What no rule was adjusted on."""
 
+BUSY = "width=256 depth=8 pixels=64 --batch-size 128"
+"""About 0.1 s of computing per step on a large GPU."""
+ON_GPU = (
+    Plant("dataset sleeps", "input", f"plant=sample_sleep seconds=0.004 {READS}"),
+    Plant("dataset computes, rank 1 of 2", "input", f"-n 2 plant=sample_work seconds=0.006 rank=1 {READS}", 1),
+    Plant("one reader for a slow disk", "input", "plant=sample_sleep seconds=0.006 --data-workers 1"),
+    Plant("waits for the GPU in the loss", "host", "net=mlp width=256 plant=loss_sync", None, 400),
+    Plant("Python in the loss", "host", "plant=loss_work seconds=0.1"),
+    Plant("a batch of 2 for a deep small net", "host", "net=mlp width=16 depth=60 --batch-size 2", None, 1500),
+    Plant("on_step sleeps", "host", f"{BUSY} plant=hook_sleep seconds=0.3", None, 40),
+    Plant("rank 1 of 2 sleeps in forward", "straggler", "-n 2 plant=loss_sleep seconds=0.1 rank=1", 1),
+    Plant("rank 0 of 2 computes longer", "straggler", "-n 2 plant=loss_work seconds=0.1 rank=0", 0),
+    Plant("a checkpoint every step", "checkpoint", "net=mlp width=4000 depth=4 --save-every 1", None, 20),
+    Plant("an evaluation every 5 steps", "evaluation", f"{BUSY} eval_samples=2048 --eval-every 5", None, 30),
+    Plant("metrics sleep", "evaluation", "plant=metric_sleep seconds=0.3 --eval-every 10", None, 100),
+    Plant("slow train_data()", "startup", "plant=slow_data seconds=20"),
+    Plant("compiled again for each shape", "startup", "plant=shapes --compile", None, 30),
+    Plant("much to send, gloo", "communication", "-n 2 net=mlp width=4000 depth=3 --batch-size 2", None, 30),
+    Plant("healthy: conv", "nothing", BUSY, None, 150),
+    Plant("healthy: conv, bf16", "nothing", f"{BUSY} --precision bf16", None, 250),
+    Plant("healthy: wide mlp, SGD", "nothing", "net=mlp width=12000 depth=6 sgd=true --batch-size 1024", None, 150),
+)
+"""On one GPU, which two ranks share."""
+
 TRIED = (
     "dataset sleeps",
     "dataset sleeps, 2 ranks",
@@ -200,9 +224,12 @@ def main():
     parser.add_argument("--runs", help="keep the runs here; those that are there already are only explained again")
     parser.add_argument("--try", dest="tries", action="store_true", help="also try the advice for some of them")
     parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--held-out", action="store_true", help="the runs of HELD_OUT instead")
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument("--held-out", action="store_true", help="the runs of HELD_OUT instead")
+    sets.add_argument("--gpu", action="store_true", help="the runs of ON_GPU instead")
     args = parser.parse_args()
-    plants = [plant for plant in (HELD_OUT if args.held_out else PLANTS) if not args.only or plant.name in args.only]
+    chosen = HELD_OUT if args.held_out else ON_GPU if args.gpu else PLANTS
+    plants = [plant for plant in chosen if not args.only or plant.name in args.only]
     if args.list:
         print("\n".join(plant.name for plant in plants))
         return
@@ -211,9 +238,10 @@ def main():
         rows = [judge(plant, runs) for plant in plants]
         trials = [try_advice(plant, runs) for plant in plants if args.tries and plant.name in TRIED]
     if not args.only:
-        flags = ["--held-out"] * args.held_out + ["--try"] * args.tries
+        flags = ["--held-out"] * args.held_out + ["--gpu"] * args.gpu + ["--try"] * args.tries
+        file = "explain_held_out" if args.held_out else "explain_gpu" if args.gpu else "explain"
         title, lines = "What `instep explain` says of planted bottlenecks", [*report(rows), *report_trials(trials)]
-        write_result("explain_campaign", title, lines, flags, "explain_held_out" if args.held_out else "explain")
+        write_result("explain_campaign", title, lines, flags, file)
 
 
 def folder_of(plant, folder):

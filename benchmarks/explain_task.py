@@ -118,6 +118,9 @@ class Planted(instep.Task):
         if self.is_planted("loss_work"):
             work(self.seconds)
         scores = model(x)
+        if self.is_planted("loss_sync"):
+            for _ in range(200):
+                float(scores.sum())  # the host waits for the accelerator each time
         if self.is_planted("backward_sleep"):
             scores = Slow.apply(scores, self.seconds)
         return F.cross_entropy(scores, y)

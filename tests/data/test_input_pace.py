@@ -212,6 +212,32 @@ def test_a_slow_dataset_is_read_ahead_by_itself(dataset: Any) -> None:
     assert took_s < 60 * 0.09, "a batch takes 0.1 s to read here"
 
 
+class SlowToOpen(Slow):
+    """Takes a while before its first sample, in each process."""
+
+    opened_by = -1
+
+    def __getitem__(self, index: int) -> Any:
+        if self.opened_by != os.getpid():
+            self.opened_by = os.getpid()
+            time.sleep(0.3)
+        return super().__getitem__(index)
+
+
+def test_readers_of_slow_batches_are_judged_once_they_have_started() -> None:
+    dataset, slow_batch = SlowToOpen(), Request(0, torch.arange(30))  # 0.6 s
+    _ = dataset[0]
+    source = Source(find_reader(dataset, None, 7), ReaderLimits(cores=8))
+    for number, batch in enumerate(source.read([slow_batch] * 45)):
+        assert os.getpid() in batch[1] or number > 0
+        time.sleep(0.05)
+    readers = [change.change.readers for change in source.changes]
+    source.close()
+    assert readers[0] >= 10
+    assert os.getpid() not in batch[1]
+    assert min(readers) >= 10, "their start was taken for what they take"
+
+
 class Watched(BatchDataset):
     """Says which thread reads."""
 

@@ -121,7 +121,7 @@ class Source:
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Yield a batch for each request, in order; requests may be taken ahead. One call at a time."""
         feed = _Feed(iter(requests))
-        measured = _Measured(skip=_FIRST_BATCHES)
+        measured = _Measured(self._pace.readers, skip=_FIRST_BATCHES)
         while feed.resume():
             begun = time.perf_counter()
             for timed in self._stream(feed):
@@ -134,7 +134,7 @@ class Source:
                 begun = now
                 if self._limits.fixed is None and not feed.paused and measured.is_enough:
                     feed.paused = self._decide(measured.window(), timed.batch)
-                    measured = _Measured(skip=READ_AHEAD * self._pace.readers + 1 if feed.paused else 0)
+                    measured = self._measure_next(feed)
                     if not feed.paused and self._reads_plainly:
                         yield from self._read_unmeasured(feed)
                         begun = time.perf_counter()
@@ -161,6 +161,15 @@ class Source:
         if change is not None:
             self._note(change)
         return change is not None
+
+    def _measure_next(self, feed: _Feed) -> _Measured:
+        """Return what measures from now on: after a change, without the old readers' batches and the new ones' first.
+
+        The first batches of new readers come all at once, after these have started.
+        """
+        readers = self._pace.readers
+        skip = feed.num_on_their_way + (readers + 1 if readers else 0) if feed.paused else 0
+        return _Measured(readers, skip)
 
     def _note(self, change: Change) -> None:
         self.changes.append(InputChange(change, self._window, self._pool_kind().describe(change.readers)))
@@ -286,6 +295,11 @@ class _Feed:
         """Note that the oldest request's batch is there."""
         self._on_their_way.popleft()
 
+    @property
+    def num_on_their_way(self) -> int:
+        """How many requests were taken whose batches are not there."""
+        return len(self._on_their_way)
+
     def take_back(self) -> None:
         """Yield the requests again whose batches are not there."""
         self.requests = itertools.chain(self._on_their_way, self.requests)
@@ -293,16 +307,21 @@ class _Feed:
 
 
 class _Measured:
-    """What batches took, the first few left out."""
+    """What batches took, the first few left out.
 
-    def __init__(self, skip: int) -> None:
-        self._skip = skip
+    Readers that start together deliver together, and then nothing for as long as they read: to count only some of that
+    is to count no waiting, or all of it. So as many batches as there are readers are the least that is measured.
+    """
+
+    def __init__(self, readers: int, skip: int) -> None:
+        """`readers` read ahead; 0: the training process reads, where slow batches are not left out."""
+        self._readers, self._skip = readers, skip
         self._num = 0
         self._sums = Window(0.0, 0.0, 0.0, 0.0)
 
     def add(self, timed: TimedBatch, wait_s: float, step_s: float) -> None:
         """Count a batch."""
-        if self._skip and timed.read_s < _WINDOW_S:
+        if self._skip and (self._readers or timed.read_s < _WINDOW_S):
             self._skip -= 1
             return
         self._num += 1
@@ -312,7 +331,7 @@ class _Measured:
     @property
     def is_enough(self) -> bool:
         read_s, _, wait_s, step_s = self._sums
-        if wait_s + step_s < _WINDOW_S:
+        if wait_s + step_s < _WINDOW_S or self._num < max(1, self._readers):
             return False
         return self._num >= _WINDOW_BATCHES or read_s > _WINDOW_S
 
