@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sysconfig
 import tarfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import instep
 from instep.core.errors import DataError
 from instep.data.sources import tar as module
 from instep.data.sources import tar_walk
@@ -250,3 +252,19 @@ def test_a_file_that_has_changed_is_left_to_python(tmp_path: Path) -> None:
     assert WALK.index(file, None) is None
     file.path.unlink()
     assert WALK.index(file, None) is None
+
+
+@needs_walk
+def test_several_threads_index_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, plain = threading.Barrier(2), module.Tar.index_file
+
+    def index_file(self: module.Tar, file: Any) -> FileIndex:
+        together.wait(timeout=20)
+        return plain(self, file)
+
+    monkeypatch.setattr(module.Tar, "index_file", index_file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1})
+    for number in range(4):
+        (tmp_path / f"{number}.tar").write_bytes(archive([(f"{number}.jpg", 10)], FORMATS[0]))
+    dataset = instep.data.tar(tmp_path, cache=tmp_path / "cache")
+    assert [dataset[number]["__key__"] for number in range(4)] == ["0", "1", "2", "3"]

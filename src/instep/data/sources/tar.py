@@ -69,6 +69,11 @@ class Tar(SourceFormat):
         """What the index depends on besides the files."""
         return {"version": _INDEX_VERSION, "members": None if self._members is None else sorted(self._members)}
 
+    @property
+    def indexes_in_parallel(self) -> bool:
+        """Whether headers are walked through in C."""
+        return find_walk() is not None
+
     def index_file(self, file: SourceFile) -> FileIndex:
         """Return where the blocks are; reads the headers, and with them small members ([Note: Every byte once])."""
         walk = find_walk()
