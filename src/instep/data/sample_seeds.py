@@ -68,8 +68,12 @@ class SampleSeeds:
             return read(lambda row: seed_sample(self._seed, epoch, numbers[row]))
         parked = self._park(epoch)
         seeds, seed_torch = _torch_seeds(self._seed, epoch, numbers), torch.default_generator.manual_seed
+
+        def begin_row(row: int) -> None:
+            seed_torch(seeds[row])
+
         try:
-            batch = read(lambda row: seed_torch(seeds[row]))
+            batch = read(begin_row)
         except Exception:
             if not _have_drawn(parked):
                 raise
