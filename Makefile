@@ -17,11 +17,11 @@ PIP = $(BIN)/pip install -q --disable-pip-version-check --no-compile
 	$(PIP) 'torch>=2.11,<2.14'
 	touch $@
 
-.venv/installed: .venv/torch pyproject.toml src/instep/world/lane/engine.c src/instep/world/float_codec.c
+.venv/installed: .venv/torch pyproject.toml src/instep/world/lane/engine.c src/instep/world/float_codec.c src/instep/data/sources/tar_walk.c
 	$(PIP) -e '.[examples]'
 	touch $@
 
-.venv/installed-dev: .venv/torch pyproject.toml src/instep/world/lane/engine.c src/instep/world/float_codec.c
+.venv/installed-dev: .venv/torch pyproject.toml src/instep/world/lane/engine.c src/instep/world/float_codec.c src/instep/data/sources/tar_walk.c
 	$(PIP) -e '.[examples,dev]'
 	touch $@
 
@@ -65,7 +65,7 @@ test-all: .venv/installed-all ready ## the long campaigns too
 	$(PYTEST) -m 'not gpu'
 
 # The peers have an environment of their own: what they pull in is nobody else's business.
-.venv-bench/installed: pyproject.toml benchmarks/requirements.txt src/instep/world/lane/engine.c src/instep/world/float_codec.c
+.venv-bench/installed: pyproject.toml benchmarks/requirements.txt src/instep/world/lane/engine.c src/instep/world/float_codec.c src/instep/data/sources/tar_walk.c
 	test -x .venv-bench/bin/python || $(PY) -m venv .venv-bench
 	.venv-bench/bin/pip install -q --disable-pip-version-check --no-compile 'torch>=2.11,<2.14'
 	.venv-bench/bin/pip install -q --disable-pip-version-check --no-compile -e '.[examples]' -r benchmarks/requirements.txt

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.data.sample_seeds import SampleSeeds, generators_kept, seed_sample
+from instep.data.global_generators import generators_kept
+from instep.data.sample_seeds import SampleSeeds, seed_sample
 from loading import Squares, load
 
 DRAWS: list[Callable[[], float]] = [
@@ -78,6 +79,26 @@ def test_the_seeds_of_a_batch_cost_little_if_nothing_draws(monkeypatch: pytest.M
     monkeypatch.setattr(np.random, "seed", calls.append)
     load(Counting(range(0)), 0, 5)
     assert len(calls) == 5 + 4, "5 samples of the first batch, then once a batch"
+
+
+def test_what_is_drawn_and_put_back_is_that_of_the_epoch() -> None:
+    """Such a sample cannot be seen to draw; but what it draws depends on nothing that happened before."""
+    seeds, seen = SampleSeeds(1), set[tuple[float, float]]()
+
+    def read(begin_row: Callable[[int], None]) -> None:
+        for row in range(3):
+            begin_row(row)
+            states = random.getstate(), np.random.get_state()
+            seen.add((random.random(), np.random.randn()))
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    with generators_kept():
+        seeds.read(0, [0, 1, 2], lambda begin: [begin(row) for row in range(3)])
+        for first in range(3, 12, 3):
+            random.random(), np.random.randn()
+            seeds.read(0, [first, first + 1, first + 2], read)
+    assert len(seen) == 1
 
 
 def test_who_only_looks_at_torchs_seed_sees_that_of_the_sample() -> None:

@@ -11,35 +11,44 @@ as torch's worker processes do: the rounding of a sum may depend on the number o
 
 To seed the generators of Python and NumPy takes as long as to read a small file, and most datasets draw from torch's
 only, or from none. So while nothing draws from those two, they are set once for a batch, to what follows from (seed,
-epoch), and looked at afterwards. If they were drawn from, the batch is read again with all generators seeded before
-each sample, and so is every batch from then on. A process reads its first batch with all of them seeded, and looks
-after some of its samples: most of the time that tells, and nothing has to be read twice. (What looks at the state of
-one of the two without drawing, or puts it back, sees that of the epoch, at any world size.)
+epoch), and looked at afterwards: at the numbers of NumPy's, and at what Python's would draw next, which is known and
+would be something else after any draw. If they were drawn from, the batch is read again with all generators seeded
+before each sample, and so is every batch from then on. A process reads its first batch with all of them seeded, and
+looks after some of its samples: most of the time that tells, and nothing has to be read twice. (What looks at the state
+of one of the two without drawing, or puts it back, sees that of the epoch, at any world size.)
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator
+
+from instep.data.global_generators import numpy_numbers
 
 T = TypeVar("T")
 BeginRow = Callable[[int], None]
 _NO_SAMPLE = -1
 _FIRST_8 = struct.Struct("<Q8x")
-_MT19937_BYTES = 624 * 4 + 4
-"""Its numbers, and the place among them. (The second of two normal numbers is kept elsewhere: seeding drops it.)"""
+_NEXT_BITS = 128
+"""Of Python's generator, to see whether it has been drawn from."""
 _LOOKED_AT = 16
 """Samples after which a process looks whether they have drawn."""
+
+
+class _Parked(NamedTuple):
+    """What Python's and NumPy's generators are in an epoch while nothing is drawn from them."""
+
+    epoch: int
+    numpy_numbers: Any
+    next_bits: int
+    """What Python's draws next."""
 
 
 class SampleSeeds:
@@ -49,8 +58,7 @@ class SampleSeeds:
         self._seed = seed
         self._seeds_all: bool | None = None
         """Whether Python's and NumPy's generators are seeded, too; None before the first sample was read."""
-        self._parked: tuple[int, Any] | None = None
-        """An epoch, and the states of these two while nothing is drawn from them."""
+        self._parked: _Parked | None = None
 
     def read(self, epoch: int, numbers: list[int], read: Callable[[BeginRow], T]) -> T:
         """Return `read(begin_row)`, which calls `begin_row(i)` before row i draws; `numbers[i]` is the row's sample."""
@@ -59,14 +67,18 @@ class SampleSeeds:
         if self._seeds_all:
             return read(lambda row: seed_sample(self._seed, epoch, numbers[row]))
         parked = self._park(epoch)
+        seeds, seed_torch = _torch_seeds(self._seed, epoch, numbers), torch.default_generator.manual_seed
+
+        def begin_row(row: int) -> None:
+            seed_torch(seeds[row])
+
         try:
-            begun = _begun_digest(self._seed, epoch)
-            batch = read(lambda row: _seed_torch(_digest(begun, numbers[row])))
+            batch = read(begin_row)
         except Exception:
-            if _states() == parked:
+            if not _have_drawn(parked):
                 raise
         else:
-            if _states() == parked:
+            if not _have_drawn(parked):
                 return batch
         self._seeds_all = True
         return self.read(epoch, numbers, read)
@@ -92,12 +104,14 @@ class SampleSeeds:
         look()
         return batch
 
-    def _park(self, epoch: int) -> Any:
-        """Set Python's and NumPy's generators to the states of an epoch, and return these."""
+    def _park(self, epoch: int) -> _Parked:
+        """Set Python's and NumPy's generators to the states of an epoch, and return what shows whether they draw."""
         seed_sample(self._seed, epoch, _NO_SAMPLE)
-        if self._parked is None or self._parked[0] != epoch:
-            self._parked = epoch, _states()
-        return self._parked[1]
+        if self._parked is None or self._parked.epoch != epoch:
+            state = random.getstate()
+            self._parked = _Parked(epoch, numpy_numbers(), random.getrandbits(_NEXT_BITS))
+            random.setstate(state)
+        return self._parked
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
@@ -120,32 +134,25 @@ def _digest(begun: hashlib.blake2b, index: int) -> bytes:
     return own.digest()
 
 
+def _torch_seeds(seed: int, epoch: int, numbers: list[int]) -> list[int]:
+    """Return what torch's generator is seeded with before each of these samples."""
+    begun = _begun_digest(seed, epoch)
+    digests = b"".join([_digest(begun, number) for number in numbers])
+    return np.frombuffer(digests, "<u8")[::2].tolist()  # type: ignore[no-any-return]
+
+
 def _seed_torch(digest: bytes) -> None:
     torch.default_generator.manual_seed(_FIRST_8.unpack(digest)[0])
 
 
+def _have_drawn(parked: _Parked) -> bool:
+    """Return whether Python's or NumPy's generator was drawn from, since they were set; draws from Python's."""
+    return numpy_numbers() != parked.numpy_numbers or random.getrandbits(_NEXT_BITS) != parked.next_bits
+
+
 def _states() -> tuple[Any, ...]:
     """Return what changes when somebody draws from Python's or NumPy's generators, after they were seeded."""
-    return _numpy_state(), random.getstate()
-
-
-def _numpy_state() -> Any:
-    generator = get_bit_generator()
-    if type(generator) is np.random.MT19937:  # get_state copies its 624 numbers one by one
-        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    return repr(generator.state)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the global generators on exit."""
-    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+    return numpy_numbers(), random.getstate()
 
 
 def fingerprint() -> tuple[Any, ...]:

@@ -18,17 +18,17 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from instep.data.global_generators import restore_generators, save_generators
 from instep.data.input_pace import Change, InputPace, Limits, Window
 from instep.data.pools import READ_AHEAD, Pool, ProcessPool, ThreadPool, TimedBatch, read_timed
 from instep.data.readers import Reader, Request
-from instep.data.sample_seeds import generators_kept
 from instep.world.shared_memory import SHARED_MEMORY
 from instep.world.tensors import nested_tensors
 
@@ -254,12 +254,13 @@ class Source:
             if self._reads_plainly:
                 yield read_timed(self._reader, request)
                 continue
-            with ExitStack() as kept:
-                if self._reader.draws is not False:
-                    kept.enter_context(generators_kept())
-                if not self._reader.is_thread_safe:
-                    kept.enter_context(one_thread())
-                timed = read_timed(self._reader, request)
+            state = None if self._reader.draws is False else save_generators()
+            try:
+                with one_thread() if not self._reader.is_thread_safe else nullcontext():
+                    timed = read_timed(self._reader, request)
+            finally:
+                if state is not None:
+                    restore_generators(state)
             yield timed
 
 

@@ -17,10 +17,10 @@ from torch.utils.data import default_collate
 from instep.core.errors import DataError, SpecError
 from instep.data.batch_plan import BatchSpec
 from instep.data.chunks import Chunks
+from instep.data.global_generators import generators_kept
 from instep.data.loader import GlobalBatch, Loader, LoadOptions, Part, to_device
 from instep.data.order import Indices
 from instep.data.readers import Request
-from instep.data.sample_seeds import generators_kept
 from instep.data.source import one_thread
 from instep.data.stream import Place, StreamEpoch, check_stream, stream_length
 from instep.data.stream_reader import StreamBatch, StreamReader, collate_elements

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import instep.data
 from instep.data.sources.format import Block, FileIndex
@@ -66,6 +68,28 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, indexed: list[str], capl
     assert "is damaged" in caplog.text
     instep.data.parquet(folder, cache=tmp_path)
     assert len(indexed) == 2
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(), st.lists(st.tuples(*[st.integers(0, 2**62)] * 3), max_size=4), st.none() | st.text()),
+        max_size=5,
+    )
+)
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, files: list[tuple[str, list[tuple[int, int, int]], str | None]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "written.index"
+    entries = [
+        IndexEntry(url, 3, "v", FileIndex([Block(n, *block, meta) for n, block in enumerate(blocks)], {"a": meta}))
+        for url, blocks, meta in files
+    ]
+    write_entries(path, entries)
+    read = read_entries(path)
+    assert [entry[:3] for entry in read] == [entry[:3] for entry in entries]
+    for actual, expected in zip(read, entries, strict=True):
+        assert actual.content.schema == expected.content.schema
+        assert list(actual.content.blocks) == list(expected.content.blocks)
 
 
 def test_beside_the_data(tmp_path: Path, indexed: list[str]) -> None:

@@ -87,6 +87,22 @@ def test_the_samples_of_webdataset(
     assert_rows(instep.data.tar(path, cache=folder), expected)
 
 
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_every_kind_of_regular_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes, is_compiled: bool
+) -> None:
+    """Old archives have a zero for the kind of a regular file."""
+    if not is_compiled:
+        monkeypatch.setattr(module, "find_walk", lambda: None)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("a.jpg", "b.jpg"):
+            info = tarfile.TarInfo(name)
+            info.type, info.size = kind, 3
+            archive.addfile(info, io.BytesIO(b"jpg"))
+    assert_rows(instep.data.tar(tmp_path / "a.tar", cache=tmp_path), webdataset_samples(tmp_path / "a.tar"))
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_what_is_decoded(tmp_path: Path, fmt: int) -> None:
     array = io.BytesIO()

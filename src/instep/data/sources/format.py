@@ -76,6 +76,11 @@ class SourceFormat(ABC):
         """What the index depends on besides the files: plain JSON values."""
         return None
 
+    @property
+    def indexes_in_parallel(self) -> bool:
+        """Whether `index_file` of a file of this machine leaves other threads running for most of its time."""
+        return False
+
     @abstractmethod
     def index_file(self, file: SourceFile) -> FileIndex:
         """Return the blocks of a file, having read as little of it as possible."""

@@ -33,6 +33,8 @@ from instep.data.sources.source_file import SourceFile
 _GROUP_FILES = 64
 _THREADS = 16
 """That index files that lie elsewhere: each waits for its storage most of the time."""
+_LOCAL_THREADS = 4
+"""That index files of this machine, at most, if the format lets them: other ranks do the same."""
 _SAY_AFTER_S = 2.0
 _log = logging.getLogger("instep.data")
 
@@ -89,12 +91,17 @@ def _build(files: list[SourceFile], fmt: SourceFormat, whole: Path, stem: str, s
 
     first = os.getpid() % len(groups)  # ranks that come at the same time begin at different groups
     numbers = [*range(first, len(groups)), *range(first)]
-    num_threads = 1 if files[0].path is not None else min(_THREADS, len(groups))
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="index") as threads:
+    with ThreadPoolExecutor(min(_num_threads(files[0], fmt), len(groups)), thread_name_prefix="index") as threads:
         list(threads.map(lambda number: build(number, wait=False), numbers))
         # What others were at is there by now, or they are gone.
         list(threads.map(lambda number: build(number, wait=True), [each for each in numbers if each not in done]))
     return [entry for number in range(len(groups)) for entry in done[number]]
+
+
+def _num_threads(file: SourceFile, fmt: SourceFormat) -> int:
+    if file.path is None:
+        return _THREADS
+    return min(_LOCAL_THREADS, len(os.sched_getaffinity(0))) if fmt.indexes_in_parallel else 1
 
 
 def _build_part(files: list[SourceFile], part: Path, fmt: SourceFormat, whole: Path, stamp: Any) -> list[IndexEntry]:

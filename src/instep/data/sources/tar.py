@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -15,9 +15,13 @@ from instep.data.sources.block_dataset import BlockDataset, SourceOptions
 from instep.data.sources.format import Block, FileIndex, SourceFormat
 from instep.data.sources.sample_rows import SampleRows, is_too_large
 from instep.data.sources.scan import Scan
-from instep.data.sources.source_file import SourceFile
+from instep.data.sources.source_file import LocalFile, SourceFile
 from instep.data.sources.storage import Urls
-from instep.data.sources.tar_headers import Member, members, padded
+from instep.data.sources.tar_headers import Member, Sample, members
+from instep.data.sources.tar_walk import find_walk
+
+_INDEX_VERSION = 2
+"""Of what is found in an archive: 1 left out regular files of the kinds 7 and zero."""
 
 # Both as in WebDataset: what stands before the first dot of the file's name is the key, the rest the extension.
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -63,10 +67,20 @@ class Tar(SourceFormat):
     @property
     def options(self) -> Any:
         """What the index depends on besides the files."""
-        return None if self._members is None else sorted(self._members)
+        return {"version": _INDEX_VERSION, "members": None if self._members is None else sorted(self._members)}
+
+    @property
+    def indexes_in_parallel(self) -> bool:
+        """Whether headers are walked through in C."""
+        return find_walk() is not None
 
     def index_file(self, file: SourceFile) -> FileIndex:
         """Return where the blocks are; reads the headers, and with them small members ([Note: Every byte once])."""
+        walk = find_walk()
+        if walk is not None and isinstance(file, LocalFile):
+            plain = walk.index(file, self._members)
+            if plain is not None:
+                return FileIndex(plain.blocks, _schema(plain.extensions))
         scan = Scan(file)
         blocks: list[Block] = []
 
@@ -85,41 +99,33 @@ class Tar(SourceFormat):
             num_rows, end = num_rows + 1, sample.end
         if num_rows:
             add_block()
-        return FileIndex(blocks, schema={name: kind_of(name) for name in sorted(required or ())})
+        return FileIndex(blocks, _schema(required or ()))
 
     def read_block(self, file: SourceFile, block: Block) -> SampleRows:
         """Return the samples of a block, which are decoded when they are asked for."""
-        start, data = block.start, memoryview(file.read(block.start, block.num_bytes))
-        in_block = members(
-            lambda place, size: bytes(data[place - start : place - start + size]),
-            start,
-            start + len(data),
-            is_whole=False,
-        )
-        samples = list(_samples(in_block))
+        data, walk = memoryview(file.read(block.start, block.num_bytes)), find_walk()
+        plain = None if walk is None else walk.samples(block.start, data)
+        samples = _samples_of_block(block.start, data) if plain is None else plain
         if len(samples) != block.num_rows:
             raise ValueError(f"it holds {len(samples)} samples, and the index says {block.num_rows}")
-        return _TarRows(start, data, samples, self._members)
+        return _TarRows(block.start, data, samples, self._members)
 
 
-class _Sample(NamedTuple):
-    key: str
-    members: dict[str, Member]
+def _schema(extensions: Iterable[str]) -> dict[str, str]:
+    return {name: kind_of(name) for name in sorted(extensions)}
 
-    @property
-    def start(self) -> int:
-        return next(iter(self.members.values())).start
 
-    @property
-    def end(self) -> int:
-        last = next(reversed(self.members.values()))
-        return last.data_start + padded(last.num_bytes)
+def _samples_of_block(start: int, data: memoryview) -> list[Sample]:
+    in_block = members(
+        lambda place, size: bytes(data[place - start : place - start + size]), start, start + len(data), is_whole=False
+    )
+    return list(_samples(in_block))
 
 
 class _TarRows(SampleRows):
     """The samples of a block."""
 
-    def __init__(self, start: int, data: memoryview, samples: list[_Sample], wanted: frozenset[str] | None) -> None:
+    def __init__(self, start: int, data: memoryview, samples: Sequence[Sample], wanted: frozenset[str] | None) -> None:
         super().__init__(len(data))
         self._start, self._data, self._samples, self._wanted = start, data, samples, wanted
 
@@ -144,7 +150,7 @@ class _TarRows(SampleRows):
             raise ValueError(f"the member {member.name!r} is no {extension}: {error}") from error
 
 
-def _samples(members: Iterable[Member]) -> Iterator[_Sample]:
+def _samples(members: Iterable[Member]) -> Iterator[Sample]:
     """Group consecutive members that share a key."""
     key, grouped = "", dict[str, Member]()
     for member in members:
@@ -152,17 +158,17 @@ def _samples(members: Iterable[Member]) -> Iterator[_Sample]:
         if match is None:
             continue
         if grouped and match[1] != key:
-            yield _Sample(key, grouped)
+            yield Sample(key, grouped)
             grouped = {}
         key, extension = match[1], match[2].lower()
         if extension in grouped:
             raise ValueError(f"the sample {key!r} has two members with the extension {extension!r}")
         grouped[extension] = member
     if grouped:
-        yield _Sample(key, grouped)
+        yield Sample(key, grouped)
 
 
-def _check_members(url: str, sample: _Sample, required: frozenset[str], exact: bool) -> None:
+def _check_members(url: str, sample: Sample, required: frozenset[str], exact: bool) -> None:
     if sample.members.keys() == required:
         return
     names = frozenset(sample.members)

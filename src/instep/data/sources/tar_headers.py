@@ -11,7 +11,8 @@ from zlib import adler32
 
 RECORD = 512
 _ZEROS = bytes(RECORD)
-_REGULAR = b"0\07"
+_REGULAR = b"0\x007"
+"""Files; old archives have zero for 0, and 7 was once a file in one piece."""
 _WITHOUT_DATA = b"123456"
 """Links, devices, folders: their size says nothing about what follows."""
 _EXTENDED = b"LKxg"
@@ -33,6 +34,24 @@ class Member(NamedTuple):
     """Of its first header."""
     data_start: int
     num_bytes: int
+
+
+class Sample(NamedTuple):
+    """Consecutive members with one key, by their extensions."""
+
+    key: str
+    members: dict[str, Member]
+
+    @property
+    def start(self) -> int:
+        """Where its first header is."""
+        return next(iter(self.members.values())).start
+
+    @property
+    def end(self) -> int:
+        """Where its last member ends."""
+        last = next(reversed(self.members.values()))
+        return last.data_start + padded(last.num_bytes)
 
 
 def members(read: Read, start: int, end: int, is_whole: bool) -> Iterator[Member]:
