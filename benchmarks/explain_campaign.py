@@ -183,8 +183,10 @@ HELD_OUT = (
 BUSY = "width=256 depth=8 pixels=64 --batch-size 128"
 """About 0.1 s of computing per step on a large GPU."""
 ON_GPU = (
-    Plant("dataset sleeps", "input", f"plant=sample_sleep seconds=0.004 {READS}"),
-    Plant("dataset computes, rank 1 of 2", "input", f"-n 2 plant=sample_work seconds=0.006 rank=1 {READS}", 1),
+    Plant("dataset sleeps", "input", f"plant=sample_sleep seconds=0.004 {READS} --no-compile"),
+    Plant(
+        "dataset computes, rank 1 of 2", "input", f"-n 2 plant=sample_work seconds=0.006 rank=1 {READS} --no-compile", 1
+    ),
     Plant("one reader for a slow disk", "input", "plant=sample_sleep seconds=0.006 --data-workers 1"),
     Plant("waits for the GPU in the loss", "host", "net=mlp width=256 plant=loss_sync", None, 400),
     Plant("Python in the loss", "host", "plant=loss_work seconds=0.1"),

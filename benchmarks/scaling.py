@@ -57,6 +57,8 @@ def summary(kind, batch, times):
     rows = []
     for way in WAYS:
         efficiencies = sorted(ratios(times, "1 process", way))
+        if not efficiencies:
+            sys.exit(f"{kind}, batch of {batch}, {way}: no turn held a whole step: give a longer --turn")
         efficiency = statistics.median(efficiencies)
         low, high = efficiencies[len(efficiencies) // 4], efficiencies[-1 - len(efficiencies) // 4]
         verdict = f">= {GOAL}: {'reached' if efficiency >= GOAL else 'missed'}" if way == "2, shared memory" else ""

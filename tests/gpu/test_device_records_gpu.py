@@ -33,6 +33,9 @@ class Wide(Small):
         x, y = batch
         return F.cross_entropy(model(x.float().repeat(64, 1)), y.repeat(64))
 
+    def eval_data(self) -> None:
+        return None
+
 
 class Waiting(Wide):
     """The device waits for the host."""
@@ -67,7 +70,7 @@ def test_a_busy_device_sets_the_pace_and_its_sensors_are_read(tmp_path: Path) ->
     for record in timed:
         step_s = record["seconds"] / record["num_steps"]
         on_device = record["device_phases"]
-        assert sum(on_device.values()) == pytest.approx(step_s, rel=0.15)
+        assert sum(on_device.values()) == pytest.approx(step_s, rel=0.25)
         assert on_device["backward"] > 1.3 * on_device["forward"] > 0
         assert record["device_lag_s"] > 0.3 * step_s
         assert record["device_peak_bytes"] >= record["device_bytes"] > 10 * 8000**2 * 4
