@@ -92,3 +92,28 @@ def test_an_error_is_in_the_events(tmp_path: Path) -> None:
     assert done.returncode == 1
     end = read_events(tmp_path / "logs")[-1]
     assert (end["status"], end["error"]) == ("failed", "KeyError: 'gone'")
+
+
+RESTARTED = """
+import os
+import sys
+import torch
+
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+for _ in range(3):
+    optimizer.step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(5)
+"""
+
+
+def test_the_reason_of_a_restart_is_in_the_events(tmp_path: Path) -> None:
+    (path := tmp_path / "restarted.py").write_text(RESTARTED)
+    done = run("instep", "run", "-n", "1", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs"), str(path))
+    assert done.returncode == 0, done.stderr
+    events = read_events(tmp_path / "logs")
+    assert [event["event"] for event in events if event["event"] in ("start", "end", "restart")] == (
+        ["start", "end", "restart", "start", "end"]
+    )
+    [restart] = [event for event in events if event["event"] == "restart"]
+    assert restart["reason"] == "restart 1 of 1 after rank 0: sys.exit(5)"

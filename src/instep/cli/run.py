@@ -5,6 +5,8 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
 
         return run_on_hosts(script, arguments or [], module, log_dir, spec)
     fork_forkserver()
+    from instep.events.write import log_restart
     from instep.launch.launcher import LaunchJob, launch
     from instep.launch.logs import LogPlan
     from instep.launch.membership.node_info import JobRequest
@@ -53,8 +56,11 @@ def run(script: str, arguments: list[str] | None, module: bool, log_dir: str | N
         request = JobRequest(code=() if module else (script,))
         profile = ScriptProfile.of(spec)
         args = (script, arguments or [], module, log_dir and os.path.abspath(log_dir), profile)
+        job = LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request)
+        if log_dir:
+            job = replace(job, on_restart=partial(log_restart, Path(log_dir)))
         try:
-            launch(LaunchJob(run_script, args, spec, logs, stdout=sys.stdout, stderr=sys.stderr, request=request))
+            launch(job)
         finally:
             if profile is not None and log_dir is not None:
                 say("\n".join(profile.report(log_dir)))
