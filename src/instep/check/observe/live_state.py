@@ -90,6 +90,8 @@ class LiveStateObserver(Observer):
                 if self.log.is_users(frame):
                     attempt(lambda taken=frame: values.add_frame(taken))  # type: ignore[misc]
                 frame = frame.f_back
+            for index, optimizer in enumerate(list(self._steps)):
+                values.add_optimizer(index, optimizer)
         self.log.write_at(
             ("", 0),
             LiveState,
@@ -101,6 +103,9 @@ class LiveStateObserver(Observer):
             weights=values.weights,
             generators=values.generators,
             ids=values.ids,
+            orders=values.orders,
+            layers=values.layers,
+            settings=values.settings,
         )
         if time.perf_counter() - began_s > _SLOW_S:
             self._left = min(self._left, 2)

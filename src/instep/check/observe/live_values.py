@@ -1,10 +1,11 @@
-"""Take fingerprints of what the user's variables hold: numbers, tensors, modules, generators, dicts of ids.
+"""Take fingerprints of what the user's variables hold: numbers, tensors, modules, generators, orders, dicts of ids.
 
 Ranks: all. Nothing is called that the user wrote.
 """
 
 from __future__ import annotations
 
+import array
 import inspect
 import numbers
 import sys
@@ -30,6 +31,8 @@ _MOST = 1500
 """Paths that are looked at."""
 _MAX_DEPTH = 3
 _MAX_IDS = 512
+_MAX_ORDER = 1 << 20
+_MAX_LAYERS = 256
 _MAX_ELEMENTS = 1 << 22
 """Larger tensors are data, not state."""
 _MAX_PARAMETERS = 512
@@ -38,6 +41,8 @@ _OWN = 3
 """References to the dict of a frame's variables: of the frame, of the function that looks, and of the call."""
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has."""
+_FRAMEWORKS = ("accelerate", "datasets", "instep", "lightning", "numpy", "pytorch_lightning", "torch", "transformers")
+"""Packages whose objects hold much that is of this rank alone."""
 
 
 @dataclass
@@ -53,6 +58,9 @@ class LiveValues:
     weights: dict[str, int] = field(default_factory=dict)
     generators: dict[str, int] = field(default_factory=dict)
     ids: dict[str, dict[str, int]] = field(default_factory=dict)
+    orders: dict[str, int] = field(default_factory=dict)
+    layers: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
     _num_paths: int = 0
 
@@ -62,6 +70,14 @@ class LiveValues:
         for name, value in _variables(frame).items():
             if not name.startswith("__"):
                 self._add(scope + name, value, _MAX_DEPTH)
+
+    def add_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the numbers of an optimizer's parameter groups."""
+        for index, group in enumerate(optimizer.param_groups[:_MAX_LAYERS]):
+            for key, value in group.items():
+                is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+                if is_number or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                    self.settings[f"{number}.{index}.{key}"] = float(value)
 
     def _add(self, path: str, value: Any, depth: int) -> None:
         if value is None or isinstance(value, _SKIPPED) or self._num_paths >= _MOST:
@@ -89,20 +105,34 @@ class LiveValues:
 
     def _add_tensor(self, path: str, value: torch.Tensor | numpy.ndarray[Any, Any], into: dict[str, int]) -> None:
         if isinstance(value, numpy.ndarray):
-            if value.dtype.kind == "f" and 0 < value.size <= _MAX_ELEMENTS:
-                into[path] = zlib.crc32(numpy.ascontiguousarray(value).tobytes())
+            self._add_array(path, value, into)
+        elif isinstance(value, torch.Tensor) and _is_order(value):
+            self.orders[path] = digest([value])
         elif value.numel() == 1 and not isinstance(value, DTensor) and not value.is_meta and not value.is_complex():
             self.numbers[path] = float(value.detach())
         elif _is_state(value):
             into[path] = digest([value])
 
+    def _add_array(self, path: str, value: numpy.ndarray[Any, Any], into: dict[str, int]) -> None:
+        if not 0 < value.size <= _MAX_ELEMENTS:
+            return
+        if value.dtype.kind == "f":
+            into[path] = zlib.crc32(numpy.ascontiguousarray(value).tobytes())
+        elif value.dtype.kind in "iu" and value.ndim == 1 and value.size > 1:
+            self.orders[path] = zlib.crc32(numpy.ascontiguousarray(value).tobytes())
+        elif value.dtype.kind in "UO" and value.ndim == 1:
+            self._add_sequence(path, value.tolist())
+
     def _add_module(self, path: str, module: torch.nn.Module, depth: int) -> None:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self._seen.add(id(inner))
         parameters = list(inner.parameters())
+        is_trained = any(id(parameter) in self.trained for parameter in parameters)
+        if is_trained:
+            self._add_layers(path, inner)
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             return
-        if parameters and not any(id(parameter) in self.trained for parameter in parameters):
+        if parameters and not is_trained:
             self.weights[path] = digest(parameters[:_MAX_PARAMETERS])
         for name, part in inner.named_modules():
             if isinstance(part, _BatchNorm):
@@ -111,6 +141,9 @@ class LiveValues:
             for key, buffer in part._buffers.items():
                 if buffer is not None and buffer.numel() <= _MAX_ELEMENTS and not isinstance(buffer, DTensor):
                     self.buffers[f"{prefix}.{key}"] = digest([buffer])
+            for key, parameter in part._parameters.items() if is_trained and self._is_users(part) else ():
+                if parameter is not None and not parameter.requires_grad and parameter.numel() <= _MAX_ELEMENTS:
+                    self.buffers[f"{prefix}.{key}"] = digest([parameter])
             for key, value in list(vars(part).items()) if self._is_users(part) else ():
                 if key in _OF_TORCH or isinstance(value, torch.nn.Module):
                     continue
@@ -118,6 +151,14 @@ class LiveValues:
                     self._add_tensor(f"{prefix}.{key}", value, self.buffers)
                 elif depth:
                     self._add(f"{prefix}.{key}", value, depth - 1)
+
+    def _add_layers(self, path: str, module: torch.nn.Module) -> None:
+        """Look at the mode of each layer, and at the numbers that torch's layers compute with."""
+        for name, part in list(module.named_modules())[:_MAX_LAYERS]:
+            told = [f"training={part.training}"]
+            if type(part).__module__.startswith("torch.nn"):
+                told += [f"{key}={value:g}" for key, value in vars(part).items() if type(value) is float]
+            self.layers[".".join(filter(None, (path, name)))] = ", ".join(told)
 
     def _add_mapping(self, path: str, value: Mapping[Any, Any], depth: int) -> None:
         items = list(value.items())
@@ -135,7 +176,17 @@ class LiveValues:
                 self._add(f"{path}.{key}", entry, depth - 1)
 
     def _add_sequence(self, path: str, value: list[Any] | tuple[Any, ...] | deque[Any]) -> None:
-        if not 1 < len(value) <= _MAX_IDS:
+        if not 1 < len(value) <= _MAX_ORDER:
+            return
+        if type(value[0]) is int:
+            if (order := _packed("q", value)) is not None:
+                self.orders[path] = zlib.crc32(order)
+            return
+        if len(value) > _MAX_IDS:
+            return
+        if type(value[0]) is float:
+            if (state := _packed("d", value)) is not None:
+                self.tensors[path] = zlib.crc32(state)
             return
         if all(isinstance(entry, str) for entry in value) and len(set(value)) == len(value):
             self.ids[path] = {entry: index for index, entry in enumerate(value)}
@@ -145,9 +196,19 @@ class LiveValues:
     def _add_object(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, DataLoader | Subset):
             self._add(f"{path}.dataset", value.dataset, depth)
-        elif self._is_users(value):
+        elif type(value).__module__.partition(".")[0] in _FRAMEWORKS:
+            return
+        elif not self._is_users(value):
+            self._add_fitted(path, value)
+        else:
             for key, entry in list(getattr(value, "__dict__", {}).items()):
                 self._add(f"{path}.{key}", entry, depth - 1)
+
+    def _add_fitted(self, path: str, value: Any) -> None:
+        """Look at what an object of an installed package has learnt of data, as scikit-learn names it: `mean_`."""
+        for key, entry in list(getattr(value, "__dict__", {}).items()):
+            if key.endswith("_") and not key.startswith("_"):
+                self._add(f"{path}.{key}", entry, 0)
 
     def _is_users(self, value: Any) -> bool:
         name = type(value).__module__
@@ -173,6 +234,25 @@ def _is_state(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and 0 < tensor.numel() <= _MAX_ELEMENTS
     )
+
+
+def _is_order(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in (torch.int64, torch.int32)
+        and tensor.layout is torch.strided
+        and tensor.dim() == 1
+        and not tensor.is_meta
+        and 1 < tensor.numel() <= _MAX_ELEMENTS
+    )
+
+
+def _packed(kind: str, values: list[Any] | tuple[Any, ...] | deque[Any]) -> bytes | None:
+    """Return numbers as bytes; None: they are not all of that kind."""
+    try:
+        return array.array(kind, values).tobytes()
+    except (OverflowError, TypeError):
+        return None
 
 
 def _is_id(key: Any, value: Any) -> bool:

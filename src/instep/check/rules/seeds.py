@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
+from instep.check.live_paths import live_paths
 from instep.check.observations import Observation, Observed
 from instep.check.passes import MIN_COMPARED, LoaderPass, has_same_root, is_data_parallel, shared_share, training_passes
 from instep.check.records.data import PassBegan
 from instep.check.records.seeding import Seeded, TrainingNoise
 from instep.check.rule import Rule
+from instep.check.source.hand_shards import sliced_by_rank
 from instep.check.source.module import SourceModule
 from instep.check.source.names import class_named, shares_input
+from instep.check.source.state_places import place_of
 
 _SHUFFLES = ("shuffle", "permutation", "randperm", "sample", "choice")
 _TORCH_DRAWS = (
@@ -50,7 +53,28 @@ class Seeds(Rule):
             if finding := self._judge_shares(modules, group):
                 yield finding
                 break
+        yield from self._judge_orders(observed, modules)
         yield from self._judge_noise(observed, modules)
+
+    def _judge_orders(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield sequences that each rank takes its slice of, and that are not the same on all ranks."""
+        slices = {name: (module, node) for module in modules for name, node in sliced_by_rank(module)}
+        done: set[tuple[str, int]] = set()
+        for path in live_paths(observed, "orders"):
+            if not path.differs or path.names[-1] not in slices:
+                continue
+            module, node = slices[path.names[-1]]
+            place = place_of(modules, path.file, path.names) or module.place(node)
+            if place not in done:
+                done.add(place)
+                yield self.finding(
+                    place,
+                    f"`{path.text}` is another one on each rank, and each rank takes its part of it.",
+                    f"in {len(path.values)} looks it was not the same on all ranks; line {node.lineno}: "
+                    f"`{module.line(node.lineno)}`",
+                    "Make it on all ranks alike, from the same seed and the same numbers, or broadcast rank 0's.",
+                    Severity.WARNING,
+                )
 
     def _judge_shares(self, modules: Sequence[SourceModule], group: Sequence[LoaderPass]) -> Finding | None:
         """Return that ranks take their shares from different permutations."""

@@ -29,6 +29,24 @@ def divided_twice(module: SourceModule) -> Iterator[tuple[ast.Call, ast.expr]]:
             yield call.node, part
 
 
+def part_of(module: SourceModule, data: ast.expr, use: ast.expr) -> ast.expr | None:
+    """Return the code that makes data a rank's part; None: it is not known to be one."""
+    return _part(module, data, use, _DEPTH)
+
+
+def sliced_by_rank(module: SourceModule) -> Iterator[tuple[str, ast.Subscript]]:
+    """Yield the variables and attributes of which each rank takes its part by a slice, with the slice.
+
+    Not those that hold the part afterwards: `rows = rows[rank::world_size]`.
+    """
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _takes_part(node):
+            held = node.value
+            name = held.attr if isinstance(held, ast.Attribute) else held.id if isinstance(held, ast.Name) else ""
+            if name and not any(mentions_rank(one.value) for one in definitions(module.tree, name)):
+                yield name, node
+
+
 def _divided(module: SourceModule) -> Iterator[tuple[Call, ast.expr]]:
     """Yield the calls that divide data over all ranks, with the data."""
     for call in module.calls_of("DistributedSampler"):

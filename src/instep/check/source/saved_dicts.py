@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.check.source.functions import assignments, function_around
+from instep.check.source.functions import assignments, function_around, loops_around
 from instep.check.source.module import SourceModule
 
 _PARTS = {
@@ -18,6 +18,7 @@ _PARTS = {
     "progress": re.compile(r"epoch|step|iter", re.IGNORECASE),
     "model": re.compile(r"model|net|state_dict|weights|module|encoder|decoder|generator|critic", re.IGNORECASE),
 }
+_AVERAGE = re.compile(r"(^|[^a-zA-Z])(ema|averaged?|avg|swa|shadow|averager)(_?model|[^a-zA-Z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,18 @@ def scripts_parts(module: SourceModule) -> list[str]:
     if any(name.endswith("GradScaler") for name in names):
         parts.append("scaler")
     return parts
+
+
+def lacks_average(module: SourceModule, saved: SavedDict) -> str:
+    """Return the averaged copy of the weights that the training updates and a dict does not have; empty: none."""
+    text = ast.unparse(saved.saved)
+    for call in module.calls:
+        owner = call.node.func.value if isinstance(call.node.func, ast.Attribute) else None
+        name = ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else ""
+        is_update = call.last in ("update", "step", "update_parameters", "lerp_") and bool(_AVERAGE.search(name))
+        if is_update and any(True for _ in loops_around(module, call.node)) and not _AVERAGE.search(text):
+            return name
+    return ""
 
 
 def _parts(saved: ast.expr) -> frozenset[str]:

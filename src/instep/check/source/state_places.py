@@ -10,6 +10,7 @@ from instep.check.source.functions import (
     call_sites,
     calls_in,
     function_around,
+    loops_around,
     names_in,
 )
 from instep.check.source.module import SourceModule
@@ -42,11 +43,19 @@ def place_of(modules: Sequence[SourceModule], file: str, names: Sequence[str]) -
 
 
 def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | None:
-    """Return the line that changes an attribute later on: an element, in place, or anew outside of `__init__`."""
+    """Return the line that changes an attribute or variable later on: an element, in place, or outside of `__init__`.
+
+    What is done in a loop comes first: a variable's first value is none of its changes.
+    """
     for module in modules:
-        for node in ast.walk(module.tree):
-            if _changes(node, name) and getattr(function_around(module, node), "name", "") != "__init__":
-                return module.path, node.lineno  # type: ignore[attr-defined]
+        changes = [
+            node
+            for node in ast.walk(module.tree)
+            if _changes(node, name) and getattr(function_around(module, node), "name", "") != "__init__"
+        ]
+        in_loops = [node for node in changes if any(True for _ in loops_around(module, node))]
+        if changes:
+            return module.path, (in_loops or changes)[0].lineno  # type: ignore[attr-defined]
     return None
 
 
