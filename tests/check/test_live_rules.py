@@ -17,7 +17,7 @@ from instep.check.rules.same_noise import SameNoise
 from instep.check.rules.scheduler_steps import SchedulerSteps
 from instep.check.rules.state_differs import StateDiffers
 from instep.check.source.module import SourceModule
-from planted_gradients import judged, read
+from planted_gradients import FILE, judged, read
 
 DIST = "import torch.distributed as dist\n"
 

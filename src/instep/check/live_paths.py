@@ -51,6 +51,11 @@ class LivePath:
         return all(_differ(look) for look in self.values[-2:])
 
     @property
+    def differs_at_the_end(self) -> bool:
+        """Whether the ranks' numbers differed by more than rounding in the last look."""
+        return _differ(self.values[-1])
+
+    @property
     def shown(self) -> str:
         """What the ranks had in the last look in which they differed, in words."""
         look = next((look for look in reversed(self.values) if _differ(look)), self.values[-1])

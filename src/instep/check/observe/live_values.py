@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import array
 import inspect
-import numbers
 import sys
 import types
 import zlib
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +35,9 @@ _MAX_ELEMENTS = 1 << 22
 """Larger tensors are data, not state."""
 _MAX_PARAMETERS = 512
 _SKIPPED = (str, bytes, bool, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype)
+_NUMBERS = (int, float, numpy.integer, numpy.floating)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, numpy.ndarray)
+"""Subclasses may run the user's code for anything that is asked of them."""
 _OWN = 3
 """References to the dict of a frame's variables: of the frame, of the function that looks, and of the call."""
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -75,14 +76,14 @@ class LiveValues:
         """Look at the numbers of an optimizer's parameter groups."""
         for index, group in enumerate(optimizer.param_groups[:_MAX_LAYERS]):
             for key, value in group.items():
-                is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+                is_number = isinstance(value, _NUMBERS) and not isinstance(value, bool)
                 if is_number or (isinstance(value, torch.Tensor) and value.numel() == 1):
                     self.settings[f"{number}.{index}.{key}"] = float(value)
 
     def _add(self, path: str, value: Any, depth: int) -> None:
         if value is None or isinstance(value, _SKIPPED) or self._num_paths >= _MOST:
             return
-        if isinstance(value, numbers.Real):
+        if isinstance(value, _NUMBERS):
             self._num_paths += 1
             self.numbers[path] = float(value)
             return
@@ -91,15 +92,18 @@ class LiveValues:
         self._seen.add(id(value))
         self._num_paths += 1
         if isinstance(value, torch.Tensor | numpy.ndarray):
-            self._add_tensor(path, value, self.tensors)
+            if type(value) in _PLAIN:
+                self._add_tensor(path, value, self.tensors)
         elif (state := generator_state(value)) is not None:
             self.generators[path] = state
         elif isinstance(value, torch.nn.Module):
             self._add_module(path, value, depth)
-        elif isinstance(value, Mapping):
-            self._add_mapping(path, value, depth)
+        elif isinstance(value, dict):
+            if _is_iterated_by(value, dict):
+                self._add_mapping(path, value, depth)
         elif isinstance(value, list | tuple | deque):
-            self._add_sequence(path, value)
+            if any(_is_iterated_by(value, kind) for kind in (list, tuple, deque)):
+                self._add_sequence(path, value)
         elif depth:
             self._add_object(path, value, depth)
 
@@ -160,7 +164,7 @@ class LiveValues:
                 told += [f"{key}={value:g}" for key, value in vars(part).items() if type(value) is float]
             self.layers[".".join(filter(None, (path, name)))] = ", ".join(told)
 
-    def _add_mapping(self, path: str, value: Mapping[Any, Any], depth: int) -> None:
+    def _add_mapping(self, path: str, value: dict[Any, Any], depth: int) -> None:
         items = list(value.items())
         if not items or len(items) > 4 * _MAX_IDS:
             return
@@ -201,12 +205,12 @@ class LiveValues:
         elif not self._is_users(value):
             self._add_fitted(path, value)
         else:
-            for key, entry in list(getattr(value, "__dict__", {}).items()):
+            for key, entry in _attributes(value):
                 self._add(f"{path}.{key}", entry, depth - 1)
 
     def _add_fitted(self, path: str, value: Any) -> None:
         """Look at what an object of an installed package has learnt of data, as scikit-learn names it: `mean_`."""
-        for key, entry in list(getattr(value, "__dict__", {}).items()):
+        for key, entry in _attributes(value):
             if key.endswith("_") and not key.startswith("_"):
                 self._add(f"{path}.{key}", entry, 0)
 
@@ -234,6 +238,22 @@ def _is_state(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and 0 < tensor.numel() <= _MAX_ELEMENTS
     )
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Return what an object holds, without calling a `__getattr__` of its class."""
+    try:
+        return list(object.__getattribute__(value, "__dict__").items())
+    except AttributeError:  # it has slots
+        return []
+
+
+def _is_iterated_by(value: Any, kind: Any) -> bool:
+    """Return whether a collection is iterated as a built-in kind is, by no code of the user's."""
+    made: Any = type(value)
+    if not issubclass(made, kind) or made.__module__ == "collections":
+        return issubclass(made, kind)
+    return made.__iter__ is kind.__iter__ and getattr(made, "items", None) is getattr(kind, "items", None)
 
 
 def _is_order(tensor: torch.Tensor) -> bool:

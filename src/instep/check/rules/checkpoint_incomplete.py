@@ -15,7 +15,7 @@ from instep.check.rule import Rule
 from instep.check.source.functions import assignments, calls_below, function_around, loops_around, names_in
 from instep.check.source.module import SourceModule
 from instep.check.source.resuming import is_written_once, resumes_training
-from instep.check.source.saved_dicts import SavedDict, lacks_average, saved_dicts, scripts_parts
+from instep.check.source.saved_dicts import SavedDict, lacks_average, saved_dicts, scripts_parts, unread_parts
 
 _RESUMED = re.compile(r"ckpt|checkpoint|latest|last|resume|snapshot", re.IGNORECASE)
 _EXPORTED = re.compile(r"best|final|weights|export|model", re.IGNORECASE)
@@ -58,7 +58,8 @@ class CheckpointIncomplete(Rule):
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse lines whose checkpoints were seen: their parts were, not their averaged weights."""
-        return "averaged" not in finding.message and observed.has_at(CheckpointSaved, finding.place)
+        is_of_parts = finding.message.startswith("The checkpoint lacks") and "averaged" not in finding.message
+        return is_of_parts and observed.has_at(CheckpointSaved, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield dicts that are saved without something that the file uses."""
@@ -67,6 +68,13 @@ class CheckpointIncomplete(Rule):
                 lacks = [part for part in (*scripts_parts(module), "progress") if part not in saved.holds]
                 yield from self._report(_dict_place(module, saved), lacks, sorted(saved.holds), "it holds")
         yield from self._averages(module)
+        for saved, key, part in unread_parts(module) if resumes_training(module) else ():
+            yield self.finding(
+                module.place(saved.saved),
+                f"`{key}` is saved, and nothing reads it when the training is resumed.",
+                f"the file loads other entries of its checkpoint, and not {_WORDS[part]}",
+                f'+ {part}.load_state_dict(state["{key}"])',
+            )
 
     def _averages(self, module: SourceModule) -> Iterable[Finding]:
         """Yield the checkpoint of a script that resumes and begins its averaged weights anew."""

@@ -81,7 +81,7 @@ class Seeds(Rule):
         seeds = {one.made.sampler_seed for one in group}
         if len(seeds) > 1 and group[0].made.is_shuffled and has_same_root(group):
             evidence = f"the DistributedSampler's seeds are {', '.join(map(str, sorted(seeds)))}"
-        elif not (evidence := _overlap(group) or _overlap_of_streams(group)):
+        elif not (evidence := _overlap(group) or _overlap_of_streams(group) or _overlap_of_parts(group, modules)):
             return None
         return self.finding(
             _place_of_shuffle(modules, group[0]),
@@ -146,6 +146,24 @@ def _overlap_of_streams(group: Sequence[LoaderPass]) -> str:
     one = group[0]
     if not all(member.made.is_iterable and len(set(member.rows)) == len(member.rows) for member in group):
         return ""
+    for other in group[1:]:
+        shared, total = shared_share(one, other)
+        if total >= 4 * MIN_COMPARED and total // 10 < shared < _ALL * total:
+            return (
+                f"{shared} of the {total} samples of rank {other.rank} came on rank {one.rank} too, in the same epoch"
+            )
+    return ""
+
+
+def _overlap_of_parts(group: Sequence[LoaderPass], modules: Sequence[SourceModule]) -> str:
+    """Return how much of one part another rank has, too, where the source takes parts by rank; empty: nothing."""
+    one = group[0]
+    if not any(True for module in modules for _ in sliced_by_rank(module)) or has_same_root(group):
+        return ""
+    for member in group:
+        is_whole = member.is_exhausted and not member.made.with_replacement and not member.made.is_iterable
+        if member.began.number or not is_whole or len(set(member.rows)) < len(member.rows):
+            return ""
     for other in group[1:]:
         shared, total = shared_share(one, other)
         if total >= 4 * MIN_COMPARED and total // 10 < shared < _ALL * total:

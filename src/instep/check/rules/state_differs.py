@@ -23,7 +23,7 @@ from instep.check.source.loops import module_of
 from instep.check.source.loss_inputs import loss_inputs, outlives_batches
 from instep.check.source.module import SourceModule
 from instep.check.source.part_statistics import statistics_of_parts
-from instep.check.source.set_orders import hashed_names, numbered_sets
+from instep.check.source.set_orders import hashed_names, numbered_sets, parts_of_sets
 from instep.check.source.setting_places import layer_place, setting_place
 from instep.check.source.state_places import changes_by_one_rank, guarded_use, is_computed_with, place_of, updates_of
 
@@ -112,6 +112,13 @@ class StateDiffers(Rule):
                 f"`{module.line(node.lineno)}`: strings are hashed with another seed in each process",
                 "- enumerate(set(names))\n+ enumerate(sorted(set(names)))",
             )
+        for node in parts_of_sets(module):
+            yield self.finding(
+                module.place(node),
+                "A part is taken of a set in its own order, which is another one in each process.",
+                f"`{module.line(node.lineno)}`: strings are hashed with another seed in each process",
+                "- list(set(names))[:n]\n+ sorted(set(names))[:n]",
+            )
         for node in hashed_names(module):
             yield self.finding(
                 module.place(node),
@@ -125,7 +132,7 @@ class StateDiffers(Rule):
         done: set[str] = set()
         for path in live_paths(observed, "settings"):
             key = path.names[-1]
-            if key not in _SETTINGS_OF_A_STEP or key in done or not path.differs_in_numbers_last:
+            if key not in _SETTINGS_OF_A_STEP or key in done or not path.differs_at_the_end:
                 continue
             place = setting_place(modules, key)
             if place is not None:
@@ -142,7 +149,7 @@ class StateDiffers(Rule):
         """Yield layers of the trained model that are in another mode, or have another number, on each rank."""
         done: set[tuple[str, int]] = set()
         for path in live_paths(observed, "layers"):
-            if not path.differs:
+            if len(set(path.values[-1])) == 1:
                 continue
             told = [dict(item.split("=") for item in text.split(", ")) for text in path.values[-1]]
             keys = [key for key in told[0] if len({one.get(key) for one in told}) > 1]
@@ -287,7 +294,9 @@ def _outlives(module: SourceModule, path: LivePath) -> bool:
     """Return whether a path is one of an object, or a variable that keeps its value from batch to batch."""
     if len(path.names) > 1:
         return path.names[-2] not in _SETTINGS and not path.names[-1].isdigit()
-    return outlives_batches(module, path.names[0])
+    functions = module.functions.get(path.function, [])
+    scope = functions[0] if functions else module.tree
+    return len(functions) < 2 and outlives_batches(module, scope, path.names[0])
 
 
 def _is_numbering(ids: dict[str, int]) -> bool:

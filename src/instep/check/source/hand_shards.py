@@ -39,8 +39,14 @@ def sliced_by_rank(module: SourceModule) -> Iterator[tuple[str, ast.Subscript]]:
 
     Not those that hold the part afterwards: `rows = rows[rank::world_size]`.
     """
+    ranks: dict[ast.AST, set[str]] = {}
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _takes_part(node):
+        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
+            continue
+        scope = function_around(module, node)
+        if scope not in ranks:
+            ranks[scope] = _names_of_ranks(scope)
+        if _takes_part(node) or _selects(node, ranks[scope]):
             held = node.value
             name = held.attr if isinstance(held, ast.Attribute) else held.id if isinstance(held, ast.Name) else ""
             if name and not any(mentions_rank(one.value) for one in definitions(module.tree, name)):
@@ -174,7 +180,7 @@ def own_part_of_stream(module: SourceModule, name: str) -> ast.expr | None:
     return None
 
 
-def _names_of_ranks(function: Function) -> set[str]:
+def _names_of_ranks(function: ast.AST) -> set[str]:
     """Return the variables that hold the rank, or a number that is made of it by arithmetic."""
     names: set[str] = set()
     for _ in range(3):

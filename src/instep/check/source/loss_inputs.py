@@ -49,16 +49,15 @@ def loss_inputs(module: SourceModule) -> set[str]:
     return reached - module.aliases.keys()
 
 
-def outlives_batches(module: SourceModule, name: str) -> bool:
-    """Return whether a variable keeps its value from batch to batch, and is changed in training."""
-    loops = [
-        loop
+def outlives_batches(module: SourceModule, scope: ast.AST, name: str) -> bool:
+    """Return whether a variable of a function keeps its value from batch to batch, and is changed in training."""
+    loops = [  # a function without a loop is called for each batch
+        next(loops_around(module, call.node), None) or function_around(module, call.node)
         for call in module.calls_of(*_BACKWARD)
-        if (loop := next(loops_around(module, call.node), None)) is not None
     ]
-    if any(name in names_in(loop.target) for loop in ast.walk(module.tree) if isinstance(loop, ast.For)):
+    if any(name in names_in(loop.target) for loop in ast.walk(scope) if isinstance(loop, ast.For)):
         return False
-    defined = definitions(module.tree, name)
+    defined = definitions(scope, name)
     plain = [one for one in defined if _is_whole(one.statement, name)]
     in_batches = [one for one in plain if any(one.statement in set(ast.walk(loop)) for loop in loops)]
     is_carried = any(name in names_in(one.value) for one in in_batches)  # `a = 0.9 * a + 0.1 * b`

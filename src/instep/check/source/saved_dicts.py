@@ -71,6 +71,34 @@ def lacks_average(module: SourceModule, saved: SavedDict) -> str:
     return ""
 
 
+def unread_parts(module: SourceModule) -> Iterator[tuple[SavedDict, str, str]]:
+    """Yield states of the training in a dict that the file loads, of which it takes other entries only."""
+    read = {
+        node.slice.value
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
+    }
+    read |= {
+        call.node.args[0].value
+        for call in module.calls_of("get", "pop")
+        if call.node.args and isinstance(call.node.args[0], ast.Constant)
+    }
+    if not any(True for _ in module.calls_of("torch.load")):
+        return
+    for saved in saved_dicts(module):
+        if not isinstance(saved.saved, ast.Dict):
+            continue
+        pairs = zip(saved.saved.keys, saved.saved.values, strict=True)
+        entries = {text: value for key, value in pairs if (text := _text(key))}
+        models = [key for key, value in entries.items() if _part(key, value) == "model"]
+        if not any(key in read for key in models) or "optimizer" not in saved.holds:
+            continue
+        for key, value in entries.items():
+            part = _part(key, value)
+            if part in ("optimizer", "scheduler", "scaler") and key not in read and "state_dict" in ast.unparse(value):
+                yield saved, key, part
+
+
 def _parts(saved: ast.expr) -> frozenset[str]:
     if isinstance(saved, ast.Call) and ast.unparse(saved.func).endswith("state_dict"):
         return frozenset(["model"])

@@ -32,6 +32,18 @@ def numbered_sets(module: SourceModule) -> Iterator[ast.expr]:
             yield call.node
 
 
+def parts_of_sets(module: SourceModule) -> Iterator[ast.expr]:
+    """Yield slices of a set's elements in its own order, and shuffles of them: a seed does not help."""
+    for node in ast.walk(module.tree):
+        is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+        if is_slice and isinstance(node.ctx, ast.Load) and _is_unordered(module, node.value):  # type: ignore[attr-defined]
+            yield node  # type: ignore[misc]
+    for call in module.calls:
+        is_draw = call.last in ("shuffle", "sample") and len(call.node.args) > 0
+        if is_draw and isinstance(call.node.args[0], ast.Name) and _is_unordered(module, call.node.args[0]):
+            yield call.node
+
+
 def hashed_names(module: SourceModule) -> Iterator[ast.expr]:
     """Yield what is computed from the hash of something that may be a string: a bucket, a seed, a rank's share."""
     for call in module.calls:
