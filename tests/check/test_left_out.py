@@ -12,6 +12,8 @@ from instep.check.rules.accumulation_scale import AccumulationScale
 from instep.check.rules.checkpoint_incomplete import CheckpointIncomplete
 from instep.check.rules.clipping import Clipping
 from instep.check.rules.concurrent_writes import ConcurrentWrites
+from instep.check.rules.eval_padding import EvalPadding
+from instep.check.rules.local_metric_decides import LocalMetricDecides
 from instep.check.rules.loss_summed import LossSummed
 from instep.check.rules.reduce_not_divided import ReduceNotDivided
 from instep.check.rules.result_dropped import ResultDropped
@@ -95,6 +97,35 @@ class TestReduceNotDivided:
         assert read(ReduceNotDivided(), text.replace("loss", "slowest_loss")) == []
 
 
+class TestOrders:
+    GATHERED = """\
+    sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+    def evaluate(loader):
+        preds = torch.cat([model(x) for x, _ in loader])
+        parts = [torch.zeros_like(preds) for _ in range(2)]
+        dist.all_gather(parts, preds)
+        return (torch.cat(parts) == loader.dataset.labels).float().mean()
+    """
+
+    def test_labels_in_another_order(self) -> None:
+        assert len(read(EvalPadding(), self.GATHERED)) == 1
+        assert read(EvalPadding(), self.GATHERED.replace("torch.cat(parts)", "torch.stack(parts, 1).flatten()")) == []
+
+    @pytest.mark.parametrize(
+        ("text", "num"),
+        [
+            ("names = list(set(users))\ntrain = names[:9]\n", 1),
+            ("names = list(set(users))\nrng.shuffle(names)\n", 1),
+            ("names = sorted(set(users))\ntrain = names[:9]\n", 0),
+            ("bucket = hash(word) % 64\n", 1),
+            ("bucket = hash((3, 7)) % 64\n", 0),
+            ("seed = hash((seed, rank)) % 64\n", 0),
+        ],
+    )
+    def test_orders_and_hashes_of_a_process(self, text: str, num: int) -> None:
+        assert len(read(StateDiffers(), text)) == num
+
+
 class TestFiles:
     MISSING = (
         "def load(path):\n    if not os.path.exists(path):\n        np.save(path, make())\n    return 1\nload(p)\n"
@@ -147,6 +178,20 @@ class TestScales:
         assert (finding.severity, finding.line) == (Severity.ERROR, 3)
         assert judged(Clipping(), [clip(1.0)], [clip(1.0)]) == []
 
+    def test_a_rate_that_follows_the_rank_s_own_loss(self) -> None:
+        text = "for x in loader:\n    loss = f(x)\n    loss.backward()\n    if loss.item() > 2:\n"
+        text += "        for group in opt.param_groups:\n            group['lr'] *= 0.5\n"
+        assert len(read(LocalMetricDecides(), text)) == 1
+        assert read(LocalMetricDecides(), text.replace("loss.item() > 2", "step > 2")) == []
+
+    def test_an_entry_that_a_resume_leaves_out(self) -> None:
+        text = "s = torch.load('last.pt')\nm.load_state_dict(s['model'])\no.load_state_dict(s['opt'])\n"
+        text += "for x in loader:\n    f(x).backward()\n    torch.save({'model': m.state_dict(),"
+        text += " 'opt': o.state_dict(), 'sched': sched.state_dict(), 'epoch': 1}, 'last.pt')\n"
+        assert any("`sched`" in finding.message for finding in read(CheckpointIncomplete(), text))
+        text = text.replace("for x", "sched.load_state_dict(s['sched'])\nfor x", 1)
+        assert not any("`sched`" in finding.message for finding in read(CheckpointIncomplete(), text))
+
     def test_averaged_weights_that_are_not_saved(self) -> None:
         text = "state = torch.load('last.pt')\nfor x in loader:\n    loss(x).backward()\n    ema.update(model)\n"
         text += "    torch.save({'model': m.state_dict(), 'optimizer': o.state_dict(), 'epoch': 1}, 'last.pt')\n"
@@ -180,6 +225,10 @@ class TestLiveState:
         looks = [{"layers": {"model.drop": f"training=True, p={p}"}} for p in (0.1, 0.3)]
         (finding,) = judged(StateDiffers(), rank(looks[0]), rank(looks[1]), source="if rank == 0:\n    drop.p = 0.1\n")
         assert (finding.severity, finding.line) == (Severity.WARNING, 2)
+
+    def test_rank_0_may_evaluate_alone_at_the_end(self) -> None:
+        looks = [rank({"layers": {"model": f"training={mode}"}}, moment="left") for mode in (True, False)]
+        assert judged(StateDiffers(), *looks, source="if rank == 0:\n    model.eval()\n") == []
 
     def test_learning_rates(self) -> None:
         looks = [{"settings": {"0.0.lr": lr}} for lr in (0.1, 0.2)]

@@ -52,6 +52,8 @@ _OWN_DATA = re.compile(
 )
 """What a rank may rightly hold of its own part of the data, or of its own time."""
 _SETTINGS_OF_A_STEP = ("lr", "weight_decay", "momentum", "eps", "max_norm")
+_AFTER_STEPS = ("step", "evaluated")
+"""Looks after which the training went on."""
 _MIN_IDS = 2
 _OF_ONE_RANK = "The state of the optimizer or its schedule is loaded on one rank only: the others begin anew."
 _LOAD_EVERYWHERE = "Load the checkpoint on all ranks: DDP sends rank 0's parameters and buffers to the others, no more."
@@ -130,7 +132,7 @@ class StateDiffers(Rule):
     def _settings(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield numbers of an optimizer that the script sets to another value on each rank."""
         done: set[str] = set()
-        for path in live_paths(observed, "settings"):
+        for path in live_paths(observed, "settings", _AFTER_STEPS):
             key = path.names[-1]
             if key not in _SETTINGS_OF_A_STEP or key in done or not path.differs_at_the_end:
                 continue
@@ -148,7 +150,7 @@ class StateDiffers(Rule):
     def _layers(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield layers of the trained model that are in another mode, or have another number, on each rank."""
         done: set[tuple[str, int]] = set()
-        for path in live_paths(observed, "layers"):
+        for path in live_paths(observed, "layers", _AFTER_STEPS):
             if len(set(path.values[-1])) == 1:
                 continue
             told = [dict(item.split("=") for item in text.split(", ")) for text in path.values[-1]]

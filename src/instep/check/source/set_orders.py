@@ -61,6 +61,8 @@ def _is_of_integers(value: ast.expr) -> bool:
     text = ast.unparse(value)
     if any(isinstance(node, ast.JoinedStr) for node in ast.walk(value)) or "str(" in text or "'" in text:
         return False
+    if not any(isinstance(node, ast.Name | ast.Attribute) for node in ast.walk(value)):
+        return True
     return bool(re.search(r"seed|epoch|rank|step|worker|index|idx|\bi\b|\bint\(", text))
 
 
