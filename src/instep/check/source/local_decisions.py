@@ -44,7 +44,7 @@ def _rates(module: SourceModule) -> Iterator[tuple[ast.If, str]]:
         if isinstance(node, ast.If) and _is_in_training(module, node):
             inner = [item for statement in node.body for item in ast.walk(statement)]
             if any(isinstance(item, ast.Assign | ast.AugAssign) and _sets_rate(item) for item in inner):
-                yield node, "its learning rate"
+                yield node, "about its learning rate"
 
 
 def _sets_rate(node: ast.Assign | ast.AugAssign) -> bool:
