@@ -8,11 +8,13 @@ from planted_looks import rank
 from instep.check.finding import Severity
 from instep.check.records.gradients import GradientsClipped
 from instep.check.records.replicas import ReplicaForward
+from instep.check.rule import Rule
 from instep.check.rules.accumulation_scale import AccumulationScale
 from instep.check.rules.checkpoint_incomplete import CheckpointIncomplete
 from instep.check.rules.clipping import Clipping
 from instep.check.rules.concurrent_writes import ConcurrentWrites
 from instep.check.rules.eval_padding import EvalPadding
+from instep.check.rules.gradients_differ import GradientsDiffer
 from instep.check.rules.local_metric_decides import LocalMetricDecides
 from instep.check.rules.loss_summed import LossSummed
 from instep.check.rules.reduce_not_divided import ReduceNotDivided
@@ -40,6 +42,7 @@ def train(loader):
             dist.all_reduce(window)
             print(window[0])
 """
+BATCH = "mine = order[rank::2]\nfor x, order in loader:\n    f(x)\n"
 
 
 class TestResultDropped:
@@ -164,6 +167,25 @@ class TestScales:
         assert len(read(AccumulationScale(), text)) == 1
         assert read(AccumulationScale(), text.replace("loss / n", "loss")) == []
 
+    @pytest.mark.parametrize(
+        ("rule", "text", "cure"),
+        [
+            (
+                LossSummed(),
+                "for p in model.parameters():\n    dist.all_reduce(p.data)\n",
+                ("(p.data)\n", "(p.data)\n    p.data /= 2\n"),
+            ),
+            (
+                GradientsDiffer(),
+                "for x in d:\n    f(x).backward()\n    for p in m.parameters():\n        dist.broadcast(p, 0)\n",
+                ("    for p", "    dist.all_reduce(w.grad)\n    for p"),
+            ),
+        ],
+    )
+    def test_weights_by_hand(self, rule: Rule, text: str, cure: tuple[str, str]) -> None:
+        assert len(read(rule, text)) == 1
+        assert read(rule, text.replace(*cure)) == []
+
     def test_norms_of_shards(self) -> None:
         text = "def step(p):\n    w = p.to_local()\n    p.add_(1, alpha=0.1 * w.norm())\n"
         assert len(read(Clipping(), text)) == 1
@@ -215,6 +237,7 @@ class TestLiveState:
             self_made.replace("(x > cut)", "(x > 0)")
             for self_made in ("cut = 0.0\n" + LOSS, "cut = 0.0\n" + LOSS + "print(cut)\n")
         ]
+        + ["for x in loader:\n    cut = x.mean()\n    loss = (x * (x > cut)).mean()\n    loss.backward()\n"]
         + ["for cut, x in loader:\n    loss = cut * x\n    loss.backward()\n"],
     )
     def test_what_does_not(self, source: str) -> None:
@@ -237,7 +260,7 @@ class TestLiveState:
         assert (finding.severity, finding.line) == (Severity.ERROR, 2)
         assert judged(StateDiffers(), rank(looks[0]), rank(looks[1]), source="schedule.step()\n") == []
 
-    @pytest.mark.parametrize(("source", "num"), [("mine = order[rank::2]\n", 1), ("mine = order[:8]\n", 0)])
+    @pytest.mark.parametrize(("source", "num"), [("mine = order[rank::2]\n", 1), ("mine = order[:8]\n", 0), (BATCH, 0)])
     def test_orders(self, source: str, num: int) -> None:
         together = ReplicaForward(wrapper="ddp", group_size=2, input_hash=1, num_rows=1, has_grad=True)
         ranks = [[*rank({"orders": {"order": own}}), together] for own in (1, 2)]

@@ -18,6 +18,7 @@ from instep.check.rules.accumulation_scale import accumulated
 from instep.check.source.comm_hooks import summing_hooks
 from instep.check.source.global_counts import losses_by_global_count
 from instep.check.source.module import SourceModule
+from instep.check.source.weight_sums import summed_weights
 
 _BY_WORLD_SIZE = re.compile(
     r"/=?\s*\(?\s*[\w.]*(world_?size|get_world_size|num_processes|n_?gpus|world\b)", re.IGNORECASE
@@ -56,6 +57,15 @@ class LossSummed(Rule):
                 Severity.WARNING,
             )
             yield replace(small, effect=_TOO_SMALL)
+        for call in summed_weights(module):
+            summed = self.finding(
+                module.place(call.node),
+                "The parameters are summed over the ranks, and divided by nothing.",
+                f"`{module.line(call.node.lineno)}`",
+                "+ p.data /= dist.get_world_size()  # after the all_reduce",
+                Severity.WARNING,
+            )
+            yield replace(summed, effect="The weights are multiplied by the world size.")
         for call, hook in summing_hooks(module):
             yield self.finding(
                 module.place(call.node),

@@ -35,7 +35,7 @@ def half_reduced_ratios(module: SourceModule) -> Iterator[tuple[ast.BinOp, str, 
             count = _count(node.right, below, local)
             if node.lineno < first or _is_reduced_later(module, scope, node):
                 continue
-            if above & shared and not below & shared and count:
+            if above & shared and count:
                 yield node, ast.unparse(node.left), count
 
 

@@ -37,9 +37,10 @@ def part_of(module: SourceModule, data: ast.expr, use: ast.expr) -> ast.expr | N
 def sliced_by_rank(module: SourceModule) -> Iterator[tuple[str, ast.Subscript]]:
     """Yield the variables and attributes of which each rank takes its part by a slice, with the slice.
 
-    Not those that hold the part afterwards: `rows = rows[rank::world_size]`.
+    Not those that hold the part afterwards, `rows = rows[rank::world_size]`, or a batch: `for x, rows in loader`.
     """
     ranks: dict[ast.AST, set[str]] = {}
+    of_loops = {name for node in ast.walk(module.tree) if isinstance(node, ast.For) for name in names_in(node.target)}
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
             continue
@@ -49,7 +50,11 @@ def sliced_by_rank(module: SourceModule) -> Iterator[tuple[str, ast.Subscript]]:
         if _takes_part(node) or _selects(node, ranks[scope]):
             held = node.value
             name = held.attr if isinstance(held, ast.Attribute) else held.id if isinstance(held, ast.Name) else ""
-            if name and not any(mentions_rank(one.value) for one in definitions(module.tree, name)):
+            if (
+                name
+                and name not in of_loops
+                and not any(mentions_rank(one.value) for one in definitions(module.tree, name))
+            ):
                 yield name, node
 
 

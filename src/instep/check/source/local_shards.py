@@ -11,6 +11,7 @@ from instep.check.source.reaching import syncs
 
 _NORMS = ("norm", "vector_norm", "get_total_norm", "std", "var", "mean", "sum", "amax", "quantile")
 _LOCAL = ("to_local", "_local_tensor")
+_IN_PLACE = ("sub_", "div_", "mul_", "sub", "div", "mul")
 _COMPLETES = ("full_tensor", "from_local", "redistribute")
 
 
@@ -72,9 +73,11 @@ def _is_of_shard(call: Call, local: set[str]) -> bool:
 
 
 def _computes_with(module: SourceModule, scope: ast.AST, call: Call) -> bool:
-    """Return whether a quotient or product is made of a number: `w.norm() / g.norm()`."""
-    around = [outer for outer in module.around(call.node) if isinstance(outer, ast.BinOp)]
-    if any(isinstance(outer.op, ast.Div | ast.Mult) for outer in around):
+    """Return whether a quotient, a product or a difference is made of a number: `w.norm() / g.norm()`."""
+    around = list(module.around(call.node))
+    if any(isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Div | ast.Mult | ast.Sub) for outer in around):
+        return True
+    if any(isinstance(outer, ast.Call) and module.call_of[outer].last in _IN_PLACE for outer in around):
         return True
     names = {name for targets, value in assignments(scope) if call.node in set(ast.walk(value)) for name in targets}
     return any(
