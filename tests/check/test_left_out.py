@@ -42,6 +42,7 @@ def train(loader):
             dist.all_reduce(window)
             print(window[0])
 """
+SLICES = "def main():\n    mine = order[rank::2]\n"
 BATCH = "mine = order[rank::2]\nfor x, order in loader:\n    f(x)\n"
 
 
@@ -260,7 +261,9 @@ class TestLiveState:
         assert (finding.severity, finding.line) == (Severity.ERROR, 2)
         assert judged(StateDiffers(), rank(looks[0]), rank(looks[1]), source="schedule.step()\n") == []
 
-    @pytest.mark.parametrize(("source", "num"), [("mine = order[rank::2]\n", 1), ("mine = order[:8]\n", 0), (BATCH, 0)])
+    @pytest.mark.parametrize(
+        ("source", "num"), [(SLICES, 1), ("mine = order[:8]\n", 0), (BATCH, 0), (SLICES.replace("main", "other"), 0)]
+    )
     def test_orders(self, source: str, num: int) -> None:
         together = ReplicaForward(wrapper="ddp", group_size=2, input_hash=1, num_rows=1, has_grad=True)
         ranks = [[*rank({"orders": {"order": own}}), together] for own in (1, 2)]

@@ -13,6 +13,7 @@ from instep.check.passes import MIN_COMPARED, LoaderPass, has_same_root, is_data
 from instep.check.records.data import PassBegan
 from instep.check.records.seeding import Seeded, TrainingNoise
 from instep.check.rule import Rule
+from instep.check.source.functions import function_around
 from instep.check.source.hand_shards import sliced_by_rank
 from instep.check.source.module import SourceModule
 from instep.check.source.names import class_named, shares_input
@@ -64,6 +65,9 @@ class Seeds(Rule):
             if not path.differs or path.names[-1] not in slices:
                 continue
             module, node = slices[path.names[-1]]
+            scope = getattr(function_around(module, node), "name", "<module>")
+            if len(path.names) == 1 and path.function != scope:
+                continue  # another variable of the same name
             place = place_of(modules, path.file, path.names) or module.place(node)
             if place not in done:
                 done.add(place)
