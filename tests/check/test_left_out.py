@@ -245,6 +245,20 @@ class TestLiveState:
         ranks = [rank(*({"numbers": {"cut": own + number}} for number in range(3))) for own in (1.0, 2.0)]
         assert judged(StateDiffers(), *ranks, source=source) == []
 
+    @pytest.mark.parametrize(
+        ("update", "num"),
+        [
+            ("self.cut = 0.9 * self.cut + 0.1 * x.mean()", 1),
+            ("self.cut += x.mean()", 1),
+            ("self.cut = batch[1]", 0),
+            ("self.cut = self.cut + np.random.beta(1, 1)", 0),
+        ],
+    )
+    def test_attributes_of_a_batch(self, update: str, num: int) -> None:
+        source = f"class T:\n    def step(self, x):\n        {update}\n        (x * self.cut).backward()\n"
+        ranks = [rank(*({"numbers": {"t.cut": own + number}} for number in range(3))) for own in (1.0, 2.0)]
+        assert len(judged(StateDiffers(), *ranks, source=source)) == num
+
     def test_layers(self) -> None:
         looks = [{"layers": {"model.drop": f"training=True, p={p}"}} for p in (0.1, 0.3)]
         (finding,) = judged(StateDiffers(), rank(looks[0]), rank(looks[1]), source="if rank == 0:\n    drop.p = 0.1\n")

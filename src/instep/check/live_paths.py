@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from instep.check.observations import Observed
@@ -49,6 +50,11 @@ class LivePath:
     def differs_in_numbers_last(self) -> bool:
         """Whether the ranks' numbers differed by more than rounding in the last two looks, or in the only one."""
         return all(_differ(look) for look in self.values[-2:])
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether a rank's value was the same in two looks, one after the other."""
+        return any(before[0] == after[0] for before, after in pairwise(self.values))
 
     @property
     def differs_at_the_end(self) -> bool:

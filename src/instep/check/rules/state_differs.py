@@ -25,7 +25,15 @@ from instep.check.source.module import SourceModule
 from instep.check.source.part_statistics import statistics_of_parts
 from instep.check.source.set_orders import hashed_names, numbered_sets, parts_of_sets
 from instep.check.source.setting_places import layer_place, setting_place
-from instep.check.source.state_places import changes_by_one_rank, guarded_use, is_computed_with, place_of, updates_of
+from instep.check.source.state_places import (
+    changes_by_one_rank,
+    guarded_use,
+    is_carried,
+    is_computed_with,
+    is_drawn,
+    place_of,
+    updates_of,
+)
 
 _STATISTIC = re.compile(
     r"(^|_)(mean|means|m2|std|stds|var|mu|sigma|minimum|maximum|weights?|freqs?|frequenc(y|ies)|priors?|idf"
@@ -46,7 +54,7 @@ _VOCABULARY = re.compile(
 )
 _AVERAGED = re.compile(r"ema|shadow|averag|teacher|target|momentum|swa|moving|running", re.IGNORECASE)
 _OWN_DATA = re.compile(
-    r"local|rank|seed|buffer|replay|rollout|memory|obs|reward|advantage|action|done|hidden|state|cache|batch|input"
+    r"local|rank|seed|noise|mems|carry|cell|past|buffer|replay|rollout|memory|obs|reward|advantage|action|done|hidden|state|cache|batch|input"
     r"|target|label|index|indices|idx|iter|cursor|offset|position|time|step|seen|count|num_|^n$|history|best",
     re.IGNORECASE,
 )
@@ -176,7 +184,13 @@ class StateDiffers(Rule):
             name, module = path.names[-1], module_of(modules, path.file)
             if module is None or path.is_constant or len(path.values) < 2 or _OWN_DATA.search(path.text):
                 continue
-            if not _outlives(module, path) or not any(name in loss_inputs(one) for one in modules):
+            if len(path.names) > 1 and not (path.stands_still or is_carried(modules, name)):
+                continue  # of a batch: `self.inputs = batch`
+            if (
+                not _outlives(module, path)
+                or is_drawn(modules, name)
+                or not any(name in loss_inputs(one) for one in modules)
+            ):
                 continue
             place = updates_of(modules, name) or place_of(modules, path.file, path.names)
             if place is not None and place not in done:
@@ -276,7 +290,7 @@ class StateDiffers(Rule):
             is_held = len(path.names) > 1 and path.names[-2] not in _SETTINGS
             parted = path in numbers or path.differs
             is_changed = is_held and parted and not path.is_constant and bool(pattern.search(name))
-            is_adapted = is_changed and is_computed_with(modules, name)
+            is_adapted = is_changed and is_computed_with(modules, name) and not is_drawn(modules, name)
             if not (is_constant or is_adapted) or _OF_A_BATCH.search(name) or "local" in path.text:
                 continue
             place = updates_of(modules, name) if is_adapted else None

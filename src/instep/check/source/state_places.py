@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 
 from instep.check.source.functions import (
@@ -24,6 +25,7 @@ REPORTS = frozenset(
     )
 )
 """Functions that report a value."""
+_DRAWS = re.compile(r"rand|beta\(|uniform|normal\(|choice|\.sample|bernoulli|multinomial|dirichlet")
 _LOADS = ("load_state_dict", "load_checkpoint", "load_weights", "load_model", "set_model_state_dict")
 _CHANGES = ("reset_parameters", "init_weights", "copy_", "normal_", "zero_", "mul_", "lerp_", "prune", "apply")
 
@@ -57,6 +59,32 @@ def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | 
         if changes:
             return module.path, (in_loops or changes)[0].lineno  # type: ignore[attr-defined]
     return None
+
+
+def is_carried(modules: Sequence[SourceModule], name: str) -> bool:
+    """Return whether an attribute's next value follows from its last one: in place, or by an assignment that has it."""
+    return any(
+        _changes(node, name)
+        and not (isinstance(node, ast.Assign) and _is_set_anew(node, name))
+        and getattr(function_around(module, node), "name", "") != "__init__"
+        for module in modules
+        for node in ast.walk(module.tree)
+    )
+
+
+def is_drawn(modules: Sequence[SourceModule], name: str) -> bool:
+    """Return whether an attribute is set to random numbers, which each rank draws for itself."""
+    return any(
+        _changes(node, name) and bool(_DRAWS.search(ast.unparse(node.value)))
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Assign | ast.AugAssign)
+    )
+
+
+def _is_set_anew(node: ast.Assign, name: str) -> bool:
+    is_whole = all(isinstance(target, ast.Name | ast.Attribute | ast.Tuple) for target in node.targets)
+    return is_whole and name not in names_in(node.value)
 
 
 def is_computed_with(modules: Sequence[SourceModule], name: str) -> bool:
