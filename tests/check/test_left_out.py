@@ -63,6 +63,7 @@ class TestResultDropped:
             ("def f(hits):\n    t = torch.tensor(hits)\n    dist.all_reduce(t)\n    return hits\n", True),
             ("def f(hits):\n    t = torch.tensor(hits)\n    dist.all_reduce(t)\n    return t\n", False),
             ("def f(ps):\n    for p in ps:\n        g = p.grad.view(-1)\n        dist.all_reduce(g)\n", False),
+            ("def f(hits):\n    t = torch.tensor([1.0])\n    dist.all_reduce(t)\n    return hits\n", False),
             ("accelerator.reduce(loss)\n", True),
             ("loss = accelerator.reduce(loss)\n", False),
         ],
@@ -94,6 +95,10 @@ class TestReduceNotDivided:
     def test_a_sum_that_is_summed_again(self) -> None:
         assert [f.line for f in read(ReduceNotDivided(), COUNTS)] == [line_of(COUNTS, "all_reduce")]
         assert read(ReduceNotDivided(), COUNTS + "            window.zero_()\n") == []
+
+    def test_each_parameter_in_turn(self) -> None:
+        text = "for p in ps:\n    p.grad += noise(p)\n    dist.all_reduce(p.grad)\n"
+        assert read(ReduceNotDivided(), text) == []
 
     def test_the_largest_as_a_mean(self) -> None:
         text = "def f(loss):\n    dist.all_reduce(loss, op=dist.ReduceOp.MAX)\n    print(loss)\n"

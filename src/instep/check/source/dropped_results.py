@@ -143,7 +143,8 @@ def _is_made_here(module: SourceModule, call: Call, name: str) -> bool:
     plain = [value for value in values if _is_new(module, value) or isinstance(value, ast.List | ast.ListComp)]
     is_list = call.last in _LISTS
     lists = [value for value in values if isinstance(value, ast.BinOp | ast.List | ast.ListComp)]
-    return bool(values) and len(lists if is_list else plain) == len(values) and not is_of_loop
+    is_new = bool(values) and len(lists if is_list else plain) == len(values) and not is_of_loop
+    return is_new and any(_has_value(value, call) for value in values)
 
 
 def _is_read_later(module: SourceModule, call: Call, target: ast.Name) -> bool:

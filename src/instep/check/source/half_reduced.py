@@ -48,7 +48,8 @@ def sums_of_sums(module: SourceModule) -> Iterator[tuple[ast.Call, str]]:
         name = ast.unparse(call.node.args[0])
         if loop is None or not isinstance(call.node.args[0], ast.Name | ast.Attribute):
             continue
-        if _is_added_to(loop, name) and not _is_reset(loop, name):
+        is_of_loop = isinstance(loop, ast.For) and bool(_variables(loop.target) & _variables(call.node.args[0]))
+        if not is_of_loop and _is_added_to(loop, name) and not _is_reset(loop, name):
             yield call.node, name
 
 
