@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from planted_looks import rank
 
 from instep.check.evaluated_metrics import evaluated_metrics
 from instep.check.finding import Severity
 from instep.check.live_paths import live_paths
-from instep.check.observations import Observation, Observed
-from instep.check.records.collectives import HandlesMade, ProcessGroupJoined
-from instep.check.records.gradients import ModelWrapped
-from instep.check.records.live_state import LiveState
-from instep.check.records.model_state import FirstUpdate
+from instep.check.observations import Observed
+from instep.check.records.collectives import HandlesMade
 from instep.check.rules.clipping import Clipping
 from instep.check.rules.handle_not_waited import HandleNotWaited
 from instep.check.rules.rank_dependent_collective import RankDependentCollective
@@ -24,19 +20,6 @@ from instep.check.source.module import SourceModule
 from planted_gradients import FILE, judged, read
 
 DIST = "import torch.distributed as dist\n"
-
-
-def rank(*looks: dict[str, Any], moment: str = "step") -> list[Observation]:
-    """Return what one of two replicas wrote: looks at its variables, by kind and name in `main`."""
-    update = FirstUpdate(optimizer=0, shapes=1, weights=1, gradients=1, num_parameters=1, is_sharded=False)
-    wrapped = ModelWrapped(order=0, wrapper=0, strategy="ddp", ranks=[0, 1])
-    made: list[Observation] = [ProcessGroupJoined(backend="gloo"), wrapped, update]
-    for number, look in enumerate(looks, start=1):
-        fields = {
-            kind: {f"{FILE}|main|{name}": value for name, value in values.items()} for kind, values in look.items()
-        }
-        made.append(LiveState(step=number, moment=moment, number=number, **fields))
-    return made
 
 
 class TestStateDiffers:

@@ -32,7 +32,7 @@ class Mismatch:
         """What each rank called."""
         parts = []
         for rank, call in self.calls.items():
-            what = "nothing" if call is None else f"{call.name}{_shape(call)} at line {call.line}"
+            what = "nothing" if call is None else f"{call.name}{_shape(call)}{_root(call)} at line {call.line}"
             parts.append(f"rank {rank}: {what}")
         return f"after {self.index} that agree, {'; '.join(parts)}"
 
@@ -80,7 +80,11 @@ def _went_on(observed: Observed, rank: int, step: int) -> bool:
 
 def _key(call: CollectiveCalled) -> tuple[object, ...]:
     shape = None if call.shape is None else tuple(call.shape)
-    return call.name, shape, call.dtype if shape is not None else "", call.op
+    return call.name, shape, call.dtype if shape is not None else "", call.op, call.root or 0
+
+
+def _root(call: CollectiveCalled) -> str:
+    return f" of rank {call.root}" if call.root else ""
 
 
 def _shape(call: CollectiveCalled) -> str:

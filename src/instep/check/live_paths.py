@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from instep.check.observations import Observed
@@ -46,6 +47,21 @@ class LivePath:
         return differing * 2 > len(self.values)
 
     @property
+    def differs_in_numbers_last(self) -> bool:
+        """Whether the ranks' numbers differed by more than rounding in the last two looks, or in the only one."""
+        return all(_differ(look) for look in self.values[-2:])
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether a rank's value was the same in two looks, one after the other."""
+        return any(before[0] == after[0] for before, after in pairwise(self.values))
+
+    @property
+    def differs_at_the_end(self) -> bool:
+        """Whether the ranks' numbers differed by more than rounding in the last look."""
+        return _differ(self.values[-1])
+
+    @property
     def shown(self) -> str:
         """What the ranks had in the last look in which they differed, in words."""
         look = next((look for look in reversed(self.values) if _differ(look)), self.values[-1])
@@ -64,7 +80,7 @@ def live_paths(observed: Observed, kind: str, moments: Sequence[str] = ("step", 
 
 
 def _path(path: str, values: Sequence[tuple[Any, ...]]) -> LivePath:
-    file, function, names = path.split("|", 2)
+    file, function, names = path.split("|", 2) if "|" in path else ("", "", path)
     return LivePath(file, function, tuple(names.split(".")), tuple(values))
 
 

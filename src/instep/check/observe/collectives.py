@@ -75,7 +75,7 @@ class CollectiveObserver(Observer):
             shape=list(tensor.shape) if tensor is not None and name in _SAME_SHAPE else None,
             dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
             op=_op(name, args, kwargs),
-            root=_root(kwargs),
+            root=_root(name, args, kwargs),
             value=_value(tensor),
             package=calling_package(self.log, sys._getframe(2)),
         )
@@ -120,8 +120,9 @@ def _op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return str(op if op is not None else dist.ReduceOp.SUM).rpartition(".")[2]
 
 
-def _root(kwargs: dict[str, Any]) -> int | None:
-    root = kwargs.get("src", kwargs.get("dst"))
+def _root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    given = args[1] if name in ("broadcast", "broadcast_object_list", "reduce") and len(args) > 1 else None
+    root = kwargs.get("src", kwargs.get("dst", given))
     return root if isinstance(root, int) else None
 
 

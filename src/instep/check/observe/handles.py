@@ -32,7 +32,7 @@ class HandleObserver(Observer):
 
     def __init__(self, log: ObservationLog) -> None:
         super().__init__(log)
-        self._places: dict[int, tuple[str, int]] = {}
+        self._places: weakref.WeakKeyDictionary[dist.Work, tuple[str, int]] = weakref.WeakKeyDictionary()
         """Of the handles that exist and were not waited for."""
         self._made: dict[tuple[str, int], int] = {}
         self._waited: dict[tuple[str, int], int] = {}
@@ -50,14 +50,12 @@ class HandleObserver(Observer):
 
     def _start(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = start(*args, **kwargs)
-        if not kwargs.get("async_op") and start.__name__ not in _STARTS:
-            return result
-        for work in result if isinstance(result, list) else [result]:
-            if isinstance(work, dist.Work) and id(work) not in self._places:
+        for work in result if isinstance(result, list) else [result]:  # None: it was not asynchronous
+            if isinstance(work, dist.Work) and work not in self._places:
                 self._note(work)
         return result
 
-    def _note(self, work: Any) -> None:
+    def _note(self, work: dist.Work) -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
             frame = frame.f_back
@@ -65,11 +63,10 @@ class HandleObserver(Observer):
             return
         place = self.log.place(frame)
         self._made[place] = self._made.get(place, 0) + 1
-        self._places[id(work)] = place
-        weakref.finalize(work, self._places.pop, id(work), None)
+        self._places[work] = place
 
     def _wait(self, wait: Callable[..., Any], work: Any, /, *args: Any, **kwargs: Any) -> Any:
-        place = self._places.pop(id(work), None)
+        place = self._places.pop(work, None)
         if place is not None:
             self._waited[place] = self._waited.get(place, 0) + 1
         return wait(work, *args, **kwargs)

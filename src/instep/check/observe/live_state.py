@@ -34,7 +34,6 @@ class LiveStateObserver(Observer):
 
     def __init__(self, log: ObservationLog) -> None:
         super().__init__(log)
-        self._trained: set[int] = set()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """By optimizer; the first one's count."""
         self._has_evaluated = False
@@ -62,8 +61,6 @@ class LiveStateObserver(Observer):
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or self.log.is_quiet:
             return
-        if optimizer not in self._steps:
-            self._trained.update(id(value) for group in optimizer.param_groups for value in group["params"])
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if optimizer is not next(iter(self._steps)):
             return
@@ -84,12 +81,16 @@ class LiveStateObserver(Observer):
             return
         self._left -= 1
         began_s = time.perf_counter()
-        values = LiveValues(self.log.script, self._trained)
+        optimizers = list(self._steps)
+        trained = {id(value) for one in optimizers for group in one.param_groups for value in group["params"]}
+        values = LiveValues(self.log.script, trained)
         with self.log.unobserved(), torch.no_grad():
             while frame is not None:
                 if self.log.is_users(frame):
                     attempt(lambda taken=frame: values.add_frame(taken))  # type: ignore[misc]
                 frame = frame.f_back
+            for index, optimizer in enumerate(optimizers):
+                attempt(lambda number=index, one=optimizer: values.add_optimizer(number, one))  # type: ignore[misc]
         self.log.write_at(
             ("", 0),
             LiveState,
@@ -101,6 +102,9 @@ class LiveStateObserver(Observer):
             weights=values.weights,
             generators=values.generators,
             ids=values.ids,
+            orders=values.orders,
+            layers=values.layers,
+            settings=values.settings,
         )
         if time.perf_counter() - began_s > _SLOW_S:
             self._left = min(self._left, 2)

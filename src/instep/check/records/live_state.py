@@ -27,3 +27,9 @@ class LiveState(Observation):
     generators: dict[str, int] = field(default_factory=dict)
     ids: dict[str, dict[str, int]] = field(default_factory=dict)
     """Dicts from names to integers, and lists of names with their positions."""
+    orders: dict[str, int] = field(default_factory=dict)
+    """Sequences of integers, as a permutation is one."""
+    layers: dict[str, str] = field(default_factory=dict)
+    """Of each layer of a trained model, its mode and its numbers: `training=True, p=0.1`."""
+    settings: dict[str, float] = field(default_factory=dict)
+    """The numbers of each optimizer's parameter groups, as `0.1.lr`: of its second group."""

@@ -28,6 +28,7 @@ from instep.check.rules.per_rank_batch import PerRankBatch
 from instep.check.rules.process_group_setup import ProcessGroupSetup
 from instep.check.rules.rank_dependent_collective import RankDependentCollective
 from instep.check.rules.reduce_not_divided import ReduceNotDivided
+from instep.check.rules.result_dropped import ResultDropped
 from instep.check.rules.resume_replays import ResumeReplays
 from instep.check.rules.same_noise import SameNoise
 from instep.check.rules.scheduler_steps import SchedulerSteps
@@ -68,6 +69,7 @@ RULES: tuple[Rule, ...] = (
     ProcessGroupSetup(),
     RankDependentCollective(),
     ReduceNotDivided(),
+    ResultDropped(),
     ResumeReplays(),
     SameNoise(),
     SchedulerSteps(),

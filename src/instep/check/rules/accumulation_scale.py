@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
@@ -11,11 +12,13 @@ from instep.check.records.gradients import BackwardRan, ForwardRan, GradientsCle
 from instep.check.records.scaling import common_factor, gradients_after_backward, gradients_before_clipping
 from instep.check.records.timeline import TrainingStep, steps_of
 from instep.check.rule import Rule
+from instep.check.source.framework_losses import divided_for_frameworks
 from instep.check.source.module import SourceModule
 from instep.check.source.wrapped_models import loops_around, scope_of
 
 _UNEVEN = 0.05
 """Relative: micro-batches whose numbers of targets differ by less are taken for equal."""
+_TWICE = "The loss is divided by the number of micro-batches, and the framework divides it by that again."
 
 
 class AccumulationScale(Rule):
@@ -104,9 +107,19 @@ class AccumulationScale(Rule):
                 "(loss / accumulate).backward()",
             )
 
+        for call, value in divided_for_frameworks(module):
+            twice = self.finding(
+                module.place(value),
+                _TWICE,
+                f"`{module.line(value.lineno)}` reaches `{module.line(call.node.lineno)}`",
+                "Leave the division to the framework.",
+            )
+            yield replace(twice, effect="Gradients are too small by the number of micro-batches.")
+
     def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse lines that ran: `judge` has seen their factors."""
-        return observed.has(StepTaken) and observed.has_at(BackwardRan, finding.place)
+        is_undivided = finding.message != _TWICE
+        return is_undivided and observed.has(StepTaken) and observed.has_at(BackwardRan, finding.place)
 
 
 def accumulated(step: TrainingStep) -> list[BackwardRan]:

@@ -11,9 +11,10 @@ from instep.check.observations import Observed
 from instep.check.records.model_state import NormEntered
 from instep.check.replication import are_replicas
 from instep.check.rule import Rule
-from instep.check.source.collective_calls import is_collective
-from instep.check.source.functions import Function, function_around, names_in
-from instep.check.source.module import SourceModule
+from instep.check.source.collective_calls import is_collective, is_distributed
+from instep.check.source.functions import Function, assignments, calls_in, function_around, names_in
+from instep.check.source.module import Call, SourceModule
+from instep.check.source.reaching import definitions
 
 _FIX = (
     "+ model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n"
@@ -57,13 +58,24 @@ class BatchNormNotSynced(Rule):
             Severity.ERROR if training and evaluated else None,
         )
 
-    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+    def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse wrappers if the statistics were seen to be the same on all ranks."""
+        if "anew" in finding.message:
+            return observed.world_size < 2
         differing, compared = _differing(observed, training=True)
         return compared > 1 and not differing
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
-        """Yield wrappers that do not broadcast buffers around a model with BatchNorm."""
+        """Yield wrappers that do not broadcast buffers around BatchNorm, and statistics of one rank's part."""
+        for call in module.calls_of("update_bn") if is_distributed(module) and not _averages_buffers(module) else ():
+            loader = call.argument("loader", 0)
+            if loader is not None and _is_divided(module, loader):
+                yield self.finding(
+                    module.place(call.node),
+                    "The statistics of BatchNorm are computed anew, on each rank from its own part of the data.",
+                    f"`{module.line(call.node.lineno)}`: `{ast.unparse(loader)}` is divided over the ranks",
+                    "for b in model.buffers(): dist.all_reduce(b); b /= world_size  # of floating-point buffers",
+                )
         has_norm = any("BatchNorm" in call.last and "Sync" not in call.last for call in module.calls)
         if not has_norm or any(True for _ in module.calls_of("convert_sync_batchnorm")):
             return
@@ -96,6 +108,28 @@ def _wrapped_at(modules: Sequence[SourceModule]) -> tuple[str, int] | None:
 
 def _is_false(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
+
+
+def _is_divided(module: SourceModule, loader: ast.expr) -> bool:
+    """Return whether a loader has a sampler that divides the data, as far as the file shows what it is made of."""
+    divided = [
+        call.node for call in module.calls if call.last == "DataLoader" and _has_distributed_sampler(module, call)
+    ]
+    if isinstance(loader, ast.Name) and (values := [one.value for one in definitions(module.tree, loader.id)]):
+        made = {inner for value in values for inner in ast.walk(value)}
+        callees = {inner.id for inner in made if isinstance(inner, ast.Name)}
+        bodies = [function for name in callees for function in module.functions.get(name, [])]
+        inside = made | {inner for body in bodies for inner in ast.walk(body)}
+        return any(node in inside for node in divided)
+    return bool(divided)
+
+
+def _has_distributed_sampler(module: SourceModule, call: Call) -> bool:
+    sampler = call.argument("sampler")
+    if sampler is None:
+        return False
+    values = [sampler, *(value for names, value in assignments(module.tree) if names & names_in(sampler))]
+    return any(inner.last == "DistributedSampler" for value in values for inner in calls_in(module, value))
 
 
 def _averages_buffers(module: SourceModule) -> bool:

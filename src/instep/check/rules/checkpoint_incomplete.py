@@ -15,7 +15,7 @@ from instep.check.rule import Rule
 from instep.check.source.functions import assignments, calls_below, function_around, loops_around, names_in
 from instep.check.source.module import SourceModule
 from instep.check.source.resuming import is_written_once, resumes_training
-from instep.check.source.saved_dicts import SavedDict, saved_dicts, scripts_parts
+from instep.check.source.saved_dicts import SavedDict, lacks_average, saved_dicts, scripts_parts, unread_parts
 
 _RESUMED = re.compile(r"ckpt|checkpoint|latest|last|resume|snapshot", re.IGNORECASE)
 _EXPORTED = re.compile(r"best|final|weights|export|model", re.IGNORECASE)
@@ -57,8 +57,9 @@ class CheckpointIncomplete(Rule):
             )
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:
-        """Excuse lines whose checkpoints were seen."""
-        return observed.has_at(CheckpointSaved, finding.place)
+        """Excuse lines whose checkpoints were seen: their parts were, not their averaged weights."""
+        is_of_parts = finding.message.startswith("The checkpoint lacks") and "averaged" not in finding.message
+        return is_of_parts and observed.has_at(CheckpointSaved, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield dicts that are saved without something that the file uses."""
@@ -66,6 +67,26 @@ class CheckpointIncomplete(Rule):
             if _is_written_to_resume(module, saved) and not _is_kept(module, saved, _path_of(module, saved)):
                 lacks = [part for part in (*scripts_parts(module), "progress") if part not in saved.holds]
                 yield from self._report(_dict_place(module, saved), lacks, sorted(saved.holds), "it holds")
+        yield from self._averages(module)
+        for saved, key, part in unread_parts(module) if resumes_training(module) else ():
+            yield self.finding(
+                module.place(saved.saved),
+                f"`{key}` is saved, and nothing reads it when the training is resumed.",
+                f"the file loads other entries of its checkpoint, and not {_WORDS[part]}",
+                f'+ {part}.load_state_dict(state["{key}"])',
+            )
+
+    def _averages(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield the checkpoint of a script that resumes and begins its averaged weights anew."""
+        saves = [saved for saved in saved_dicts(module) if "optimizer" in saved.holds]
+        missing = [name for saved in saves if (name := lacks_average(module, saved))]
+        if saves and len(missing) == len(saves) and resumes_training(module):
+            yield self.finding(
+                _dict_place(module, saves[0]),
+                f"The checkpoint lacks the averaged weights, `{missing[0]}`.",
+                f"it holds: {', '.join(sorted(saves[0].holds))}; after a restart the average begins anew",
+                f'+ "{missing[0].rpartition(".")[2]}": {missing[0]}.state_dict(),',
+            )
 
     def _report(self, place: tuple[str, int], lacks: list[str], holds: list[str], what: str) -> Iterable[Finding]:
         if not lacks:

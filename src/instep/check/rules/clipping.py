@@ -11,7 +11,11 @@ from instep.check.records.scaling import common_factor, gradients_after_backward
 from instep.check.records.timeline import TrainingStep, events_of, steps_together
 from instep.check.rule import Rule
 from instep.check.source.gradient_averages import clipped_before_averaging
+from instep.check.source.local_shards import norms_of_shards
 from instep.check.source.module import SourceModule
+
+_CLOSE = 1e-6
+"""Relative difference that is taken for rounding."""
 
 
 class Clipping(Rule):
@@ -29,6 +33,7 @@ class Clipping(Rule):
         yield from self._scaled(observed)
         yield from self._of_shards(observed, modules)
         yield from self._too_late(observed)
+        yield from self._by_own_limit(observed)
 
     def _scaled(self, observed: Observed) -> Iterable[Finding]:
         clips = observed.by_rank(GradientsClipped)[0] if observed.world_size else []
@@ -62,7 +67,15 @@ class Clipping(Rule):
                 return
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
-        """Yield gradients that are clipped before the script averages them over the ranks."""
+        """Yield gradients that are clipped before the script averages them, and norms of what one rank has of them."""
+        for norm in norms_of_shards(module):
+            yield self.finding(
+                module.place(norm.node),
+                "A norm of this rank's shard is taken for that of the whole parameter or gradient.",
+                f"`{module.line(norm.node.lineno)}`: `to_local()` is one rank's part, and no collective follows",
+                "- p.grad.to_local().norm()\n+ p.grad.norm()  # a DTensor's norm is that of all shards",
+                Severity.WARNING,
+            )
         for clip, average in clipped_before_averaging(module):
             yield self.finding(
                 module.place(clip.node),
@@ -72,6 +85,20 @@ class Clipping(Rule):
                 "Average the gradients over the ranks first, then clip them.",
                 Severity.WARNING,
             )
+
+    def _by_own_limit(self, observed: Observed) -> Iterable[Finding]:
+        """Yield the first clipping whose limit each rank has chosen for itself."""
+        for clips in zip(*observed.by_rank(GradientsClipped), strict=False):
+            limits = [clip.limit for clip in clips]
+            is_same_call = len({(clip.file, clip.line, clip.step) for clip in clips}) == 1
+            if len(clips) > 1 and is_same_call and max(limits) - min(limits) > _CLOSE * max(map(abs, limits)):
+                yield self.finding(
+                    (clips[0].file, clips[0].line),
+                    "Each rank clips the gradients to a limit of its own.",
+                    "the limits were " + ", ".join(f"{limit:.6g} on rank {rank}" for rank, limit in enumerate(limits)),
+                    "Compute the limit from numbers that are the same on all ranks: all_reduce them first.",
+                )
+                return
 
     def _too_late(self, observed: Observed) -> Iterable[Finding]:
         events = events_of(observed, 0) if observed.world_size else []

@@ -11,6 +11,7 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.files import FileWritten
 from instep.check.rule import Rule
+from instep.check.source.cached_files import reads_without_waiting, written_if_missing
 from instep.check.source.collective_calls import STATE_COLLECTIVES, is_distributed
 from instep.check.source.functions import Function, assignments, call_sites, calls_in, function_around, names_in
 from instep.check.source.module import Call, SourceModule
@@ -93,6 +94,20 @@ class ConcurrentWrites(Rule):
             return
         for call in module.calls_of(*_SAVES):
             yield from self._read_save(module, call)
+        for call in written_if_missing(module):
+            yield self.finding(
+                module.place(call.node),
+                "Every rank writes this file if it does not find it: several at once, or while others read it.",
+                f"`{module.line(call.node.lineno)}`",
+                "Write it on rank 0 only, and let the others wait: dist.barrier() before they read.",
+            )
+        for read, write in reads_without_waiting(module):
+            yield self.finding(
+                module.place(read.node),
+                "All ranks read a file that rank 0 writes, and nothing keeps them from reading before it is written.",
+                f"`{module.line(read.node.lineno)}`; line {write.node.lineno}: `{module.line(write.node.lineno)}`",
+                "+ dist.barrier()  # after rank 0 has written the file",
+            )
         unread = {id(call.node) for call in _saves_shards(module)}
         for call in module.calls:
             if id(call.node) in unread:

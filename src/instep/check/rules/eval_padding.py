@@ -11,6 +11,7 @@ from instep.check.observations import Observation, Observed
 from instep.check.passes import LoaderPass, evaluations, passes_by_rank
 from instep.check.records.data import EvaluationSeen, LoaderMade
 from instep.check.rule import Rule
+from instep.check.source.gathered_orders import misplaced_labels
 from instep.check.source.kept_once import keeps_each_once
 from instep.check.source.loops import function_around, module_of, statement_at
 from instep.check.source.module import SourceModule
@@ -24,6 +25,21 @@ class EvalPadding(Rule):
     severity = Severity.WARNING
     effect = "The metric is that of another set of samples, and changes with the number of processes."
     watches: ClassVar[dict[type[Observation], str]] = {EvaluationSeen: "an evaluation to its end"}
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield results of all ranks that are compared with labels in another order."""
+        for node, labels in misplaced_labels(module):
+            yield self.finding(
+                module.place(node),
+                "Results that were gathered rank by rank are compared with labels in the order of the dataset.",
+                f"`{module.line(node.lineno)}`: DistributedSampler deals samples out in turn, and `{labels}` are not "
+                "gathered",
+                "Gather the labels with the results, in the same way.",
+            )
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse runs on one rank."""
+        return observed.world_size < 2
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield evaluations that repeat or leave out samples, and those that will."""

@@ -23,6 +23,7 @@ from instep.check.replication import are_connected
 from instep.check.rule import Rule
 from instep.check.source.gradient_averages import averages_of_gradients
 from instep.check.source.module import SourceModule
+from instep.check.source.weight_sums import replaced_weights
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
@@ -43,6 +44,21 @@ class GradientsDiffer(Rule):
             yield from self._wrapped(observed)
         if are_connected(observed):
             yield from self._unwrapped(observed, modules)
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield weights of one rank that take the place of the others' in each step."""
+        for call in replaced_weights(module):
+            yield self.finding(
+                module.place(call.node),
+                "Rank 0's weights replace those of the others in training: what the others have learnt is lost.",
+                f"`{module.line(call.node.lineno)}`, and nothing brings gradients together",
+                "dist.all_reduce(p.grad); p.grad /= world_size  # before optimizer.step, instead",
+                Severity.WARNING,
+            )
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse runs on one rank."""
+        return observed.world_size < 2
 
     def _wrapped(self, observed: Observed) -> Iterable[Finding]:
         hooked = {hook.wrapper for hooks in observed.by_rank(CommHookRegistered) for hook in hooks}

@@ -87,10 +87,9 @@ class LocalMetricDecides(Rule):
         if not is_distributed(module):
             return
         for decision in local_decisions(module):
-            what = "when to stop" if decision.stops else "whether to issue collectives"
             yield self.finding(
                 module.place(decision.node),
-                f"Each rank decides by its own metric {what}.",
+                f"Each rank decides by its own metric {decision.what}.",
                 f"`{ast.unparse(decision.node.test)}` depends on `{decision.metric}`, which no collective has averaged",
                 "Average the metric over the ranks first, or let rank 0 decide and broadcast the decision.",
                 Severity.WARNING,

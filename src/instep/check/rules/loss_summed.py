@@ -15,12 +15,15 @@ from instep.check.records.scaling import gradients_after_backward, gradients_bef
 from instep.check.records.timeline import TrainingStep, steps_of, steps_together, wrappers_of
 from instep.check.rule import Rule
 from instep.check.rules.accumulation_scale import accumulated
+from instep.check.source.comm_hooks import summing_hooks
 from instep.check.source.global_counts import losses_by_global_count
 from instep.check.source.module import SourceModule
+from instep.check.source.weight_sums import summed_weights
 
 _BY_WORLD_SIZE = re.compile(
     r"/=?\s*\(?\s*[\w.]*(world_?size|get_world_size|num_processes|n_?gpus|world\b)", re.IGNORECASE
 )
+_TOO_SMALL = "Gradients are too small by the world size: more processes train less."
 _FOR_THE_LOG = re.compile(r"item\(|detach\(|print|log")
 
 
@@ -37,6 +40,7 @@ class LossSummed(Rule):
         if observed.world_size < 2:
             return
         yield from self._summed_gradients(observed)
+        yield from self._averaged_twice(observed, modules)
         for steps in steps_of(observed, 0).values():
             yield from self._summed_losses(steps, observed.world_size)
             if wrappers_of(observed):
@@ -52,7 +56,24 @@ class LossSummed(Rule):
                 "+ loss = loss * dist.get_world_size()  # the mean over ranks divides by it",
                 Severity.WARNING,
             )
-            yield replace(small, effect="Gradients are too small by the world size: more processes train less.")
+            yield replace(small, effect=_TOO_SMALL)
+        for call in summed_weights(module):
+            summed = self.finding(
+                module.place(call.node),
+                "The parameters are summed over the ranks, and divided by nothing.",
+                f"`{module.line(call.node.lineno)}`",
+                "+ p.data /= dist.get_world_size()  # after the all_reduce",
+                Severity.WARNING,
+            )
+            yield replace(summed, effect="The weights are multiplied by the world size.")
+        for call, hook in summing_hooks(module):
+            yield self.finding(
+                module.place(call.node),
+                f"The communication hook `{hook.name}` sums gradients over the ranks, and divides by nothing.",
+                f"line {hook.lineno}: DistributedDataParallel leaves the division to its hook",
+                "+ tensor.div_(dist.get_world_size())  # before the all_reduce",
+                Severity.WARNING,
+            )
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
         """Excuse runs on one rank."""
@@ -71,6 +92,24 @@ class LossSummed(Rule):
                 "a mean, not divided by the world size",
                 "+ p.grad /= dist.get_world_size()  # after the all_reduce",
             )
+            return
+
+    def _averaged_twice(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield losses that are divided by the world size where the script averages gradients itself."""
+        for steps in steps_together(observed):
+            ratio, size = _share_of_sum(steps), observed.world_size
+            if ratio is None or any(abs(ratio * _scale(step) * size * size - 1) > 0.01 for step in steps):
+                continue
+            backward = steps[0].of(BackwardRan)[-1]
+            if line := _division(modules, backward):
+                small = self.finding(
+                    (backward.file, line),
+                    "The loss is divided by the world size, and its gradients are averaged over the ranks besides.",
+                    f"gradients are 1/{size * size} of the sum over {size} ranks, not 1/{size}",
+                    "Divide once: the loss, or the summed gradients.",
+                    Severity.WARNING,
+                )
+                yield replace(small, effect=_TOO_SMALL)
             return
 
     def _summed_losses(self, steps: Sequence[TrainingStep], world_size: int) -> Iterable[Finding]:

@@ -10,7 +10,8 @@ from instep.check.epochs import knows_epochs, place_of_epochs, repetitions, set_
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observation, Observed
 from instep.check.passes import training_passes
-from instep.check.records.data import EpochSet, LoaderMade, SecondEpochSeen
+from instep.check.records.data import EpochSet, LoaderMade, PassBegan, SecondEpochSeen
+from instep.check.records.run import OptimizerStepped
 from instep.check.rule import Rule
 from instep.check.source.loops import epoch_loop
 from instep.check.source.module import SourceModule
@@ -59,6 +60,16 @@ class NoSetEpoch(Rule):
                     Severity.WARNING,
                 )
                 return
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse scripts that were seen to train on other data than what the sampler divides."""
+        trained = training_passes(observed)
+        if trained:
+            return not any(group[0].made.has_distributed_sampler for group in trained)
+        began = {one.loader for passes in observed.by_rank(PassBegan) for one in passes}
+        made = [one for loaders in observed.by_rank(LoaderMade) for one in loaders if one.has_distributed_sampler]
+        shuffled = [one for one in made if one.is_shuffled]
+        return observed.has(OptimizerStepped) and bool(shuffled) and not any(one.loader in began for one in shuffled)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield a file with a shuffling DistributedSampler and a loop over epochs that does not call `set_epoch`."""

@@ -1,4 +1,4 @@
-"""reduce-not-divided: a sum over the ranks that is reported as a mean."""
+"""reduce-not-divided: a sum over the ranks that is reported as a mean, divided by one rank's count, or summed again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.collectives import CollectiveCalled
 from instep.check.rule import Rule
+from instep.check.source.collective_calls import is_distributed
+from instep.check.source.half_reduced import half_reduced_ratios, sums_of_sums
 from instep.check.source.module import SourceModule
-from instep.check.source.undivided_sums import UndividedSum, undivided_sums
+from instep.check.source.undivided_sums import UndividedSum, extremes_as_means, undivided_sums
 
 
 class ReduceNotDivided(Rule):
@@ -38,6 +40,33 @@ class ReduceNotDivided(Rule):
             yield self._report(
                 module, undivided, f"`{module.line(undivided.node.lineno)}`: nothing divides it afterwards"
             )
+        if not is_distributed(module):
+            return
+        for call, name, operation in extremes_as_means(module):
+            yield self.finding(
+                module.place(call),
+                f"`{name}` is reduced by {operation}, and reported as if it were a mean.",
+                f"`{module.line(call.lineno)}`",
+                "Sum it, and divide by the number of ranks: op=dist.ReduceOp.SUM.",
+            )
+        for ratio, summed, count in half_reduced_ratios(module):
+            yield self.finding(
+                module.place(ratio),
+                "A sum over all ranks is divided by a count of this rank alone.",
+                f"`{module.line(ratio.lineno)}`: `{summed}` was summed over the ranks, and `{count}` was not",
+                "Sum both over the ranks, or neither, before dividing.",
+            )
+        for call, name in sums_of_sums(module):
+            yield self.finding(
+                module.place(call),
+                f"`{name}` is summed over the ranks in place and goes on counting: next time the sum is summed again.",
+                f"`{module.line(call.lineno)}`: nothing in the loop sets `{name}` anew",
+                f"- dist.all_reduce({name})\n+ total = {name}.clone()\n+ dist.all_reduce(total)",
+            )
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse runs on one rank."""
+        return observed.world_size < 2
 
     def _report(self, module: SourceModule, undivided: UndividedSum, evidence: str) -> Finding:
         return self.finding(

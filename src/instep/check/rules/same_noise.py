@@ -14,6 +14,7 @@ from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
 from instep.check.source.module import SourceModule
+from instep.check.source.rank_guards import guard_of_callers
 from instep.check.source.restored_generators import restored_generators
 from instep.check.source.shared_draws import draws_arrays
 from instep.check.source.state_places import changes_by_one_rank, place_of
@@ -98,12 +99,15 @@ class SameNoise(Rule):
                 )
 
     def _different_shards(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
-        if any(call.last in _RESTORES for module in modules for call in module.calls):
+        restores = [(module, call) for module in modules for call in module.calls if call.last in _RESTORES]
+        of_one = [(module, call) for module, call in restores if guard_of_callers(module, call.node) is not None]
+        if len(of_one) < len(restores):
             return  # weights may be set afterwards
         for shards in zip(*observed.by_rank(BeforeSharding), strict=False):
             if len({shard.weights for shard in shards}) > 1 and not shards[0].syncs and not shards[0].package:
+                loads = [module.place(call.node) for module, call in of_one if call.last == "load_state_dict"]
                 yield self.finding(
-                    (shards[0].file, shards[0].line),
+                    (loads or [(shards[0].file, shards[0].line)])[0],
                     "FSDP shards a module whose weights differ between the ranks: the result is a mixture of them.",
                     f"the weights of module {shards[0].number} differed before it was sharded",
                     "Seed all ranks alike before the model is made; seed them apart afterwards.",

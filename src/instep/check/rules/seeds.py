@@ -7,13 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
+from instep.check.live_paths import live_paths
 from instep.check.observations import Observation, Observed
 from instep.check.passes import MIN_COMPARED, LoaderPass, has_same_root, is_data_parallel, shared_share, training_passes
 from instep.check.records.data import PassBegan
 from instep.check.records.seeding import Seeded, TrainingNoise
 from instep.check.rule import Rule
+from instep.check.source.functions import function_around
+from instep.check.source.hand_shards import sliced_by_rank
 from instep.check.source.module import SourceModule
 from instep.check.source.names import class_named, shares_input
+from instep.check.source.state_places import place_of
 
 _SHUFFLES = ("shuffle", "permutation", "randperm", "sample", "choice")
 _TORCH_DRAWS = (
@@ -50,14 +54,38 @@ class Seeds(Rule):
             if finding := self._judge_shares(modules, group):
                 yield finding
                 break
+        yield from self._judge_orders(observed, modules)
         yield from self._judge_noise(observed, modules)
+
+    def _judge_orders(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield sequences that each rank takes its slice of, and that are not the same on all ranks."""
+        slices = {name: (module, node) for module in modules for name, node in sliced_by_rank(module)}
+        done: set[tuple[str, int]] = set()
+        for path in live_paths(observed, "orders"):
+            if not path.differs or path.names[-1] not in slices:
+                continue
+            module, node = slices[path.names[-1]]
+            scope = getattr(function_around(module, node), "name", "<module>")
+            if len(path.names) == 1 and path.function != scope:
+                continue  # another variable of the same name
+            place = place_of(modules, path.file, path.names) or module.place(node)
+            if place not in done:
+                done.add(place)
+                yield self.finding(
+                    place,
+                    f"`{path.text}` is another one on each rank, and each rank takes its part of it.",
+                    f"in {len(path.values)} looks it was not the same on all ranks; line {node.lineno}: "
+                    f"`{module.line(node.lineno)}`",
+                    "Make it on all ranks alike, from the same seed and the same numbers, or broadcast rank 0's.",
+                    Severity.WARNING,
+                )
 
     def _judge_shares(self, modules: Sequence[SourceModule], group: Sequence[LoaderPass]) -> Finding | None:
         """Return that ranks take their shares from different permutations."""
         seeds = {one.made.sampler_seed for one in group}
         if len(seeds) > 1 and group[0].made.is_shuffled and has_same_root(group):
             evidence = f"the DistributedSampler's seeds are {', '.join(map(str, sorted(seeds)))}"
-        elif not (evidence := _overlap(group) or _overlap_of_streams(group)):
+        elif not (evidence := _overlap(group) or _overlap_of_streams(group) or _overlap_of_parts(group, modules)):
             return None
         return self.finding(
             _place_of_shuffle(modules, group[0]),
@@ -122,6 +150,24 @@ def _overlap_of_streams(group: Sequence[LoaderPass]) -> str:
     one = group[0]
     if not all(member.made.is_iterable and len(set(member.rows)) == len(member.rows) for member in group):
         return ""
+    for other in group[1:]:
+        shared, total = shared_share(one, other)
+        if total >= 4 * MIN_COMPARED and total // 10 < shared < _ALL * total:
+            return (
+                f"{shared} of the {total} samples of rank {other.rank} came on rank {one.rank} too, in the same epoch"
+            )
+    return ""
+
+
+def _overlap_of_parts(group: Sequence[LoaderPass], modules: Sequence[SourceModule]) -> str:
+    """Return how much of one part another rank has, too, where the source takes parts by rank; empty: nothing."""
+    one = group[0]
+    if not any(True for module in modules for _ in sliced_by_rank(module)) or has_same_root(group):
+        return ""
+    for member in group:
+        is_whole = member.is_exhausted and not member.made.with_replacement and not member.made.is_iterable
+        if member.began.number or not is_whole or len(set(member.rows)) < len(member.rows):
+            return ""
     for other in group[1:]:
         shared, total = shared_share(one, other)
         if total >= 4 * MIN_COMPARED and total // 10 < shared < _ALL * total:

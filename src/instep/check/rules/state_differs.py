@@ -7,20 +7,33 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
-from instep.check.live_paths import live_paths
+from instep.check.live_paths import LivePath, live_paths
 from instep.check.observations import Observed
 from instep.check.passes import is_data_parallel
 from instep.check.records.collectives import ModelSplit
 from instep.check.records.gradients import ModelWrapped
 from instep.check.records.live_state import LiveState
+from instep.check.records.model_state import FirstUpdate
 from instep.check.records.timeline import steps_together, wrappers_of
 from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
 from instep.check.source.guarded_loads import loads_by_one_rank
+from instep.check.source.loops import module_of
+from instep.check.source.loss_inputs import loss_inputs, outlives_batches
 from instep.check.source.module import SourceModule
-from instep.check.source.set_orders import numbered_sets
-from instep.check.source.state_places import changes_by_one_rank, guarded_use, is_computed_with, place_of, updates_of
+from instep.check.source.part_statistics import statistics_of_parts
+from instep.check.source.set_orders import hashed_names, numbered_sets, parts_of_sets
+from instep.check.source.setting_places import layer_place, setting_place
+from instep.check.source.state_places import (
+    changes_by_one_rank,
+    guarded_use,
+    is_carried,
+    is_computed_with,
+    is_drawn,
+    place_of,
+    updates_of,
+)
 
 _STATISTIC = re.compile(
     r"(^|_)(mean|means|m2|std|stds|var|mu|sigma|minimum|maximum|weights?|freqs?|frequenc(y|ies)|priors?|idf"
@@ -40,6 +53,15 @@ _VOCABULARY = re.compile(
     r"class|label|vocab|token|categor|tag|2id|to_id|2idx|to_idx|stoi|species|intent", re.IGNORECASE
 )
 _AVERAGED = re.compile(r"ema|shadow|averag|teacher|target|momentum|swa|moving|running", re.IGNORECASE)
+_OWN_DATA = re.compile(
+    r"local|rank|seed|noise|mems|carry|cell|past|buffer|replay|rollout|memory|obs|reward|advantage|action|done|hidden|state|cache|batch|input"
+    r"|target|label|index|indices|idx|iter|cursor|offset|position|time|step|seen|count|num_|^n$|history|best",
+    re.IGNORECASE,
+)
+"""What a rank may rightly hold of its own part of the data, or of its own time."""
+_SETTINGS_OF_A_STEP = ("lr", "weight_decay", "momentum", "eps", "max_norm")
+_AFTER_STEPS = ("step", "evaluated")
+"""Looks after which the training went on."""
 _MIN_IDS = 2
 _OF_ONE_RANK = "The state of the optimizer or its schedule is loaded on one rank only: the others begin anew."
 _LOAD_EVERYWHERE = "Load the checkpoint on all ranks: DDP sends rank 0's parameters and buffers to the others, no more."
@@ -66,12 +88,24 @@ class StateDiffers(Rule):
         yield from self._ids(observed, modules)
         yield from self._buffers(observed, modules)
         yield from self._copies(observed, modules)
-        yield from self._statistics(observed, modules)
+        yield from self._settings(observed, modules)
+        yield from self._layers(observed, modules)
+        found = list(self._statistics(observed, modules))
+        yield from found
+        yield from self._learned(observed, modules, {finding.place for finding in found})
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield numbers that follow the order of a set, and states of the training that one rank loads."""
         if is_distributed(module):
             yield from self._read_sets(module)
+            for call, part in statistics_of_parts(module):
+                yield self.finding(
+                    module.place(call.node),
+                    "Each rank normalises its part of the data by the statistics of that part.",
+                    f"`{module.line(call.node.lineno)}`; line {part.lineno}: `{module.line(part.lineno)}`",
+                    "Compute them of the whole data, before each rank takes its part, or sum their parts with "
+                    "all_reduce.",
+                )
             for load in loads_by_one_rank(module):
                 evidence = f"`{module.line(load.node.lineno)}` is reached by the first rank only"
                 yield self.finding(module.place(load.node), _OF_ONE_RANK, evidence, _LOAD_EVERYWHERE)
@@ -88,6 +122,85 @@ class StateDiffers(Rule):
                 f"`{module.line(node.lineno)}`: strings are hashed with another seed in each process",
                 "- enumerate(set(names))\n+ enumerate(sorted(set(names)))",
             )
+        for node in parts_of_sets(module):
+            yield self.finding(
+                module.place(node),
+                "A part is taken of a set in its own order, which is another one in each process.",
+                f"`{module.line(node.lineno)}`: strings are hashed with another seed in each process",
+                "- list(set(names))[:n]\n+ sorted(set(names))[:n]",
+            )
+        for node in hashed_names(module):
+            yield self.finding(
+                module.place(node),
+                "`hash` of a string is another number in each process.",
+                f"`{module.line(node.lineno)}`: strings are hashed with another seed in each process",
+                "- hash(name)\n+ zlib.crc32(name.encode())",
+            )
+
+    def _settings(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield numbers of an optimizer that the script sets to another value on each rank."""
+        done: set[str] = set()
+        for path in live_paths(observed, "settings", _AFTER_STEPS):
+            key = path.names[-1]
+            if key not in _SETTINGS_OF_A_STEP or key in done or not path.differs_at_the_end:
+                continue
+            place = setting_place(modules, key)
+            if place is not None:
+                done.add(key)
+                yield self.finding(
+                    place,
+                    f"The optimizer's `{key}` is another one on each rank.",
+                    f"after a step it was {path.shown}",
+                    "Decide on all ranks alike: reduce what it is computed from, or broadcast rank 0's value.",
+                    Severity.ERROR,
+                )
+
+    def _layers(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield layers of the trained model that are in another mode, or have another number, on each rank."""
+        done: set[tuple[str, int]] = set()
+        for path in live_paths(observed, "layers", _AFTER_STEPS):
+            if len(set(path.values[-1])) == 1:
+                continue
+            told = [dict(item.split("=") for item in text.split(", ")) for text in path.values[-1]]
+            keys = [key for key in told[0] if len({one.get(key) for one in told}) > 1]
+            place = layer_place(modules, keys[0]) if keys else None
+            if place is not None and place not in done:
+                done.add(place)
+                seen = ", ".join(f"rank {rank}: {one.get(keys[0])}" for rank, one in enumerate(told[:4]))
+                yield self.finding(
+                    place,
+                    f"`{keys[0]}` of `{path.text}` differs between the ranks, which train one model.",
+                    f"after an optimizer step it was {seen}",
+                    "Change it on all ranks, not under a condition on the rank.",
+                )
+
+    def _learned(
+        self, observed: Observed, modules: Sequence[SourceModule], done: set[tuple[str, int]]
+    ) -> Iterable[Finding]:
+        """Yield what a loss is computed from that each rank updates from its own samples."""
+        numbers = [path for path in live_paths(observed, "numbers") if path.differs_in_numbers_last]
+        tensors = [path for path in live_paths(observed, "tensors") if path.differs]
+        for path in [*tensors, *numbers]:
+            name, module = path.names[-1], module_of(modules, path.file)
+            if module is None or path.is_constant or len(path.values) < 2 or _OWN_DATA.search(path.text):
+                continue
+            if len(path.names) > 1 and not (path.stands_still or is_carried(modules, name)):
+                continue  # of a batch: `self.inputs = batch`
+            if (
+                not _outlives(module, path)
+                or is_drawn(modules, name)
+                or not any(name in loss_inputs(one) for one in modules)
+            ):
+                continue
+            place = updates_of(modules, name) or place_of(modules, path.file, path.names)
+            if place is not None and place not in done:
+                done.add(place)
+                yield self.finding(
+                    place,
+                    f"`{path.text}` goes into the loss, and each rank updates it from its own samples.",
+                    f"in {len(path.values)} looks it changed, and was not the same on all ranks",
+                    "Compute its update of all ranks' samples: all_reduce the sums that it is made of.",
+                )
 
     def _changed_weights(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield wrapped models whose weights parted, although every gradient was the same on all ranks."""
@@ -153,7 +266,8 @@ class StateDiffers(Rule):
 
     def _copies(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         kinds = [("weights", path) for path in live_paths(observed, "weights")]
-        kinds += [("tensors", path) for path in live_paths(observed, "tensors") if _AVERAGED.search(path.text)]
+        if not any(first.is_sharded for firsts in observed.by_rank(FirstUpdate) for first in firsts):  # their shards
+            kinds += [("tensors", path) for path in live_paths(observed, "tensors") if _AVERAGED.search(path.text)]
         for kind, path in kinds:
             if not path.differs or (kind == "tensors" and (path.is_constant or _OF_A_BATCH.search(path.names[-1]))):
                 continue
@@ -176,7 +290,7 @@ class StateDiffers(Rule):
             is_held = len(path.names) > 1 and path.names[-2] not in _SETTINGS
             parted = path in numbers or path.differs
             is_changed = is_held and parted and not path.is_constant and bool(pattern.search(name))
-            is_adapted = is_changed and is_computed_with(modules, name)
+            is_adapted = is_changed and is_computed_with(modules, name) and not is_drawn(modules, name)
             if not (is_constant or is_adapted) or _OF_A_BATCH.search(name) or "local" in path.text:
                 continue
             place = updates_of(modules, name) if is_adapted else None
@@ -190,6 +304,15 @@ class StateDiffers(Rule):
                     "and was not the same on all ranks",
                     "Compute it of the whole data on all ranks, or sum its parts with all_reduce.",
                 )
+
+
+def _outlives(module: SourceModule, path: LivePath) -> bool:
+    """Return whether a path is one of an object, or a variable that keeps its value from batch to batch."""
+    if len(path.names) > 1:
+        return path.names[-2] not in _SETTINGS and not path.names[-1].isdigit()
+    functions = module.functions.get(path.function, [])
+    scope = functions[0] if functions else module.tree
+    return len(functions) < 2 and outlives_batches(module, scope, path.names[0])
 
 
 def _is_numbering(ids: dict[str, int]) -> bool:

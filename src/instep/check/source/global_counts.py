@@ -21,7 +21,7 @@ from instep.check.source.module import Call, SourceModule
 
 _AVERAGES = ("DistributedDataParallel", "prepare", "prepare_model", "fully_shard", "FullyShardedDataParallel", "setup")
 _DIVIDES_OTHERWISE = ("register_comm_hook", "set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
-_WORLD = re.compile(
+WORLD = re.compile(
     r"world|num_proc|n_?gpus?\b|num_gpus|(dp|ddp|data_parallel|dist)_?(size|degree)|replicas|num_ranks", re.I
 )
 _BACKWARD = ("backward", "manual_backward")
@@ -127,7 +127,7 @@ def _related(scope: Function, backward: Call) -> set[str]:
     for _ in range(3):
         for targets, value in assignments(scope):
             related |= names_in(value) | targets if targets & related else set()
-    return {name for name in related if not _WORLD.search(name)} - {"torch", "F", "dist", "args", "self"}
+    return {name for name in related if not WORLD.search(name)} - {"torch", "F", "dist", "args", "self"}
 
 
 def _scales(module: SourceModule, node: ast.AST) -> bool:
@@ -135,4 +135,4 @@ def _scales(module: SourceModule, node: ast.AST) -> bool:
     is_operation = isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(
         node.op, ast.Mult | ast.Div | ast.FloorDiv
     )
-    return (is_call or is_operation) and bool(_WORLD.search(ast.unparse(node)))
+    return (is_call or is_operation) and bool(WORLD.search(ast.unparse(node)))

@@ -29,6 +29,35 @@ def divided_twice(module: SourceModule) -> Iterator[tuple[ast.Call, ast.expr]]:
             yield call.node, part
 
 
+def part_of(module: SourceModule, data: ast.expr, use: ast.expr) -> ast.expr | None:
+    """Return the code that makes data a rank's part; None: it is not known to be one."""
+    return _part(module, data, use, _DEPTH)
+
+
+def sliced_by_rank(module: SourceModule) -> Iterator[tuple[str, ast.Subscript]]:
+    """Yield the variables and attributes of which each rank takes its part by a slice, with the slice.
+
+    Not those that hold the part afterwards, `rows = rows[rank::world_size]`, or a batch: `for x, rows in loader`.
+    """
+    ranks: dict[ast.AST, set[str]] = {}
+    of_loops = {name for node in ast.walk(module.tree) if isinstance(node, ast.For) for name in names_in(node.target)}
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
+            continue
+        scope = function_around(module, node)
+        if scope not in ranks:
+            ranks[scope] = _names_of_ranks(scope)
+        if _takes_part(node) or _selects(node, ranks[scope]):
+            held = node.value
+            name = held.attr if isinstance(held, ast.Attribute) else held.id if isinstance(held, ast.Name) else ""
+            if (
+                name
+                and name not in of_loops
+                and not any(mentions_rank(one.value) for one in definitions(module.tree, name))
+            ):
+                yield name, node
+
+
 def _divided(module: SourceModule) -> Iterator[tuple[Call, ast.expr]]:
     """Yield the calls that divide data over all ranks, with the data."""
     for call in module.calls_of("DistributedSampler"):
@@ -156,7 +185,7 @@ def own_part_of_stream(module: SourceModule, name: str) -> ast.expr | None:
     return None
 
 
-def _names_of_ranks(function: Function) -> set[str]:
+def _names_of_ranks(function: ast.AST) -> set[str]:
     """Return the variables that hold the rank, or a number that is made of it by arithmetic."""
     names: set[str] = set()
     for _ in range(3):

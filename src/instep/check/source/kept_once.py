@@ -31,7 +31,7 @@ def _by_id(module: SourceModule, scope: Function) -> bool:
         if is_dict and any("zip" in names_in(arg) or call.last == "setdefault" for arg in call.node.args):
             return True
     for node in ast.walk(scope):
-        if isinstance(node, ast.DictComp) and any(_is_id(name) for name in names_in(node.key)):
+        if isinstance(node, ast.DictComp) and (any(map(_is_id, names_in(node.key))) or _is_of_parts(node)):
             return True
         is_asked = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
         if is_asked and any(_is_id(name) for name in names_in(node.left)):  # type: ignore[attr-defined]
@@ -39,6 +39,12 @@ def _by_id(module: SourceModule, scope: Function) -> bool:
         if isinstance(node, ast.Assign) and any(_sets_by_id(target) for target in node.targets):
             return True
     return False
+
+
+def _is_of_parts(node: ast.DictComp) -> bool:
+    """Return whether a dict is made of the rows of several parts, by one of their elements."""
+    rows = [one.target for one in node.generators[1:] if isinstance(one.target, ast.Tuple)]
+    return isinstance(node.key, ast.Name) and any(node.key.id in names_in(target) for target in rows)
 
 
 def _sets_by_id(target: ast.expr) -> bool:

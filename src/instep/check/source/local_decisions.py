@@ -21,16 +21,35 @@ class LocalDecision:
 
     node: ast.If | ast.While
     metric: str
-    stops: bool
-    """Whether the loop is left; otherwise, collectives follow."""
+    what: str
+    """What is decided, in words."""
 
 
 def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
     """Yield where a training loop is left, or collectives are issued, by a metric that nothing has averaged."""
-    for node, stops in decisions(module):
+    for node, what in [*_named(module), *_rates(module)]:
         metric = next((local for test in tests_of(module, node) if (local := local_metric(module, test))), "")
         if metric:
-            yield LocalDecision(node, metric, stops)
+            yield LocalDecision(node, metric, what)
+
+
+def _named(module: SourceModule) -> Iterator[tuple[ast.If | ast.While, str]]:
+    for node, stops in decisions(module):
+        yield node, "when to stop" if stops else "whether to issue collectives"
+
+
+def _rates(module: SourceModule) -> Iterator[tuple[ast.If, str]]:
+    """Yield the conditions in training loops under which a learning rate is set by hand."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.If) and _is_in_training(module, node):
+            inner = [item for statement in node.body for item in ast.walk(statement)]
+            if any(isinstance(item, ast.Assign | ast.AugAssign) and _sets_rate(item) for item in inner):
+                yield node, "about its learning rate"
+
+
+def _sets_rate(node: ast.Assign | ast.AugAssign) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return any(isinstance(target, ast.Subscript) and _text(target.slice) == "lr" for target in targets)
 
 
 def decisions(module: SourceModule) -> Iterator[tuple[ast.If | ast.While, bool]]:

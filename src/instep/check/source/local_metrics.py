@@ -14,6 +14,7 @@ from instep.check.source.functions import (
     function_around,
     functions_named,
     is_imported,
+    loops_around,
     names_in,
 )
 from instep.check.source.module import Call, SourceModule
@@ -79,6 +80,9 @@ class Walk:
             return
         if isinstance(node, ast.Attribute) and not defined:
             defined = definitions(self.module.tree, name)
+        if metric and defined and self._is_of_batch(name, node, defined):
+            yield metric
+            return
         if defined:
             for one in defined:
                 yield from self._of_definition(name, one, metric, depth)
@@ -93,6 +97,12 @@ class Walk:
                 yield from self.leaves(value, metric, depth - 1)
         elif metric and isinstance(node, ast.Name) and name not in _SETTINGS:
             yield metric
+
+    def _is_of_batch(self, name: str, node: ast.expr, defined: list[Definition]) -> bool:
+        """Return whether a variable is a loop's own, which is only moved or changed: `x = x.to(device)`."""
+        loops = (loop for loop in loops_around(self.module, node) if isinstance(loop, ast.For))
+        is_of_loop = any(name in names_in(loop.target) for loop in loops)
+        return is_of_loop and all(name in names_in(one.value) for one in defined)
 
     def _of_definition(self, name: str, one: Definition, metric: str, depth: int) -> Iterator[str]:
         yield from self.leaves(one.value, self.measured(name, one.value) or metric, depth - 1, one.index)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.check.source.functions import assignments, function_around
+from instep.check.source.functions import assignments, function_around, loops_around
 from instep.check.source.module import SourceModule
 
 _PARTS = {
@@ -18,6 +18,7 @@ _PARTS = {
     "progress": re.compile(r"epoch|step|iter", re.IGNORECASE),
     "model": re.compile(r"model|net|state_dict|weights|module|encoder|decoder|generator|critic", re.IGNORECASE),
 }
+_AVERAGE = re.compile(r"(^|[^a-zA-Z])(ema|averaged?|avg|swa|shadow|averager)(_?model|[^a-zA-Z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,46 @@ def scripts_parts(module: SourceModule) -> list[str]:
     if any(name.endswith("GradScaler") for name in names):
         parts.append("scaler")
     return parts
+
+
+def lacks_average(module: SourceModule, saved: SavedDict) -> str:
+    """Return the averaged copy of the weights that the training updates and a dict does not have; empty: none."""
+    text = ast.unparse(saved.saved)
+    for call in module.calls:
+        owner = call.node.func.value if isinstance(call.node.func, ast.Attribute) else None
+        name = ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else ""
+        is_update = call.last in ("update", "step", "update_parameters", "lerp_") and bool(_AVERAGE.search(name))
+        if is_update and any(True for _ in loops_around(module, call.node)) and not _AVERAGE.search(text):
+            return name
+    return ""
+
+
+def unread_parts(module: SourceModule) -> Iterator[tuple[SavedDict, str, str]]:
+    """Yield states of the training in a dict that the file loads, of which it takes other entries only."""
+    read = {
+        node.slice.value
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
+    }
+    read |= {
+        call.node.args[0].value
+        for call in module.calls_of("get", "pop")
+        if call.node.args and isinstance(call.node.args[0], ast.Constant)
+    }
+    if not any(True for _ in module.calls_of("torch.load")):
+        return
+    for saved in saved_dicts(module):
+        if not isinstance(saved.saved, ast.Dict):
+            continue
+        pairs = zip(saved.saved.keys, saved.saved.values, strict=True)
+        entries = {text: value for key, value in pairs if (text := _text(key))}
+        models = [key for key, value in entries.items() if _part(key, value) == "model"]
+        if not any(key in read for key in models) or "optimizer" not in saved.holds:
+            continue
+        for key, value in entries.items():
+            part = _part(key, value)
+            if part in ("optimizer", "scheduler", "scaler") and key not in read and "state_dict" in ast.unparse(value):
+                yield saved, key, part
 
 
 def _parts(saved: ast.expr) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from instep.check.source.functions import functions_named, is_imported
@@ -29,6 +30,40 @@ def numbered_sets(module: SourceModule) -> Iterator[ast.expr]:
                 yield call.node
         elif call.name == "dict.fromkeys" and args and _is_unordered(module, args[0]):
             yield call.node
+
+
+def parts_of_sets(module: SourceModule) -> Iterator[ast.expr]:
+    """Yield slices of a set's elements in its own order, and shuffles of them: a seed does not help."""
+    for node in ast.walk(module.tree):
+        is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+        if is_slice and isinstance(node.ctx, ast.Load) and _is_unordered(module, node.value):  # type: ignore[attr-defined]
+            yield node  # type: ignore[misc]
+    for call in module.calls:
+        is_draw = call.last in ("shuffle", "sample") and len(call.node.args) > 0
+        if is_draw and isinstance(call.node.args[0], ast.Name) and _is_unordered(module, call.node.args[0]):
+            yield call.node
+
+
+def hashed_names(module: SourceModule) -> Iterator[ast.expr]:
+    """Yield what is computed from the hash of something that may be a string: a bucket, a seed, a rank's share."""
+    for call in module.calls:
+        if call.name != "hash" or len(call.node.args) != 1 or _is_of_integers(call.node.args[0]):
+            continue
+        outer = next(iter(module.around(call.node)), None)
+        is_abs = isinstance(outer, ast.Call) and module.call_of[outer].name == "abs"
+        outer = next(iter(module.around(outer)), None) if is_abs and outer is not None else outer
+        if isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Mod | ast.BitAnd):
+            yield call.node
+
+
+def _is_of_integers(value: ast.expr) -> bool:
+    """Return whether what is hashed consists of numbers, as far as its names tell."""
+    text = ast.unparse(value)
+    if any(isinstance(node, ast.JoinedStr) for node in ast.walk(value)) or "str(" in text or "'" in text:
+        return False
+    if not any(isinstance(node, ast.Name | ast.Attribute) for node in ast.walk(value)):
+        return True
+    return bool(re.search(r"seed|epoch|rank|step|worker|index|idx|\bi\b|\bint\(", text))
 
 
 def _makes_numbering(module: SourceModule, node: ast.Call) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 
 from instep.check.source.functions import (
@@ -10,6 +11,7 @@ from instep.check.source.functions import (
     call_sites,
     calls_in,
     function_around,
+    loops_around,
     names_in,
 )
 from instep.check.source.module import SourceModule
@@ -23,6 +25,7 @@ REPORTS = frozenset(
     )
 )
 """Functions that report a value."""
+_DRAWS = re.compile(r"rand|beta\(|uniform|normal\(|choice|\.sample|bernoulli|multinomial|dirichlet")
 _LOADS = ("load_state_dict", "load_checkpoint", "load_weights", "load_model", "set_model_state_dict")
 _CHANGES = ("reset_parameters", "init_weights", "copy_", "normal_", "zero_", "mul_", "lerp_", "prune", "apply")
 
@@ -42,12 +45,46 @@ def place_of(modules: Sequence[SourceModule], file: str, names: Sequence[str]) -
 
 
 def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | None:
-    """Return the line that changes an attribute later on: an element, in place, or anew outside of `__init__`."""
+    """Return the line that changes an attribute or variable later on: an element, in place, or outside of `__init__`.
+
+    What is done in a loop comes first: a variable's first value is none of its changes.
+    """
     for module in modules:
-        for node in ast.walk(module.tree):
-            if _changes(node, name) and getattr(function_around(module, node), "name", "") != "__init__":
-                return module.path, node.lineno  # type: ignore[attr-defined]
+        changes = [
+            node
+            for node in ast.walk(module.tree)
+            if _changes(node, name) and getattr(function_around(module, node), "name", "") != "__init__"
+        ]
+        in_loops = [node for node in changes if any(True for _ in loops_around(module, node))]
+        if changes:
+            return module.path, (in_loops or changes)[0].lineno  # type: ignore[attr-defined]
     return None
+
+
+def is_carried(modules: Sequence[SourceModule], name: str) -> bool:
+    """Return whether an attribute's next value follows from its last one: in place, or by an assignment that has it."""
+    return any(
+        _changes(node, name)
+        and not (isinstance(node, ast.Assign) and _is_set_anew(node, name))
+        and getattr(function_around(module, node), "name", "") != "__init__"
+        for module in modules
+        for node in ast.walk(module.tree)
+    )
+
+
+def is_drawn(modules: Sequence[SourceModule], name: str) -> bool:
+    """Return whether an attribute is set to random numbers, which each rank draws for itself."""
+    return any(
+        _changes(node, name) and bool(_DRAWS.search(ast.unparse(node.value)))
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Assign | ast.AugAssign)
+    )
+
+
+def _is_set_anew(node: ast.Assign, name: str) -> bool:
+    is_whole = all(isinstance(target, ast.Name | ast.Attribute | ast.Tuple) for target in node.targets)
+    return is_whole and name not in names_in(node.value)
 
 
 def is_computed_with(modules: Sequence[SourceModule], name: str) -> bool:

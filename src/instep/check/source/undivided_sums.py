@@ -14,6 +14,7 @@ from instep.check.source.module import Call, SourceModule
 
 _MEAN = re.compile(r"loss|acc(uracy)?$|acc_|mean|avg|average|metric|score|mse|mae|ppl|auc|f1", re.IGNORECASE)
 _COUNT = re.compile(r"count|total|correct|num|sum|seen|hits|tokens|samples|size|weight|flag|stop", re.IGNORECASE)
+_EXTREME = re.compile(r"max|min|worst|peak|slow|fast|time|duration|best|highest|lowest|stop|flag", re.IGNORECASE)
 _DIVIDES = ("div", "div_", "mul_", "true_divide", "mean", "divide", "mul")
 _REPORTS = (
     *(
@@ -49,6 +50,30 @@ def undivided_sums(module: SourceModule) -> Iterator[UndividedSum]:
         tensor = call.argument("tensor", 0)
         if isinstance(tensor, ast.Name) and _is_reported_undivided(module, call, tensor.id):
             yield UndividedSum(call.node, tensor.id)
+
+
+def extremes_as_means(module: SourceModule) -> Iterator[tuple[ast.Call, str, str]]:
+    """Yield reductions of a mean by MAX, MIN or PRODUCT that is reported, with the variable and the operation."""
+    for call in module.calls:
+        if call.last not in ("reduce", "all_reduce") or not is_collective(call):
+            continue
+        op = call.argument("op", 2 if call.last == "reduce" else 1)
+        kind = ast.unparse(op).rpartition(".")[2] if op is not None else ""
+        tensor = call.argument("tensor", 0)
+        if kind not in ("MAX", "MIN", "PRODUCT") or not isinstance(tensor, ast.Name):
+            continue
+        scope = function_around(module, call.node)
+        words = {
+            tensor.id,
+            *(word for names, value in assignments(scope) if tensor.id in names for word in names_in(value)),
+        }
+        name = getattr(scope, "name", "")
+        if _EXTREME.search(" ".join([*words, name])) or not _MEAN.search(tensor.id):
+            continue
+        derived = _derived(scope, {tensor.id})
+        is_returned = isinstance(scope, Function) and _returns(scope, derived)
+        if _reported(module, scope, derived) or (is_returned and not _EXTREME.search(name)):
+            yield call.node, tensor.id, kind
 
 
 def _sums(call: Call) -> bool:
