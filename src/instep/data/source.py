@@ -121,7 +121,7 @@ class Source:
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Yield a batch for each request, in order; requests may be taken ahead. One call at a time."""
         feed = _Feed(iter(requests))
-        measured = _Measured(self._pace.readers, skip=_FIRST_BATCHES)
+        measured = _Measured(self._pace.readers, skip=_FIRST_BATCHES + self._pace.readers)
         while feed.resume():
             begun = time.perf_counter()
             for timed in self._stream(feed):
