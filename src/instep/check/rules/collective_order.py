@@ -60,10 +60,10 @@ class CollectiveOrder(Rule):
             )
 
     def _guarded(self, module: SourceModule, call: Call, guard: RankGuard) -> Finding:
-        who = "rank 0" if guard.is_main else "the ranks other than 0"
+        who = "rank 0 issues" if guard.is_main else "the ranks other than 0 issue"
         return self.finding(
             module.place(call.node),
-            f"Only {who} issues {call.last}: it waits for the others for ever.",
+            f"Only {who} {call.last}, and wait{'s' if guard.is_main else ''} for the others for ever.",
             f"`{module.line(call.node.lineno)}` under `{ast.unparse(guard.node).splitlines()[0]}`",
             f"Move {call.last} out of the condition, so that all ranks issue it.",
         )

@@ -43,7 +43,10 @@ def rank_guard(module: SourceModule, node: ast.AST) -> RankGuard | None:
             test = rank_test(module, outer.test)
             if test is not None:
                 body = outer.body if isinstance(outer.body, list) else [outer.body]
-                return test if inner in body else _negated(test)
+                if inner in body:
+                    return test
+                if not _excludes(module, outer.test, inner):
+                    return _negated(test)
         for statement in _earlier(outer, inner):
             if (test := _left_by(module, statement)) is not None:
                 return _negated(test)
@@ -83,6 +86,21 @@ def rank_test(module: SourceModule, test: ast.expr) -> RankGuard | None:
     if is_rank(test):  # `if rank:`
         return RankGuard(is_main=False, is_local=_is_local(test), node=test)
     return None
+
+
+def _excludes(module: SourceModule, test: ast.expr, branch: ast.AST) -> bool:
+    """Return whether an `elif` asks again for what else had to hold: all ranks may be in it, or none.
+
+    `if not in_order and is_main: … elif in_order: …`
+    """
+    if not isinstance(branch, ast.If) or not isinstance(test, ast.BoolOp) or not isinstance(test.op, ast.And):
+        return False
+    others = [value for value in test.values if rank_test(module, value) is None]
+    return bool(_names(*others) & _names(branch.test))
+
+
+def _names(*nodes: ast.AST) -> set[str]:
+    return {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def is_rank(node: ast.expr) -> bool:
