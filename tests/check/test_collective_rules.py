@@ -73,7 +73,7 @@ class TestCollectiveOrder:
             "if rank == 0:\n    dist.send(t, 1)\nelse:\n    dist.recv(t, 0)",
             "for name in sorted({'a', 'b'}):\n    dist.all_reduce(metrics[name])",
             "if lora_rank > 0 or args.zero:\n    dist.all_reduce(t)",
-            "if not in_order and is_main_process():\n    log()\nelif in_order:\n    for i in x:\n        dist.barrier()",
+            "if not in_order and is_main_process():\n    f()\nelif in_order:\n    for i in x:\n        dist.barrier()",
         ],
         ids=["after", "download", "both", "group", "world", "peers", "sorted", "other ranks", "elif"],
     )
