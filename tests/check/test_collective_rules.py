@@ -52,12 +52,13 @@ class TestCollectiveOrder:
         [
             "if rank == 0:\n    save()\n    dist.barrier()",
             "def wait():\n    if dist.get_rank() != 0:\n        return\n    dist.barrier()",
+            "if 1 > rank:\n    dist.barrier()",
             "if ready and rank == 0:\n    log()\nelse:\n    dist.barrier()",
             "names = {'a', 'b'}\nfor name in names:\n    dist.all_reduce(metrics[name])",
             "if rank == 0:\n    dist.broadcast(a, 0)\n    dist.broadcast(b, 0)\n"
             "else:\n    dist.broadcast(b, 0)\n    dist.broadcast(a, 0)",
         ],
-        ids=["guard", "return", "else", "set", "branches"],
+        ids=["guard", "return", "less", "else", "set", "branches"],
     )
     def test_wrong_code_is_read(self, text: str) -> None:
         assert len(read(CollectiveOrder(), text)) == 1
@@ -69,13 +70,29 @@ class TestCollectiveOrder:
             "if rank != 0:\n    dist.barrier()\ndownload()\nif rank == 0:\n    dist.barrier()",
             "if rank == 0:\n    dist.scatter(t, parts)\nelse:\n    dist.scatter(t)",
             "if rank < 2:\n    dist.all_reduce(t, group=first_two)",
+            "if args.local_rank != -1:\n    dist.barrier()",
+            "if _LOCAL_RANK >= 0:\n    dist.barrier()",
+            "if rank == -1:\n    return\ndist.barrier()",
             "if world_size > 1:\n    dist.all_reduce(t)",
             "if rank == 0:\n    dist.send(t, 1)\nelse:\n    dist.recv(t, 0)",
             "for name in sorted({'a', 'b'}):\n    dist.all_reduce(metrics[name])",
             "if lora_rank > 0 or args.zero:\n    dist.all_reduce(t)",
             "if not in_order and is_main_process():\n    f()\nelif in_order:\n    for i in x:\n        dist.barrier()",
         ],
-        ids=["after", "download", "both", "group", "world", "peers", "sorted", "other ranks", "elif"],
+        ids=[
+            "after",
+            "download",
+            "both",
+            "group",
+            "-1",
+            ">= 0",
+            "none",
+            "world",
+            "peers",
+            "sorted",
+            "other ranks",
+            "elif",
+        ],
     )
     def test_right_code_is_read_in_silence(self, text: str) -> None:
         assert not read(CollectiveOrder(), text)

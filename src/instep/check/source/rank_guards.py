@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from instep.check.source.functions import Function, assignments, call_sites, function_around
@@ -21,6 +22,14 @@ _MAIN = re.compile(
     r"|(local_)?(main|master)_process|rank_?zero|rank_?0|master|main|chief|leader|coordinator|is_root|is_coordinator)$",
     re.IGNORECASE,
 )
+_COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
@@ -130,7 +139,21 @@ def _compared(module: SourceModule, test: ast.Compare) -> RankGuard | None:
     if rank is None or len(sides) != 2 or all(is_rank(side) for side in sides):
         return None
     is_main = isinstance(test.ops[0], ast.Eq | ast.In | ast.Lt | ast.LtE | ast.Is)
+    compare = _COMPARED.get(type(test.ops[0]))
+    if compare is not None and (number := _number(next(side for side in sides if side is not rank))) is not None:
+        ranks = range(max(2, number + 2))
+        holds = [compare(*((each, number) if rank is test.left else (number, each))) for each in ranks]
+        if len(set(holds)) == 1:  # `rank >= 0`, `rank != -1`: whether there are several ranks at all
+            return None
+        is_main = holds[0]
     return RankGuard(is_main=is_main, is_local=_is_local(rank) or _is_set_to_local(module, rank), node=test)
+
+
+def _number(node: ast.expr) -> int | None:
+    """Return a whole number of the source, `-1` as well."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return None if (value := _number(node.operand)) is None else -value
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
 def _is_set_to_local(module: SourceModule, rank: ast.expr) -> bool:
