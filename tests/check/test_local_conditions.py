@@ -368,6 +368,20 @@ for epoch in range(3):
             continue
         model(x).backward()
 """,
+    "sent": """\
+for epoch in range(3):
+    for x in loader:
+        model(x).backward()
+        optimizer.step()
+    if rank == 0:
+        stop = stopper(epoch)
+    sent = [stop if rank == 0 else None]
+    dist.broadcast_object_list(sent, 0)
+    if rank != 0:
+        stop = sent[0]
+    if stop:
+        break
+""",
     "fnagree": """\
 def all_ok(loss):
     t = torch.isfinite(loss).float()

@@ -316,6 +316,7 @@ class TestResume:
             RESUMES
             + SAVES.replace("        loss =", "        if i < ckpt['i']:\n            continue\n        loss ="),
             SAVES,
+            RESUMES + SCRIPT + "    for name in names:\n        torch.save(evaluator.eval, name)\n",
             "import torch\nmodel.load_state_dict(torch.load(path))\n" + SAVES,
             "import torch\nweights = torch.load(path)\nmodel.load_state_dict(weights)\n" + SAVES,
         ],

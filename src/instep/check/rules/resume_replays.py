@@ -13,7 +13,7 @@ from instep.check.observations import Observation, Observed
 from instep.check.passes import MIN_COMPARED, LoaderPass, passes_by_rank, training_passes
 from instep.check.records.data import EpochLoaded
 from instep.check.rule import Rule
-from instep.check.source.functions import assignments, calls_in
+from instep.check.source.functions import assignments, calls_in, trains
 from instep.check.source.loops import function_around, loops_around, within
 from instep.check.source.module import Call, SourceModule
 
@@ -69,7 +69,7 @@ class ResumeReplays(Rule):
         loads = [
             call for call in module.calls_of("load") if call.name == "torch.load" and not _only_weights(module, call)
         ]
-        saves = [save for save in _saves(module) if len(loops_around(module, save)) > 1]
+        saves = [save for save in _saves(module) if _is_between_batches(module, save)]
         if not loads or not saves or _skips(module, saves[0]):
             return
         yield self.finding(
@@ -91,6 +91,12 @@ def _replayed(before: Sequence[LoaderPass], one: LoaderPass) -> str:
         ):
             return f"after the checkpoint was loaded, {compared} samples of the epoch came again, from its first one on"
     return ""
+
+
+def _is_between_batches(module: SourceModule, save: ast.Call) -> bool:
+    """Return whether a call is in the inner one of two loops, and that one trains."""
+    loops = loops_around(module, save)
+    return len(loops) > 1 and trains(module, loops[0])
 
 
 def _saves(module: SourceModule) -> list[ast.Call]:

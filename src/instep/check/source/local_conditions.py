@@ -20,7 +20,7 @@ from instep.check.source.functions import (
 )
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.rank_guards import rank_guard
-from instep.check.source.reaching import reaching, syncs
+from instep.check.source.reaching import Definition, reaching, syncs
 
 _VALUES = frozenset(
     (
@@ -61,8 +61,22 @@ def decided_by_one_rank(module: SourceModule) -> Iterator[tuple[ast.stmt, ast.If
         defined = reaching(module, name, node.test) or []
         guarded = [one for one in defined if rank_guard(module, one.statement) is not None]
         others = [one for one in defined if one not in guarded]
-        if guarded and all(isinstance(one.value, ast.Constant) for one in others):
+        if not guarded or not all(isinstance(one.value, ast.Constant) for one in others):
+            continue
+        if not any(_has_been_sent(module, one) for one in guarded):
             yield node.body[-1], node
+
+
+def _has_been_sent(module: SourceModule, definition: Definition) -> bool:
+    """Return whether a variable is set from what a collective has filled before: `stop = sent[0]`."""
+    names, scope = names_in(definition.value), function_around(module, definition.statement)
+    sent = [call for call in calls_in(module, scope) if is_collective(call)]
+    return any(
+        names & names_in(argument)
+        for call in sent
+        for argument in call.node.args
+        if call.node.lineno < definition.statement.lineno
+    )
 
 
 def collectives_in_handlers(module: SourceModule) -> Iterator[tuple[ast.ExceptHandler, Call]]:
