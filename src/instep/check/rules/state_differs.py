@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+from instep.check.evaluated_metrics import is_of_evaluation
 from instep.check.finding import Finding, Severity
 from instep.check.live_paths import LivePath, live_paths
 from instep.check.observations import Observed
@@ -20,8 +21,9 @@ from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
 from instep.check.source.guarded_loads import loads_by_one_rank
 from instep.check.source.loops import module_of
-from instep.check.source.loss_inputs import loss_inputs, outlives_batches
+from instep.check.source.loss_inputs import begins_anew, loss_inputs, outlives_batches
 from instep.check.source.module import SourceModule
+from instep.check.source.own_sums import is_own_sum
 from instep.check.source.part_statistics import statistics_of_parts
 from instep.check.source.set_orders import hashed_names, numbered_sets, parts_of_sets
 from instep.check.source.setting_places import layer_place, setting_place
@@ -33,6 +35,7 @@ from instep.check.source.state_places import (
     is_drawn,
     place_of,
     updates_of,
+    updating_call,
 )
 
 _STATISTIC = re.compile(
@@ -48,6 +51,8 @@ _ADAPTED = re.compile(
     re.IGNORECASE,
 )
 """Numbers that a training adapts to what it sees, and computes with."""
+_TUNED = re.compile(r"(^|_)(thresholds?|thresh|cutoffs?|temperatures?|calibrat(ion|or)|platt)(_|$|\d)", re.IGNORECASE)
+"""What is fitted to scores after training."""
 _OF_A_BATCH = re.compile(r"loss|grad|batch|logit|pred|output|target|acc|time|score|metric|best", re.IGNORECASE)
 _VOCABULARY = re.compile(
     r"class|label|vocab|token|categor|tag|2id|to_id|2idx|to_idx|stoi|species|intent", re.IGNORECASE
@@ -93,6 +98,7 @@ class StateDiffers(Rule):
         found = list(self._statistics(observed, modules))
         yield from found
         yield from self._learned(observed, modules, {finding.place for finding in found})
+        yield from self._tuned(observed, modules)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield numbers that follow the order of a set, and states of the training that one rank loads."""
@@ -192,7 +198,7 @@ class StateDiffers(Rule):
                 or not any(name in loss_inputs(one) for one in modules)
             ):
                 continue
-            place = updates_of(modules, name) or place_of(modules, path.file, path.names)
+            place = updates_of(modules, path.names) or place_of(modules, path.file, path.names)
             if place is not None and place not in done:
                 done.add(place)
                 yield self.finding(
@@ -201,6 +207,24 @@ class StateDiffers(Rule):
                     f"in {len(path.values)} looks it changed, and was not the same on all ranks",
                     "Compute its update of all ranks' samples: all_reduce the sums that it is made of.",
                 )
+
+    def _tuned(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield thresholds and the like that an evaluation has fitted to each rank's own part."""
+        if not is_data_parallel(observed):
+            return
+        for kind in ("tensors", "numbers"):
+            for path in live_paths(observed, kind, ("evaluated", "left")):
+                differs = path.differs_in_numbers if kind == "numbers" else path.differs
+                module = module_of(modules, path.file)
+                if not differs or module is None or not _TUNED.search(path.names[-1]) or "local" in path.text:
+                    continue
+                if is_of_evaluation(module, path):
+                    yield self.finding(
+                        place_of(modules, path.file, path.names) or (path.file, 0),
+                        f"`{path.text}` is another one on each rank: it was fitted to the rank's own part of the data.",
+                        f"after {len(path.values)} evaluations it was not the same on all ranks",
+                        "Gather the scores and labels of all ranks first, and fit it to them on all ranks alike.",
+                    )
 
     def _changed_weights(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield wrapped models whose weights parted, although every gradient was the same on all ranks."""
@@ -251,7 +275,7 @@ class StateDiffers(Rule):
         for path in live_paths(observed, "buffers"):
             if not path.differs:
                 continue
-            changed = updates_of(modules, path.names[-1]) if not path.is_constant else None
+            changed = updates_of(modules, path.names) if not path.is_constant else None
             place = changed or place_of(modules, path.file, path.names)
             if place is None or place in done:
                 continue
@@ -270,6 +294,9 @@ class StateDiffers(Rule):
             kinds += [("tensors", path) for path in live_paths(observed, "tensors") if _AVERAGED.search(path.text)]
         for kind, path in kinds:
             if not path.differs or (kind == "tensors" and (path.is_constant or _OF_A_BATCH.search(path.names[-1]))):
+                continue
+            module = module_of(modules, path.file)
+            if len(path.names) == 1 and module is not None and is_own_sum(module, path.function, path.names[0]):
                 continue
             place = guarded_use(modules, path.names[0]) or place_of(modules, path.file, path.names)
             if place is not None and any(made for made in observed.by_rank(ModelWrapped)):
@@ -293,7 +320,7 @@ class StateDiffers(Rule):
             is_adapted = is_changed and is_computed_with(modules, name) and not is_drawn(modules, name)
             if not (is_constant or is_adapted) or _OF_A_BATCH.search(name) or "local" in path.text:
                 continue
-            place = updates_of(modules, name) if is_adapted else None
+            place = updating_call(modules, path.names) or updates_of(modules, path.names) if is_adapted else None
             place = place or place_of(modules, path.file, path.names)
             if place is not None and place not in done:
                 done.add(place)
@@ -308,10 +335,12 @@ class StateDiffers(Rule):
 
 def _outlives(module: SourceModule, path: LivePath) -> bool:
     """Return whether a path is one of an object, or a variable that keeps its value from batch to batch."""
-    if len(path.names) > 1:
-        return path.names[-2] not in _SETTINGS and not path.names[-1].isdigit()
     functions = module.functions.get(path.function, [])
     scope = functions[0] if functions else module.tree
+    if begins_anew(module, scope, path.names[0]) and not _STATISTIC.search(path.names[-1]):
+        return False  # what is collected for the batches of one turn
+    if len(path.names) > 1:
+        return path.names[-2] not in _SETTINGS and not path.names[-1].isdigit()
     return len(functions) < 2 and outlives_batches(module, scope, path.names[0])
 
 
