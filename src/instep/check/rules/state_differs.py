@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -20,7 +21,7 @@ from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
 from instep.check.source.guarded_loads import loads_by_one_rank
-from instep.check.source.loops import module_of
+from instep.check.source.loops import function_around, module_of, statement_at
 from instep.check.source.loss_inputs import begins_anew, loss_inputs, outlives_batches
 from instep.check.source.module import SourceModule
 from instep.check.source.own_sums import is_own_sum
@@ -192,6 +193,8 @@ class StateDiffers(Rule):
                 continue
             if len(path.names) > 1 and not (path.stands_still or is_carried(modules, name)):
                 continue  # of a batch: `self.inputs = batch`
+            if len(path.names) > 1 and is_of_evaluation(module, path):
+                continue  # `m["loss"]` of an evaluation is no loss that is trained on
             if (
                 not _outlives(module, path)
                 or is_drawn(modules, name)
@@ -271,20 +274,23 @@ class StateDiffers(Rule):
             )
 
     def _buffers(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
-        done: set[tuple[str, int]] = set()
+        """Yield buffers that differ: those that one method changes together, at the first line that does."""
+        groups: dict[object, dict[tuple[str, int], LivePath]] = {}
         for path in live_paths(observed, "buffers"):
-            if not path.differs:
-                continue
-            changed = updates_of(modules, path.names) if not path.is_constant else None
-            place = changed or place_of(modules, path.file, path.names)
-            if place is None or place in done:
-                continue
-            done.add(place)
+            changed = updates_of(modules, path.names) if path.differs and not path.is_constant else None
+            place = changed or place_of(modules, path.file, path.names) if path.differs else None
+            if place is not None:
+                method = _method_at(modules, place) if changed is not None else None
+                groups.setdefault(method or place, {}).setdefault(place, path)
+        for group in groups.values():
+            place, path = min(group.items(), key=lambda item: item[0])
             how = "is the same in every step" if path.is_constant else "changes in training"
+            lines = ", ".join(str(line) for _, line in sorted(group)[1:])
             yield self.finding(
                 place,
                 f"`{path.text}` differs between the ranks: each computes it from its own samples.",
-                f"in {len(path.values)} looks it {how}, and was not the same on all ranks",
+                f"in {len(path.values)} looks it {how}, and was not the same on all ranks"
+                + (f"; so were others that the same method changes (line {lines})" if lines else ""),
                 "Compute it of all ranks' samples: gather or reduce them first, then update it on all ranks alike.",
             )
 
@@ -331,6 +337,17 @@ class StateDiffers(Rule):
                     "and was not the same on all ranks",
                     "Compute it of the whole data on all ranks, or sum its parts with all_reduce.",
                 )
+
+
+def _method_at(modules: Sequence[SourceModule], place: tuple[str, int]) -> object | None:
+    """Return the method that a line belongs to; None: it is in none."""
+    module = module_of(modules, place[0])
+    statement = statement_at(module, place[1]) if module is not None else None
+    if module is None or statement is None:
+        return None
+    function = function_around(module, statement)
+    is_method = function is not None and isinstance(next(module.around(function), None), ast.ClassDef)
+    return function if is_method else None
 
 
 def _outlives(module: SourceModule, path: LivePath) -> bool:
