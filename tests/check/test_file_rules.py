@@ -124,10 +124,11 @@ class TestCheckpointIncomplete:
         assert not judge(CheckpointIncomplete(), self.saved(["model"], "best_model.pt"))
 
     def test_dicts_are_read(self) -> None:
-        text = (
-            "opt = torch.optim.Adam([])\nstate = {'model': model.state_dict(), 'epoch': 1}\ntorch.save(state, 'c.pt')"
-        )
+        text = "opt = torch.optim.Adam([])\nstate = {'model': model.state_dict(), 'epoch': 1}\n"
+        text += "torch.save(state, 'last.pt')"
         assert [finding.line for finding in read(CheckpointIncomplete(), text)] == [line_of(text, "state = ")]
+        assert read(CheckpointIncomplete(), text.replace("last", "net")) == []  # nothing resumes from it
+        assert read(CheckpointIncomplete(), text + "\ntorch.save(state, 'best.pt')") == []
         assert not read(CheckpointIncomplete(), text.replace("'epoch'", "'opt': opt.state_dict(), 'epoch'"))
 
     PREDICTS = (

@@ -264,6 +264,37 @@ class TestLiveState:
         ranks = [rank(*({"numbers": {"t.cut": own + number}} for number in range(3))) for own in (1.0, 2.0)]
         assert len(judged(StateDiffers(), *ranks, source=source)) == num
 
+    def test_what_is_collected_for_the_batches_of_one_turn(self) -> None:
+        source = (
+            "gain = 0.0\nfor turn in turns:\n    gain = play(turn)\n    for t in turn:\n        gain = t + 0.9 * gain\n"
+        )
+        source += "    for x in turn:\n        loss = (x * gain).mean()\n        loss.backward()\n"
+        ranks = [rank(*({"numbers": {"gain": own + number}} for number in range(3))) for own in (1.0, 2.0)]
+        assert judged(StateDiffers(), *ranks, source=source) == []
+        assert len(judged(StateDiffers(), *ranks, source=source.replace("    gain = play(turn)\n", ""))) == 1
+
+    TUNES = "@torch.no_grad()\ndef tune(net):\n    return net(x)\n\ndef main():\n    cut, cutoff = 0, tune(net)\n"
+
+    @pytest.mark.parametrize(
+        ("name", "source", "num"),
+        [
+            ("cutoff", TUNES, 1),
+            ("cutoff", TUNES.replace("    cut, cutoff = 0,", "    if rank == 0:\n        cutoff ="), 0),
+            ("cutoff", TUNES.replace("@torch.no_grad()", ""), 0),
+            ("local_cutoff", TUNES.replace("cut, cutoff = 0,", "local_cutoff ="), 0),
+        ],
+    )
+    def test_what_an_evaluation_fits_to_a_part(self, name: str, source: str, num: int) -> None:
+        together = ReplicaForward(wrapper="ddp", group_size=2, input_hash=1, num_rows=1, has_grad=True)
+        ranks = [[*rank({"numbers": {name: own}}, moment="evaluated"), together] for own in (0.3, 0.6)]
+        assert len(judged(StateDiffers(), *ranks, source=source)) == num
+
+    def test_a_running_sum_is_no_average(self) -> None:
+        source = "def main():\n    for turn in turns:\n        running = torch.zeros(2)\n        running += parts\n"
+        ranks = [rank(*({"tensors": {"running": own + number}} for number in range(3))) for own in (10, 20)]
+        assert judged(StateDiffers(), *ranks, source=source) == []
+        assert len(judged(StateDiffers(), *ranks, source=source.replace("zeros(2)", "load(path)"))) == 1
+
     def test_layers(self) -> None:
         looks = [{"layers": {"model.drop": f"training=True, p={p}"}} for p in (0.1, 0.3)]
         (finding,) = judged(StateDiffers(), rank(looks[0]), rank(looks[1]), source="if rank == 0:\n    drop.p = 0.1\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planted_looks import rank
 
@@ -10,6 +12,7 @@ from instep.check.finding import Severity
 from instep.check.live_paths import live_paths
 from instep.check.observations import Observed
 from instep.check.records.collectives import HandlesMade
+from instep.check.records.gradients import ModelWrapped
 from instep.check.rules.clipping import Clipping
 from instep.check.rules.handle_not_waited import HandleNotWaited
 from instep.check.rules.rank_dependent_collective import RankDependentCollective
@@ -47,6 +50,16 @@ class TestStateDiffers:
         (finding,) = judged(StateDiffers(), *ranks, source=source)
         assert (finding.severity, finding.line) == (Severity.WARNING, 3)
         assert judged(StateDiffers(), ranks[0], ranks[0], source=source) == []
+
+    def test_buffers_that_one_method_changes(self) -> None:
+        source = "class Net:\n    def push(self, keys):\n        self.queue[0] = keys\n        self.size[0] += 1\n"
+        looks = [
+            [{"buffers": {f"model.{name}": 9 * i + own for name in ("size", "queue")}} for i in (1, 2)]
+            for own in (1, 2)
+        ]
+        (finding,) = judged(StateDiffers(), *(rank(*look) for look in looks), source=source)
+        assert finding.line == 3
+        assert "(line 4)" in finding.evidence
 
     @pytest.mark.parametrize(("name", "num_findings"), [("class_weights", 1), ("inputs", 0), ("local_mean", 0)])
     def test_constant_statistics(self, name: str, num_findings: int) -> None:
@@ -106,6 +119,8 @@ def test_a_generator_that_all_ranks_share(noise: str, num_findings: int) -> None
     source = f"def main():\n    gen = torch.Generator()\n    {noise}\n"
     findings = judged(SameNoise(), looks, looks, source=source)
     assert [finding.line for finding in findings] == [2] * num_findings
+    later = [replace(one, step=40) if isinstance(one, ModelWrapped) else one for one in looks]
+    assert judged(SameNoise(), later, later, source=source) == []  # each rank has trained for itself until then
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,17 @@ def test_packages_of_another_environment_are_not_the_users() -> None:
     assert is_users("/home/me/site-packages-notes/train.py")
 
 
+def test_packages_that_a_folder_of_the_path_lists_are_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "engine-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("engine/loop.py,sha256=abc,12\nengine-1.0.dist-info/RECORD,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not is_users(str(tmp_path / "engine" / "loop.py"))
+    assert is_users(str(tmp_path / "train.py"))
+
+
 def test_stacks_of_a_process_and_of_its_fork(child, tmp_path: Path) -> None:
     beat = read_pulse(tmp_path / "pulse")
     assert beat is not None

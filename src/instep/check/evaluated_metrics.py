@@ -68,6 +68,13 @@ def evaluated_metrics(observed: Observed, modules: Sequence[SourceModule]) -> It
             yield EvaluatedMetric(path, place, decision, is_reported)
 
 
+def is_of_evaluation(module: SourceModule, path: LivePath) -> bool:
+    """Return whether a function that evaluates has set what a path names, on all ranks."""
+    scope = _scope(module, path)
+    defined = [one for one in definitions(scope, _variable(path)) if _is_evaluation(module, scope, one)]
+    return any(rank_guard(module, one.statement) is None for one in defined)
+
+
 def _variable(path: LivePath) -> str:
     return path.names[1] if path.names[0] == "self" and len(path.names) > 1 else path.names[0]
 
@@ -117,7 +124,8 @@ def _functions(module: SourceModule, call: Call) -> list[Function]:
 def _evaluates(module: SourceModule, function: Function) -> bool:
     decorators = {name for decorator in function.decorator_list for name in names_in(decorator)}
     calls = {call.last for call in calls_below(module, function, 2)}
-    return bool((decorators | calls) & set(_EVALUATES)) and "backward" not in calls
+    has_gradients = any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in ast.walk(function))
+    return bool((decorators | calls) & set(_EVALUATES)) and "backward" not in calls and not has_gradients
 
 
 def _mentions(node: ast.AST, path: LivePath) -> bool:

@@ -1,7 +1,10 @@
 """Whose code a file is: the user's, or that of a library, Python or instep. Pure."""
 
+import contextlib
 import functools
+import glob
 import os
+import sys
 import sysconfig
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -23,4 +26,23 @@ def is_users(filename: str) -> bool:
     path = os.path.realpath(filename)
     if filename.startswith(("<frozen", "<string")) or path.startswith((PACKAGE, *_LIBRARIES)):
         return False
-    return not _INSTALLED.intersection(path.split(os.sep))
+    return not _INSTALLED.intersection(path.split(os.sep)) and not _is_listed(path)
+
+
+def _is_listed(path: str) -> bool:
+    """Return whether a folder of `sys.path` has the file's package with a list of what was installed."""
+    for entry in sys.path:
+        root = os.path.realpath(entry or os.curdir) + os.sep
+        if path.startswith(root) and path.removeprefix(root).partition(os.sep)[0] in _packages_in(root):
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _packages_in(folder: str) -> frozenset[str]:
+    """Return the names that the installed packages of a folder have there: `pip install --target` lists its files."""
+    names: set[str] = set()
+    for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with contextlib.suppress(OSError), open(record, encoding="utf-8", errors="replace") as lines:
+            names |= {line.partition(",")[0].partition("/")[0] for line in lines}
+    return frozenset(names)

@@ -19,7 +19,7 @@ from instep.check.observe.loss_graph import nodes_of
 from instep.check.observe.observer import Observer
 from instep.check.observe.samples import is_plain
 from instep.check.observe.training_registry import TrainingRegistry
-from instep.check.records.gradients import GatherMade, GatherUsed, ReducedUsed, TensorReduced
+from instep.check.records.gradients import FunctionUsed, GatherMade, GatherUsed, ReducedUsed, TensorReduced
 
 _COUNTED = (
     "all_gather_object",
@@ -95,6 +95,10 @@ class GatherObserver(Observer):
         self._num_losses = 0
         self._reduced: set[tuple[str, int]] = set()
         self._made: set[tuple[int, ...]] = set()
+        self._is_inside = False
+        """Whether a tensor was gathered inside an autograd function."""
+        self._functions: set[str] = set()
+        self._num_searched = 0
         self.num_collectives = 0
 
     def install(self) -> None:
@@ -131,6 +135,8 @@ class GatherObserver(Observer):
         result = original(*args, **kwargs)
         given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
         outputs, source = given[:2]
+        if isinstance(source, torch.Tensor) and source.ndim and is_plain(source):
+            self._is_inside |= not torch.is_grad_enabled()
         if isinstance(source, torch.Tensor) and source.requires_grad and source.ndim and is_plain(source):
             self._note(original.__name__, source, self.log.place(sys._getframe(1)))
         if isinstance(source, torch.Tensor) and self._num_losses < _MAX_LOSSES and _needs_gradient(source):
@@ -157,6 +163,7 @@ class GatherObserver(Observer):
     def loss_made(self, loss: torch.Tensor) -> None:
         """Write down which of the gathered and reduced tensors a loss depends on, just before its backward pass."""
         self._look_for_sums(loss)
+        self._look_for_functions(loss)
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -175,6 +182,24 @@ class GatherObserver(Observer):
                     has_gradient=not used or any(tensor.requires_grad for _, tensor in used),
                     is_whole=any(nodes.count(node) > 1 for node, _ in used),
                 )
+
+    def _look_for_functions(self, loss: torch.Tensor) -> None:
+        """Write down the autograd functions in the graph of a loss, if something was gathered without gradients."""
+        is_inside, self._is_inside = self._is_inside, False
+        if not is_inside or self._num_searched >= _MAX_LOSSES:
+            return
+        self._num_searched += 1
+        nodes = list(nodes_of(loss))
+        for node in nodes:
+            full = node.name()
+            name = full.removesuffix("Backward")
+            if not isinstance(node, torch.autograd.function.BackwardCFunction) or name in self._functions:
+                continue
+            inputs = {one for one in node.next_functions if one[0] is not None}
+            others = [one for one in nodes if one.name() != full]
+            self._functions.add(name)
+            beside = any(one in inputs for other in others for one in other.next_functions)
+            self.log.write(FunctionUsed, order=self._trained.tick(), function=name, beside_input=beside)
 
     def _look_for_sums(self, loss: torch.Tensor) -> None:
         """Write down the tensors that were used after they had been reduced in place."""

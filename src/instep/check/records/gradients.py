@@ -201,6 +201,16 @@ class GatherMade(GradientEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FunctionUsed(GradientEvent):
+    """A loss was computed from what an autograd function of the script's returned that gathers; once for each."""
+
+    function: str
+    """The name of its class."""
+    beside_input: bool
+    """Whether the loss also depends on what it was given, on a way around it: local rows are compared with all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReducedUsed(GradientEvent):
     """A loss was computed from a tensor that all_reduce had changed in place, behind autograd's back."""
 

@@ -126,8 +126,11 @@ def _is_kept_for_use(modules: Sequence[SourceModule], place: tuple[str, int], sa
     """Return whether weights are kept for use after training, as the source shows that writes them."""
     if any(resumes_training(module) for module in modules) or set(save.holds) - {"model", "progress"}:
         return False
-    return bool(_KEPT.search(os.path.basename(save.path))) or any(
-        is_written_once(module, call.node)
+    name = os.path.basename(save.path)
+    if _KEPT.search(name) or not _RESUMED.search(name):
+        return True
+    return any(
+        is_written_once(module, call.node) or _is_kept_elsewhere(module, call.node)
         for module in modules
         for call in module.calls_of("torch.save")
         if module.place(call.node) == place
@@ -138,7 +141,22 @@ def _is_kept(module: SourceModule, saved: SavedDict, path: str) -> bool:
     """Return whether a dict has weights and their epoch, and is the best one, or the last one of a training."""
     if saved.holds - {"model", "progress"} or resumes_training(module):
         return False
-    return bool(_KEPT.search(path)) or is_written_once(module, saved.node)
+    if _KEPT.search(path) or (saved.path is not None and not _RESUMED.search(path)):
+        return True
+    return is_written_once(module, saved.node) or _is_kept_elsewhere(module, saved.node)
+
+
+def _is_kept_elsewhere(module: SourceModule, node: ast.Call) -> bool:
+    """Return whether the same variable is also saved as the best or final one."""
+    saved = node.args[0] if node.args else None
+    return isinstance(saved, ast.Name) and any(
+        isinstance(other := call.argument("obj", 0), ast.Name)
+        and other.id == saved.id
+        and (path := call.argument("f", 1)) is not None
+        and _KEPT.search(ast.unparse(path))
+        for call in module.calls_of("torch.save")
+        if call.node is not node
+    )
 
 
 def _path_of(module: SourceModule, saved: SavedDict) -> str:

@@ -93,7 +93,7 @@ def _texts(module: SourceModule, branch: list[ast.stmt]) -> list[str]:
 
 
 def _loops_over_sets(module: SourceModule) -> Iterator[tuple[ast.For, Call]]:
-    sets = {name for names, value in assignments(module.tree) if _is_set(value) for name in names}
+    sets = _names_of_sets(module)
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.For):
             continue
@@ -102,7 +102,22 @@ def _loops_over_sets(module: SourceModule) -> Iterator[tuple[ast.For, Call]]:
             yield node, calls[0]
 
 
+def _names_of_sets(module: SourceModule) -> set[str]:
+    """Return the variables that hold sets, without those that never have more than the one element they begin with."""
+    grown = {call.name.rpartition(".")[0] for call in module.calls_of("add", "update")}
+    grown |= {ast.unparse(node.target) for node in ast.walk(module.tree) if isinstance(node, ast.AugAssign)}
+    return {
+        name
+        for names, value in assignments(module.tree)
+        for name in names
+        if _is_set(value) or (isinstance(value, ast.Set) and name in grown)
+    }
+
+
 def _is_set(value: ast.expr) -> bool:
+    """Return whether an expression makes a set that may have an order: not `{one}`."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
         return value.func.id in ("set", "frozenset")
-    return isinstance(value, ast.Set | ast.SetComp)
+    if isinstance(value, ast.Set):
+        return len(value.elts) > 1 or isinstance(value.elts[0], ast.Starred)
+    return isinstance(value, ast.SetComp)

@@ -62,13 +62,16 @@ class ConcurrentWrites(Rule):
     def _shards(self, place: tuple[str, int], evidence: str, severity: Severity) -> Finding:
         shards = self.finding(
             place,
-            "The saved state holds one rank's shards only: the weights of the other ranks are lost.",
+            "The saved state holds one rank's shards only: those of the other ranks are lost.",
             evidence,
             "+ options = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
             "+ state = get_model_state_dict(model, options=options)  # on all ranks; then save under `if rank == 0`",
             severity,
         )
-        return replace(shards, effect="The checkpoint lacks most of the weights, and cannot be resumed from.")
+        return replace(
+            shards,
+            effect="The checkpoint lacks most of the weights, or of the optimizer's state, and cannot be resumed from.",
+        )
 
     def _shared(self, path: str, ranks: dict[int, FileWritten], first: FileWritten) -> Finding:
         severity = Severity.WARNING

@@ -21,6 +21,7 @@ from instep.check.passes import (
 from instep.check.records.data import PassBegan
 from instep.check.records.replicas import ReplicaForward
 from instep.check.rule import Rule
+from instep.check.source.functions import calls_in
 from instep.check.source.hand_shards import divided_twice
 from instep.check.source.loops import module_of
 from instep.check.source.module import SourceModule
@@ -202,12 +203,13 @@ def _is_divided_later(observed: Observed, group: Sequence[LoaderPass]) -> bool:
 
 
 def _place(modules: Sequence[SourceModule], one: LoaderPass) -> tuple[str, int]:
-    """Return the line to change: the stream's loop, the call of Accelerate's prepare, or the loader's own line."""
+    """Return the line to change: where a stream asks for its worker, or loops; Accelerate's prepare; the loader."""
     if one.made.is_iterable and (owner := class_named(modules, one.made.dataset)) is not None:
         iterate = method(owner[1], "__iter__")
         loops = [node for node in ast.walk(iterate) if isinstance(node, ast.For)] if iterate is not None else []
         if iterate is not None:
-            return owner[0].place(loops[-1] if loops else iterate)
+            asks = [call.node for call in calls_in(owner[0], iterate) if call.last == "get_worker_info"]
+            return owner[0].place(asks[0] if asks else loops[-1] if loops else iterate)
     if one.made.sampler == "BatchSamplerShard" and (owner := class_named(modules, one.made.dataset)) is not None:
         get = method(owner[1], "__getitem__")
         if get is not None:  # Accelerate divides the indices, so the dataset does not use them

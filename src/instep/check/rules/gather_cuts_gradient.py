@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.gradients import BackwardRan, GatherMade, GatherUsed, ReducedUsed
+from instep.check.records.collectives import ModelSplit
+from instep.check.records.gradients import BackwardRan, FunctionUsed, GatherMade, GatherUsed, ReducedUsed
 from instep.check.rule import Rule
+from instep.check.source.autograd_gathers import returned_alone
 from instep.check.source.contrastive_labels import labels_without_offset
 from instep.check.source.gathered_losses import reaches_loss
 from instep.check.source.loops import module_of
@@ -45,6 +47,7 @@ class GatherCutsGradient(Rule):
                     _SUM_FIX,
                     Severity.WARNING,
                 )
+        yield from self._of_functions(observed, modules)
         for made in (make for makes in observed.by_rank(GatherMade) for make in makes):
             module = module_of(modules, made.file)
             if (
@@ -61,6 +64,23 @@ class GatherCutsGradient(Rule):
                     _FIX,
                     Severity.WARNING,
                 )
+
+    def _of_functions(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield autograd functions that gather, and give back only what the own loss says of the own rows."""
+        used = {use.function for uses in observed.by_rank(FunctionUsed) for use in uses if use.beside_input}
+        for name in sorted(used) if not observed.has(ModelSplit) else ():
+            for module in modules:
+                returned = returned_alone(module, name)
+                if returned is not None:
+                    yield self.finding(
+                        module.place(returned),
+                        f"`{name}` gives back its own slice of its own gradient: what the other ranks' losses say of "
+                        "these rows is lost.",
+                        f"`{module.line(returned.lineno)}`: its backward pass issues no collective, and the loss "
+                        "compares local rows with gathered ones",
+                        "+ dist.all_reduce(gradients)  # those of all ranks; then return the own slice of the sum",
+                        Severity.WARNING,
+                    )
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield contrastive losses whose labels point at the first rank's rows, on every rank."""

@@ -72,7 +72,8 @@ class LocalMetricDecides(Rule):
         pair = differing[0]
         values = ", ".join(f"rank {rank}: {step.metric:.6g}" for rank, step in enumerate(pair))
         place, fix = (pair[0].file, pair[0].line), "+ dist.all_reduce(metric_sums)  # before scheduler.step(metric)"
-        if pair[0].package and (logs := [(m, node) for m in modules for node in monitored_logs(m)]):
+        is_users = any(module.path == pair[0].file for module in modules)
+        if (pair[0].package or not is_users) and (logs := [(m, node) for m in modules for node in monitored_logs(m)]):
             module, node = logs[0]
             place, fix = module.place(node), "self.log(..., sync_dist=True)"
         return self.finding(

@@ -18,6 +18,7 @@ from instep.check.rules.accumulation_scale import accumulated
 from instep.check.source.comm_hooks import summing_hooks
 from instep.check.source.global_counts import losses_by_global_count
 from instep.check.source.module import SourceModule
+from instep.check.source.trainer_losses import losses_by_items_of_all
 from instep.check.source.weight_sums import summed_weights
 
 _BY_WORLD_SIZE = re.compile(
@@ -54,6 +55,16 @@ class LossSummed(Rule):
                 "The loss is divided by a count of all ranks, and the gradients are averaged over ranks besides.",
                 f"`{module.line(division.lineno)}`: `{ast.unparse(division.right)}` is a sum over ranks",
                 "+ loss = loss * dist.get_world_size()  # the mean over ranks divides by it",
+                Severity.WARNING,
+            )
+            yield replace(small, effect=_TOO_SMALL)
+        for node in losses_by_items_of_all(module):
+            small = self.finding(
+                module.place(node),
+                "The loss is divided by the items of all processes, and the gradients are averaged over them besides.",
+                f"`{module.line(node.lineno)}`: the Trainer has summed `num_items_in_batch` over all processes, and "
+                "its own compute_loss, which this one replaces, multiplies by their number",
+                "+ loss = loss * self.accelerator.num_processes",
                 Severity.WARNING,
             )
             yield replace(small, effect=_TOO_SMALL)

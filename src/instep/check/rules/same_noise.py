@@ -9,6 +9,8 @@ from instep.check.finding import Finding, Severity
 from instep.check.live_paths import live_paths
 from instep.check.observations import Observed
 from instep.check.records.collectives import ModelSplit
+from instep.check.records.gradients import ModelWrapped, TensorReduced
+from instep.check.records.live_state import LiveState
 from instep.check.records.model_state import BeforeSharding, FirstUpdate, NoiseDrawn, SeedChosen
 from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
@@ -60,6 +62,8 @@ class SameNoise(Rule):
 
     def _shared_generators(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield generators of the script's own that draw the same arrays on all ranks, in each step."""
+        if _trained_apart(observed):
+            return
         for path in live_paths(observed, "generators", ("step",)):
             looks = path.values[:3]  # after the first steps, of one epoch
             is_drawn = len(looks) == 3 and len({look[0] for look in looks}) == 3
@@ -113,6 +117,15 @@ class SameNoise(Rule):
                     "Seed all ranks alike before the model is made; seed them apart afterwards.",
                 )
                 return
+
+
+def _trained_apart(observed: Observed) -> bool:
+    """Return whether the first steps came before any model was wrapped: each rank trained the same, for itself."""
+    wrapped = [made.step for models in observed.by_rank(ModelWrapped) for made in models]
+    looks = [look.step for looks in observed.by_rank(LiveState) for look in looks if look.moment == "step"]
+    if not wrapped or not looks or min(looks) >= min(wrapped):
+        return False
+    return not any(one.step < min(wrapped) for reduced in observed.by_rank(TensorReduced) for one in reduced)
 
 
 def _seeded_apart(observed: Observed) -> tuple[str, int] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+from instep.check.evaluated_metrics import is_of_evaluation
 from instep.check.finding import Finding, Severity
 from instep.check.live_paths import LivePath, live_paths
 from instep.check.observations import Observed
@@ -19,9 +21,10 @@ from instep.check.replication import are_connected, are_replicas
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
 from instep.check.source.guarded_loads import loads_by_one_rank
-from instep.check.source.loops import module_of
-from instep.check.source.loss_inputs import loss_inputs, outlives_batches
+from instep.check.source.loops import function_around, module_of, statement_at
+from instep.check.source.loss_inputs import begins_anew, loss_inputs, outlives_batches
 from instep.check.source.module import SourceModule
+from instep.check.source.own_sums import is_own_sum
 from instep.check.source.part_statistics import statistics_of_parts
 from instep.check.source.set_orders import hashed_names, numbered_sets, parts_of_sets
 from instep.check.source.setting_places import layer_place, setting_place
@@ -33,6 +36,7 @@ from instep.check.source.state_places import (
     is_drawn,
     place_of,
     updates_of,
+    updating_call,
 )
 
 _STATISTIC = re.compile(
@@ -48,6 +52,8 @@ _ADAPTED = re.compile(
     re.IGNORECASE,
 )
 """Numbers that a training adapts to what it sees, and computes with."""
+_TUNED = re.compile(r"(^|_)(thresholds?|thresh|cutoffs?|temperatures?|calibrat(ion|or)|platt)(_|$|\d)", re.IGNORECASE)
+"""What is fitted to scores after training."""
 _OF_A_BATCH = re.compile(r"loss|grad|batch|logit|pred|output|target|acc|time|score|metric|best", re.IGNORECASE)
 _VOCABULARY = re.compile(
     r"class|label|vocab|token|categor|tag|2id|to_id|2idx|to_idx|stoi|species|intent", re.IGNORECASE
@@ -93,6 +99,7 @@ class StateDiffers(Rule):
         found = list(self._statistics(observed, modules))
         yield from found
         yield from self._learned(observed, modules, {finding.place for finding in found})
+        yield from self._tuned(observed, modules)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield numbers that follow the order of a set, and states of the training that one rank loads."""
@@ -186,13 +193,15 @@ class StateDiffers(Rule):
                 continue
             if len(path.names) > 1 and not (path.stands_still or is_carried(modules, name)):
                 continue  # of a batch: `self.inputs = batch`
+            if len(path.names) > 1 and is_of_evaluation(module, path):
+                continue  # `m["loss"]` of an evaluation is no loss that is trained on
             if (
                 not _outlives(module, path)
                 or is_drawn(modules, name)
                 or not any(name in loss_inputs(one) for one in modules)
             ):
                 continue
-            place = updates_of(modules, name) or place_of(modules, path.file, path.names)
+            place = updates_of(modules, path.names) or place_of(modules, path.file, path.names)
             if place is not None and place not in done:
                 done.add(place)
                 yield self.finding(
@@ -201,6 +210,24 @@ class StateDiffers(Rule):
                     f"in {len(path.values)} looks it changed, and was not the same on all ranks",
                     "Compute its update of all ranks' samples: all_reduce the sums that it is made of.",
                 )
+
+    def _tuned(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
+        """Yield thresholds and the like that an evaluation has fitted to each rank's own part."""
+        if not is_data_parallel(observed):
+            return
+        for kind in ("tensors", "numbers"):
+            for path in live_paths(observed, kind, ("evaluated", "left")):
+                differs = path.differs_in_numbers if kind == "numbers" else path.differs
+                module = module_of(modules, path.file)
+                if not differs or module is None or not _TUNED.search(path.names[-1]) or "local" in path.text:
+                    continue
+                if is_of_evaluation(module, path):
+                    yield self.finding(
+                        place_of(modules, path.file, path.names) or (path.file, 0),
+                        f"`{path.text}` is another one on each rank: it was fitted to the rank's own part of the data.",
+                        f"after {len(path.values)} evaluations it was not the same on all ranks",
+                        "Gather the scores and labels of all ranks first, and fit it to them on all ranks alike.",
+                    )
 
     def _changed_weights(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield wrapped models whose weights parted, although every gradient was the same on all ranks."""
@@ -247,20 +274,23 @@ class StateDiffers(Rule):
             )
 
     def _buffers(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
-        done: set[tuple[str, int]] = set()
+        """Yield buffers that differ: those that one method changes together, at the first line that does."""
+        groups: dict[object, dict[tuple[str, int], LivePath]] = {}
         for path in live_paths(observed, "buffers"):
-            if not path.differs:
-                continue
-            changed = updates_of(modules, path.names[-1]) if not path.is_constant else None
-            place = changed or place_of(modules, path.file, path.names)
-            if place is None or place in done:
-                continue
-            done.add(place)
+            changed = updates_of(modules, path.names) if path.differs and not path.is_constant else None
+            place = changed or place_of(modules, path.file, path.names) if path.differs else None
+            if place is not None:
+                method = _method_at(modules, place) if changed is not None else None
+                groups.setdefault(method or place, {}).setdefault(place, path)
+        for group in groups.values():
+            place, path = min(group.items(), key=lambda item: item[0])
             how = "is the same in every step" if path.is_constant else "changes in training"
+            lines = ", ".join(str(line) for _, line in sorted(group)[1:])
             yield self.finding(
                 place,
                 f"`{path.text}` differs between the ranks: each computes it from its own samples.",
-                f"in {len(path.values)} looks it {how}, and was not the same on all ranks",
+                f"in {len(path.values)} looks it {how}, and was not the same on all ranks"
+                + (f"; so were others that the same method changes (line {lines})" if lines else ""),
                 "Compute it of all ranks' samples: gather or reduce them first, then update it on all ranks alike.",
             )
 
@@ -270,6 +300,9 @@ class StateDiffers(Rule):
             kinds += [("tensors", path) for path in live_paths(observed, "tensors") if _AVERAGED.search(path.text)]
         for kind, path in kinds:
             if not path.differs or (kind == "tensors" and (path.is_constant or _OF_A_BATCH.search(path.names[-1]))):
+                continue
+            module = module_of(modules, path.file)
+            if len(path.names) == 1 and module is not None and is_own_sum(module, path.function, path.names[0]):
                 continue
             place = guarded_use(modules, path.names[0]) or place_of(modules, path.file, path.names)
             if place is not None and any(made for made in observed.by_rank(ModelWrapped)):
@@ -293,7 +326,7 @@ class StateDiffers(Rule):
             is_adapted = is_changed and is_computed_with(modules, name) and not is_drawn(modules, name)
             if not (is_constant or is_adapted) or _OF_A_BATCH.search(name) or "local" in path.text:
                 continue
-            place = updates_of(modules, name) if is_adapted else None
+            place = updating_call(modules, path.names) or updates_of(modules, path.names) if is_adapted else None
             place = place or place_of(modules, path.file, path.names)
             if place is not None and place not in done:
                 done.add(place)
@@ -306,12 +339,25 @@ class StateDiffers(Rule):
                 )
 
 
+def _method_at(modules: Sequence[SourceModule], place: tuple[str, int]) -> object | None:
+    """Return the method that a line belongs to; None: it is in none."""
+    module = module_of(modules, place[0])
+    statement = statement_at(module, place[1]) if module is not None else None
+    if module is None or statement is None:
+        return None
+    function = function_around(module, statement)
+    is_method = function is not None and isinstance(next(module.around(function), None), ast.ClassDef)
+    return function if is_method else None
+
+
 def _outlives(module: SourceModule, path: LivePath) -> bool:
     """Return whether a path is one of an object, or a variable that keeps its value from batch to batch."""
-    if len(path.names) > 1:
-        return path.names[-2] not in _SETTINGS and not path.names[-1].isdigit()
     functions = module.functions.get(path.function, [])
     scope = functions[0] if functions else module.tree
+    if begins_anew(module, scope, path.names[0]) and not _STATISTIC.search(path.names[-1]):
+        return False  # what is collected for the batches of one turn
+    if len(path.names) > 1:
+        return path.names[-2] not in _SETTINGS and not path.names[-1].isdigit()
     return len(functions) < 2 and outlives_batches(module, scope, path.names[0])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.source.functions import assignments, calls_below, calls_in, function_around
+from instep.check.source.functions import Function, assignments, call_sites, calls_below, calls_in, function_around
 from instep.check.source.module import Call, SourceModule
+from instep.check.source.reaching import definitions
 
 _EVALUATES = frozenset(
     f"{before}{stage}{after}"
@@ -15,6 +16,7 @@ _EVALUATES = frozenset(
 )
 _COMBINES = frozenset(("all_gather", "all_reduce", "all_gather_object", "reduce", "gather", "compute"))
 """What makes a value that of all ranks; `compute` of torchmetrics does."""
+_DEPTH = 4
 
 
 def local_logs(module: SourceModule) -> Iterator[Call]:
@@ -66,18 +68,42 @@ def _is_of_all_ranks(module: SourceModule, call: Call, function: ast.AST) -> boo
     return bool(reduced) or any(inner.last in _COMBINES for source in sources for inner in calls_below(module, source))
 
 
-def _is_metric_object(module: SourceModule, value: ast.expr) -> bool:
-    """Return whether a value is an attribute that holds a torchmetrics object, or what one returned."""
+def _is_metric_object(module: SourceModule, value: ast.expr, depth: int = _DEPTH) -> bool:
+    """Return whether a value is a torchmetrics object, or what one returned: an attribute, variable or parameter."""
     if isinstance(value, ast.Dict):
-        return bool(value.values) and all(_is_metric_object(module, item) for item in value.values)
+        return bool(value.values) and all(_is_metric_object(module, item, depth) for item in value.values)
     held = value.func if isinstance(value, ast.Call) else value
+    if isinstance(held, ast.Name) and isinstance(value, ast.Name):
+        return depth > 0 and _holds_metric_object(module, held, depth)
     if not isinstance(held, ast.Attribute) or not isinstance(held.value, ast.Name) or held.value.id != "self":
         return False
-    made = [source for set_names, source in assignments(module.tree) if held.attr in set_names]
+    made = definitions(module.tree, held.attr)
     if not made:
         return isinstance(value, ast.Attribute)
-    names = [call.name for source in made for call in calls_in(module, source)]
-    return any("torchmetrics" in name for name in names)
+    return any(_makes_metric_object(module, one.value, depth) for one in made)
+
+
+def _makes_metric_object(module: SourceModule, source: ast.expr, depth: int) -> bool:
+    """Return whether an expression makes a torchmetrics object, or copies one: `scores.clone(prefix="val_")`."""
+    calls = list(calls_in(module, source))
+    if any("torchmetrics" in call.name for call in calls):
+        return True
+    copied = [call.node.func for call in calls if call.last == "clone"]
+    owners = [function.value for function in copied if isinstance(function, ast.Attribute)]
+    return depth > 0 and any(_is_metric_object(module, owner, depth - 1) for owner in owners)
+
+
+def _holds_metric_object(module: SourceModule, name: ast.Name, depth: int) -> bool:
+    """Return whether a variable is set to such an object, or every caller of its function gives one for it."""
+    scope = function_around(module, name)
+    made = [one for one in definitions(scope, name.id) if one.statement.lineno <= name.lineno]
+    if made:
+        return any(_makes_metric_object(module, one.value, depth - 1) for one in made)
+    parameters = [item.arg for item in scope.args.args if item.arg != "self"] if isinstance(scope, Function) else []
+    if name.id not in parameters or not isinstance(scope, Function):
+        return False
+    given = [call.argument(name.id, parameters.index(name.id)) for call in call_sites(module, scope)]
+    return bool(given) and all(one is not None and _is_metric_object(module, one, depth - 1) for one in given)
 
 
 def _has_one_device(module: SourceModule) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from instep.check.source.functions import (
     Function,
+    Loop,
     assignments,
     calls_in,
     function_around,
@@ -16,7 +17,7 @@ from instep.check.source.functions import (
     names_in,
 )
 from instep.check.source.module import Call, SourceModule
-from instep.check.source.reaching import definitions
+from instep.check.source.reaching import Definition, definitions
 
 _BACKWARD = ("backward", "manual_backward")
 _RETURNED = ("training_step", "compute_loss")
@@ -51,17 +52,47 @@ def loss_inputs(module: SourceModule) -> set[str]:
 
 def outlives_batches(module: SourceModule, scope: ast.AST, name: str) -> bool:
     """Return whether a variable of a function keeps its value from batch to batch, and is changed in training."""
-    loops = [  # a function without a loop is called for each batch
-        next(loops_around(module, call.node), None) or function_around(module, call.node)
-        for call in module.calls_of(*_BACKWARD)
-    ]
     if any(name in names_in(loop.target) for loop in ast.walk(scope) if isinstance(loop, ast.For)):
         return False
+    loops = _batch_loops(module)
     defined = definitions(scope, name)
     plain = [one for one in defined if _is_whole(one.statement, name)]
     in_batches = [one for one in plain if any(one.statement in set(ast.walk(loop)) for loop in loops)]
     is_carried = any(name in names_in(one.value) for one in in_batches)  # `a = 0.9 * a + 0.1 * b`
     return len(defined) > 1 and (not in_batches or (is_carried and len(plain) > len(in_batches)))
+
+
+def begins_anew(module: SourceModule, scope: ast.AST, name: str) -> bool:
+    """Return whether a variable is set anew in each turn of an outer loop, before the batches: it is that turn's."""
+    loops = _batch_loops(module)
+    defined = [one for one in definitions(scope, name) if _is_whole(one.statement, name)]
+    if any(one.statement in set(ast.walk(loop)) for loop in loops for one in defined):
+        return False
+    return any(_begins_anew(module, one, name, loops) for one in defined)
+
+
+def _batch_loops(module: SourceModule) -> list[ast.AST]:
+    """Return the innermost loops around backward passes; a function without a loop is called for each batch."""
+    calls = module.calls_of(*_BACKWARD)
+    return [next(loops_around(module, call.node), None) or function_around(module, call.node) for call in calls]
+
+
+def _begins_anew(module: SourceModule, one: Definition, name: str, loops: Sequence[ast.AST]) -> bool:
+    """Return whether an assignment sets a variable anew in each turn of a loop, before the turn's batches begin."""
+    if name in names_in(one.value):
+        return False
+    turns = {
+        turn
+        for batches in loops
+        if isinstance(batches, Loop) and one.statement.lineno < batches.lineno
+        for turn in loops_around(module, batches)
+    }
+    for outer in module.around(one.statement):
+        if outer in turns:
+            return True
+        if isinstance(outer, ast.If | Function):
+            return False
+    return False
 
 
 def _is_whole(statement: ast.AST, name: str) -> bool:

@@ -44,8 +44,8 @@ def place_of(modules: Sequence[SourceModule], file: str, names: Sequence[str]) -
     return None
 
 
-def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | None:
-    """Return the line that changes an attribute or variable later on: an element, in place, or outside of `__init__`.
+def updates_of(modules: Sequence[SourceModule], names: Sequence[str]) -> tuple[str, int] | None:
+    """Return the line that changes what a path names later on: an element, in place, or outside of `__init__`.
 
     What is done in a loop comes first: a variable's first value is none of its changes.
     """
@@ -53,11 +53,30 @@ def updates_of(modules: Sequence[SourceModule], name: str) -> tuple[str, int] | 
         changes = [
             node
             for node in ast.walk(module.tree)
-            if _changes(node, name) and getattr(function_around(module, node), "name", "") != "__init__"
+            if _changes(node, names[-1], is_attribute=len(names) > 1)
+            and getattr(function_around(module, node), "name", "") != "__init__"
         ]
         in_loops = [node for node in changes if any(True for _ in loops_around(module, node))]
         if changes:
             return module.path, (in_loops or changes)[0].lineno  # type: ignore[attr-defined]
+    return None
+
+
+def updating_call(modules: Sequence[SourceModule], names: Sequence[str]) -> tuple[str, int] | None:
+    """Return the line in a loop that tells an object to change its attribute: `scaler.update(x)` for `scaler.mean`."""
+    if len(names) < 2 or names[-2] == "self":
+        return None
+    for module in modules:
+        methods = {
+            getattr(function_around(module, node), "name", "")
+            for node in ast.walk(module.tree)
+            if _changes(node, names[-1], is_attribute=True)
+        } - {"__init__"}
+        for call in module.calls:
+            owner = call.node.func.value if isinstance(call.node.func, ast.Attribute) else None
+            is_owner = owner is not None and _last(owner) == names[-2]
+            if is_owner and call.last in methods and any(True for _ in loops_around(module, call.node)):
+                return module.place(call.node)
     return None
 
 
@@ -186,10 +205,12 @@ def _settings(module: SourceModule, name: str) -> list[Definition]:
     return [*registered, *definitions(module.tree, name)]
 
 
-def _changes(node: ast.AST, name: str) -> bool:
+def _changes(node: ast.AST, name: str, *, is_attribute: bool = False) -> bool:
+    """Return whether a node sets a name or changes it in place; `is_attribute`: only one of an object, or an entry."""
     if isinstance(node, ast.Assign | ast.AugAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return any(_last(target) == name for target in targets)
+        elements = [part for target in targets for part in (getattr(target, "elts", None) or [target])]
+        return any(_last(part) == name and not (is_attribute and isinstance(part, ast.Name)) for part in elements)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.attr.endswith("_") and not node.func.attr.startswith("_") and _last(node.func.value) == name
     return False

@@ -19,6 +19,7 @@ from instep.check.source.functions import (
     names_in,
 )
 from instep.check.source.module import Call, SourceModule
+from instep.check.source.reaching import definitions
 
 _METRICS = re.compile(
     r"^(binary_|multiclass_|multilabel_)?("
@@ -58,7 +59,8 @@ class AveragedMetric:
 
 def averaged_metrics(module: SourceModule) -> Iterator[AveragedMetric]:
     """Yield the metrics of this rank's samples that become a mean over ranks."""
-    if not any(is_metric_of_all(module, call) or call.last == "exp" for call in module.calls):
+    is_named = any(isinstance(key, ast.Constant) and _OWN.search(str(key.value)) for key in _keys(module))
+    if not is_named and not any(is_metric_of_all(module, call) or call.last == "exp" for call in module.calls):
         return
     for call in module.calls:
         if _becomes_mean(module, call):
@@ -67,7 +69,20 @@ def averaged_metrics(module: SourceModule) -> Iterator[AveragedMetric]:
                 (computed for value in values if (computed := _metric_of(module, value, call.node)) is not None), None
             )
             if metric is not None:
-                yield AveragedMetric(call.node, metric)
+                yield AveragedMetric(_given_at(module, call, metric), metric)
+
+
+def _keys(module: SourceModule) -> Iterator[ast.expr | None]:
+    return (key for node in ast.walk(module.tree) if isinstance(node, ast.Dict) for key in node.keys)
+
+
+def _given_at(module: SourceModule, call: Call, metric: Call) -> ast.Call:
+    """Return the collective; in a helper that averages other values, too, the call that gives it the metric."""
+    helper = function_around(module, call.node)
+    sites = call_sites(module, helper) if isinstance(helper, Function) else []
+    scope = function_around(module, metric.node)
+    given = [site.node for site in sites if function_around(module, site.node) is scope]
+    return given[0] if len(sites) > 1 and scope is not helper and len(given) == 1 else call.node
 
 
 def named_means(module: SourceModule) -> Iterator[tuple[Call, str]]:
@@ -127,6 +142,8 @@ def _metric_of(module: SourceModule, value: ast.expr, use: ast.AST, depth: int =
             return call if not _is_gathered(module, call) else None
         if call.last in _GATHERS:
             return None
+        if (method := _method(module, call)) is not None and _returns_metric(module, method):
+            return call if not _is_gathered(module, call) else None
         for function in functions_named(module, call.last) if "." not in call.name or "self." in call.name else ():
             returned = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
             metrics = (_metric_of(module, part, part, depth - 1) for part in returned if part is not None)
@@ -183,6 +200,30 @@ def is_metric_of_all(module: SourceModule, call: Call) -> bool:
     )
 
 
+def _method(module: SourceModule, call: Call) -> Function | None:
+    """Return the method of a class of this file that a call of a variable's executes: `matrix.compute()`."""
+    owner = call.node.func.value if isinstance(call.node.func, ast.Attribute) else None
+    made = definitions(module.tree, owner.id) if isinstance(owner, ast.Name) else []
+    classes = {module.call_of[one.value].last for one in made if isinstance(one.value, ast.Call)}
+    return next(
+        (
+            function
+            for function in functions_named(module, call.last)
+            if any(isinstance(outer, ast.ClassDef) and outer.name in classes for outer in module.around(function))
+        ),
+        None,
+    )
+
+
+def _returns_metric(module: SourceModule, function: Function) -> bool:
+    """Return whether a function returns a dict with such a metric, by its key, and brings nothing together."""
+    if any(call.last in _GATHERS | _REDUCES or _trains_or_evaluates(call) for call in calls_below(module, function)):
+        return False
+    dicts = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    keys = [key for one in dicts if isinstance(one, ast.Dict) for key in one.keys]
+    return any(isinstance(key, ast.Constant) and _OWN.search(str(key.value)) for key in keys)
+
+
 def _trains_or_evaluates(call: Call) -> bool:
     """Return whether a function also trains or evaluates: it is no metric, whatever its name says."""
     return call.last in ("backward", "eval", "no_grad", "state_dict")
@@ -191,7 +232,10 @@ def _trains_or_evaluates(call: Call) -> bool:
 def _is_gathered(module: SourceModule, metric: Call) -> bool:
     """Return whether samples or sums of all ranks are brought together before a metric is computed."""
     scope = function_around(module, metric.node)
-    before = [call for call in calls_in(module, scope) if call.node.lineno <= metric.node.lineno]
+    around = set(module.around(metric.node))  # what is given the metric comes after it
+    before = [
+        call for call in calls_in(module, scope) if call.node.lineno <= metric.node.lineno and call.node not in around
+    ]
     return any(
         inner.last in _GATHERS | _REDUCES
         for call in before
