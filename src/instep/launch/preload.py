@@ -50,7 +50,7 @@ def start_forkserver() -> None:
 
 
 def _shorten_socket_folder() -> None:
-    """Let multiprocessing bind its sockets, and those of children, in /tmp if TMPDIR is too long for the name of one.
+    """Bind multiprocessing's sockets, and those of children, in /tmp if TMPDIR is too long for the name of one.
 
     It chooses its folder once, and children inherit it; everything else stays in TMPDIR.
     """

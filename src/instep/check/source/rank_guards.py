@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from instep.check.source.functions import Function, assignments, call_sites, function_around
+from instep.check.source.functions import Function, assignments, call_sites, function_around, names_in
 from instep.check.source.module import SourceModule
 
 _OF = "ddp|dp|dist|global|local|node|world|process|proc|my|cur|current|this|gpu|data_parallel|fsdp|tp|pp|sp"
@@ -105,11 +105,7 @@ def _excludes(module: SourceModule, test: ast.expr, branch: ast.AST) -> bool:
     if not isinstance(branch, ast.If) or not isinstance(test, ast.BoolOp) or not isinstance(test.op, ast.And):
         return False
     others = [value for value in test.values if rank_test(module, value) is None]
-    return bool(_names(*others) & _names(branch.test))
-
-
-def _names(*nodes: ast.AST) -> set[str]:
-    return {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    return any((names_in(other) & names_in(branch.test)) - {"self"} for other in others)
 
 
 def is_rank(node: ast.expr) -> bool:
@@ -141,7 +137,7 @@ def _compared(module: SourceModule, test: ast.Compare) -> RankGuard | None:
     is_main = isinstance(test.ops[0], ast.Eq | ast.In | ast.Lt | ast.LtE | ast.Is)
     compare = _COMPARED.get(type(test.ops[0]))
     if compare is not None and (number := _number(next(side for side in sides if side is not rank))) is not None:
-        ranks = range(max(2, number + 2))
+        ranks = sorted({0, 1, *(max(0, number + near) for near in (-1, 0, 1))})  # beyond these nothing changes
         holds = [compare(*((each, number) if rank is test.left else (number, each))) for each in ranks]
         if len(set(holds)) == 1:  # `rank >= 0`, `rank != -1`: whether there are several ranks at all
             return None
