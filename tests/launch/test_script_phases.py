@@ -86,14 +86,6 @@ def test_a_plain_script(meeting: list[str], tmp_path: Path) -> None:
         assert phases["checkpoint"] > 0
 
 
-def test_an_error_is_in_the_events(tmp_path: Path) -> None:
-    (path := tmp_path / "fails.py").write_text("raise KeyError('gone')")
-    done = run("instep", "run", "-n", "1", "--log-dir", str(tmp_path / "logs"), str(path))
-    assert done.returncode == 1
-    end = read_events(tmp_path / "logs")[-1]
-    assert (end["status"], end["error"]) == ("failed", "KeyError: 'gone'")
-
-
 RESTARTED = """
 import os
 import sys
@@ -104,16 +96,18 @@ for _ in range(3):
     optimizer.step()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(5)
+raise KeyError("gone")
 """
 
 
-def test_the_reason_of_a_restart_is_in_the_events(tmp_path: Path) -> None:
+def test_errors_and_the_reason_of_a_restart_are_in_the_events(tmp_path: Path) -> None:
     (path := tmp_path / "restarted.py").write_text(RESTARTED)
     done = run("instep", "run", "-n", "1", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs"), str(path))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     events = read_events(tmp_path / "logs")
     assert [event["event"] for event in events if event["event"] in ("start", "end", "restart")] == (
         ["start", "end", "restart", "start", "end"]
     )
     [restart] = [event for event in events if event["event"] == "restart"]
     assert restart["reason"] == "restart 1 of 1 after rank 0: sys.exit(5)"
+    assert (events[-1]["status"], events[-1]["error"]) == ("failed", "KeyError: 'gone'")
