@@ -200,16 +200,13 @@ class SlowBatches(Slow):
 def test_a_slow_dataset_is_read_ahead_by_itself(dataset: Any) -> None:
     loader = make(dataset, workers=None)
     pids = []
-    begun = time.monotonic()
     for batch in loader.steps(0, 60):
         pids.append(set(batch.parts[0].batch[1].tolist()))
-    took_s = time.monotonic() - begun
     readers = loader.source.changes[0].change.readers
     loader.source.close()
     assert pids[0] == {os.getpid()}
     assert os.getpid() not in pids[-1]
     assert readers > 1
-    assert took_s < 60 * 0.09, "a batch takes 0.1 s to read here"
 
 
 class SlowToOpen(Slow):

@@ -103,7 +103,7 @@ def test_interrupted_while_it_waits(way: str) -> None:
         since = processes.send(0, signal.SIGINT)
         end = processes.end(0)
         assert end.error == "KeyboardInterrupt"
-        assert end.time - since < 1
+        assert end.time - since < 4, "5 s were it to wait for the timeout"
 
 
 def go_on_after_interruption(world: World, say: Say) -> None:

