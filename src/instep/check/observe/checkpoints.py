@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from instep.check.observe.callers import calling_package
 from instep.check.observe.contents import devices_in, parts_in, plain_shards_in, shards_in
 from instep.check.observe.observer import Observer
-from instep.check.records.files import CheckpointLoaded, CheckpointSaved, FileWritten
+from instep.check.records.files import CheckpointLoaded, CheckpointSaved, FileWritten, WeightsLoaded
 
 _WRITERS = ("matplotlib", "numpy", "pandas", "PIL")
 """Packages that write the file which the user's code names."""
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")
 _SHARED_DEVICES = (os.devnull, "/dev/", "/proc/", "/sys/")
 
 
@@ -37,6 +38,7 @@ class CheckpointObserver(Observer):
         self.wrap(torch, "save", self._save)
         self.wrap(torch.serialization, "save", self._save)
         self.wrap(torch, "load", self._load)
+        self.wrap(torch.nn.Module, "load_state_dict", self._load_weights)
         self.wrap(lr_scheduler.LRScheduler, "__init__", self._scheduler_made)
         self.wrap(torch.amp.GradScaler, "step", self._scaled)
         register_optimizer_step_post_hook(self._updated)
@@ -83,6 +85,23 @@ class CheckpointObserver(Observer):
             )
         return loaded
 
+    def _load_weights(
+        self, load: Callable[..., Any], module: Any, state_dict: Any, strict: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        own = set() if strict else set(module.state_dict())
+        result = load(module, state_dict, strict, *args, **kwargs)
+        if own and not calling_package(self.log, sys._getframe(2)):
+            missing, given = set(result.missing_keys), sorted(result.unexpected_keys)
+            self.log.write(
+                WeightsLoaded,
+                num_entries=len(own),
+                num_loaded=len(own) - len(missing),
+                given=next(iter(given), ""),
+                missing=min(missing, default=""),
+                prefix=_prefix_between(given, missing),
+            )
+        return result
+
     def _scheduler_made(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._uses.add("scheduler")
         return init(*args, **kwargs)
@@ -107,6 +126,16 @@ class CheckpointObserver(Observer):
             return
         if self.log.place(frame)[0]:
             self.log.write(FileWritten, path=os.path.realpath(path), function="open", appends="a" in mode)
+
+
+def _prefix_between(given: list[str], missing: set[str]) -> str:
+    """Return the prefix of a wrapper that the names of a state have, and those that are missing have not."""
+    for prefix in _PREFIXES:
+        has = {name.removeprefix(prefix) for name in given if name.startswith(prefix)}
+        lacks = {name.removeprefix(prefix) for name in missing if name.startswith(prefix)}
+        if has & missing or lacks & set(given):
+            return prefix
+    return ""
 
 
 def _path(f: Any) -> str:

@@ -64,10 +64,10 @@ class LiveStateObserver(Observer):
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if optimizer is not next(iter(self._steps)):
             return
+        if number in _STEPS:  # whether or not this rank has evaluated: then all ranks look
+            self._look("step", sys._getframe(1))
         if self._has_evaluated and self._numbers.get("evaluated", 0) < _MOST_EVALUATIONS:
             self._look("evaluated", sys._getframe(1))
-        elif number in _STEPS:
-            self._look("step", sys._getframe(1))
         self._has_evaluated = False
 
     def _leaves(self, leave: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

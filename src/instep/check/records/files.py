@@ -38,3 +38,18 @@ class CheckpointLoaded(Observation):
     """The devices of the tensors that came out, such as `cuda:0`."""
     own_device: str = "cpu"
     """The rank's own device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsLoaded(Observation):
+    """The user's code called `load_state_dict(…, strict=False)` of a module."""
+
+    num_entries: int
+    """Of the module."""
+    num_loaded: int
+    given: str = ""
+    """A name in the state that the module does not have."""
+    missing: str = ""
+    """A name of the module that the state does not have."""
+    prefix: str = ""
+    """A wrapper's prefix that makes the two alike: `module.`; empty: none."""

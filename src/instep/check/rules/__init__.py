@@ -17,6 +17,7 @@ from instep.check.rules.gather_cuts_gradient import GatherCutsGradient
 from instep.check.rules.gradients_differ import GradientsDiffer
 from instep.check.rules.handle_not_waited import HandleNotWaited
 from instep.check.rules.load_map_location import LoadMapLocation
+from instep.check.rules.load_mismatch import LoadMismatch
 from instep.check.rules.local_metric_decides import LocalMetricDecides
 from instep.check.rules.loss_summed import LossSummed
 from instep.check.rules.metric_of_one_shard import MetricOfOneShard
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     GradientsDiffer(),
     HandleNotWaited(),
     LoadMapLocation(),
+    LoadMismatch(),
     LocalMetricDecides(),
     LossSummed(),
     MetricOfOneShard(),

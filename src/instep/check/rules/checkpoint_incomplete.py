@@ -15,7 +15,14 @@ from instep.check.rule import Rule
 from instep.check.source.functions import assignments, calls_below, function_around, loops_around, names_in
 from instep.check.source.module import SourceModule
 from instep.check.source.resuming import is_written_once, resumes_training
-from instep.check.source.saved_dicts import SavedDict, lacks_average, saved_dicts, scripts_parts, unread_parts
+from instep.check.source.saved_dicts import (
+    SavedDict,
+    has_average,
+    lacks_average,
+    saved_dicts,
+    scripts_parts,
+    unread_parts,
+)
 
 _RESUMED = re.compile(r"ckpt|checkpoint|latest|last|resume|snapshot", re.IGNORECASE)
 _EXPORTED = re.compile(r"best|final|weights|export|model", re.IGNORECASE)
@@ -130,7 +137,7 @@ def _is_kept_for_use(modules: Sequence[SourceModule], place: tuple[str, int], sa
     if _KEPT.search(name) or not _RESUMED.search(name):
         return True
     return any(
-        is_written_once(module, call.node) or _is_kept_elsewhere(module, call.node)
+        is_written_once(module, call.node) or _is_kept_elsewhere(module, call.node) or has_average(call.node)
         for module in modules
         for call in module.calls_of("torch.save")
         if module.place(call.node) == place
@@ -138,10 +145,12 @@ def _is_kept_for_use(modules: Sequence[SourceModule], place: tuple[str, int], sa
 
 
 def _is_kept(module: SourceModule, saved: SavedDict, path: str) -> bool:
-    """Return whether a dict has weights and their epoch, and is the best one, or the last one of a training."""
+    """Return whether a dict has weights and their epoch, and is the best one, the last one, or has their average."""
     if saved.holds - {"model", "progress"} or resumes_training(module):
         return False
     if _KEPT.search(path) or (saved.path is not None and not _RESUMED.search(path)):
+        return True
+    if has_average(saved.saved):  # which is what one uses
         return True
     return is_written_once(module, saved.node) or _is_kept_elsewhere(module, saved.node)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -53,6 +54,12 @@ class DataNotSharded(Rule):
             if group[0].made.loader not in done and (finding := self._judge_pass(observed, modules, group)):
                 done.add(group[0].made.loader)
                 yield finding
+        for earlier, later in itertools.pairwise(sorted(groups, key=_loader_of)):
+            loader = later[0].made.loader
+            if loader == earlier[0].made.loader and loader not in done and (evidence := _overlaps_anew(earlier, later)):
+                done.add(loader)
+                message = "Ranks divide the data, and later share samples: they no longer divide the same list."
+                yield self._disagree(modules, later[0], message, evidence)
         if not groups and observed.world_size > 1:
             yield from self._judge_inputs(observed)
 
@@ -97,6 +104,14 @@ class DataNotSharded(Rule):
         )
         return replace(twice, effect="Of N ranks, each trains on 1/N² of the data: most samples are never used.")
 
+    def _disagree(self, modules: Sequence[SourceModule], one: LoaderPass, message: str, evidence: str) -> Finding:
+        owner = class_named(modules, one.made.sampler)
+        draw = method(owner[1], "__iter__") if owner is not None else None
+        fix = "Choose samples by what all ranks know: all_reduce or all_gather what the choice depends on."
+        place = owner[0].place(draw) if owner is not None and draw is not None else one.place
+        finding = self.finding(place, message, evidence, fix)
+        return replace(finding, effect="Some samples are trained on several times in an epoch, and others never.")
+
     def _report(
         self,
         modules: Sequence[SourceModule],
@@ -122,6 +137,25 @@ class DataNotSharded(Rule):
                 "Give each rank its part: rows[rank::world_size], or draw from a generator seeded with the rank.",
                 Severity.WARNING,
             )
+
+
+def _loader_of(group: Sequence[LoaderPass]) -> tuple[str, int]:
+    return group[0].made.loader, group[0].began.number
+
+
+def _overlaps_anew(earlier: Sequence[LoaderPass], later: Sequence[LoaderPass]) -> str:
+    """Return what ranks have in common in a pass, if they had nothing in common in the one before; empty: nothing."""
+    if not has_same_root([*earlier, *later]) or not all(one.indices for one in (*earlier, *later)):
+        return ""
+    for (one, other), (a, b) in zip(itertools.pairwise(earlier), itertools.pairwise(later), strict=True):
+        before, total_before = shared_share(one, other)
+        shared, total = shared_share(a, b)
+        if total_before >= MIN_COMPARED and before <= 1 and total >= MIN_COMPARED and shared > max(3, total // 20):
+            return (
+                f"of the {total} samples that rank {b.rank} drew in pass {later[0].began.number + 1}, rank {a.rank} "
+                f"drew {shared} too; in the pass before, {before} of {total_before}"
+            )
+    return ""
 
 
 def _workers_repeat(one: LoaderPass) -> str:

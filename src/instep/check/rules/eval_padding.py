@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
@@ -11,7 +12,7 @@ from instep.check.observations import Observation, Observed
 from instep.check.passes import LoaderPass, evaluations, passes_by_rank
 from instep.check.records.data import EvaluationSeen, LoaderMade
 from instep.check.rule import Rule
-from instep.check.source.gathered_orders import misplaced_labels
+from instep.check.source.gathered_orders import misplaced_results
 from instep.check.source.kept_once import keeps_each_once
 from instep.check.source.loops import function_around, module_of, statement_at
 from instep.check.source.module import SourceModule
@@ -27,19 +28,22 @@ class EvalPadding(Rule):
     watches: ClassVar[dict[type[Observation], str]] = {EvaluationSeen: "an evaluation to its end"}
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
-        """Yield results of all ranks that are compared with labels in another order."""
-        for node, labels in misplaced_labels(module):
-            yield self.finding(
-                module.place(node),
-                "Results that were gathered rank by rank are compared with labels in the order of the dataset.",
-                f"`{module.line(node.lineno)}`: DistributedSampler deals samples out in turn, and `{labels}` are not "
-                "gathered",
-                "Gather the labels with the results, in the same way.",
+        """Yield results of all ranks that are put beside rows in another order."""
+        for one in misplaced_results(module):
+            beside = ast.unparse(one.beside)
+            misplaced = self.finding(
+                module.place(one.gathered),
+                f"Results that are gathered rank by rank are put beside `{beside}`, which is in the dataset's order.",
+                f"line {one.used.lineno}, `{module.line(one.used.lineno)}`: the sampler deals samples out in turn, and "
+                f"`{beside}` is not gathered",
+                "Gather the samples' numbers with the results in the same way, and sort by them.",
             )
+            yield replace(misplaced, effect="Rows get the results of other rows, on any number of processes but one.")
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
-        """Excuse runs on one rank."""
-        return observed.world_size < 2
+        """Excuse runs on one rank, and those in which the ranks evaluated one piece of the dataset after the other."""
+        groups = [group for group in evaluations(observed) if all(one.indices for one in group)]
+        return observed.world_size < 2 or (bool(groups) and all(_is_in_order(group) for group in groups))
 
     def judge(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield evaluations that repeat or leave out samples, and those that will."""
@@ -83,6 +87,12 @@ class EvalPadding(Rule):
         if "leaves" in message:
             fix = "- drop_last=True\n+ drop_last=False"
         return self.finding(_place(modules, made), message, evidence, fix, Severity.NOTE if by_framework else None)
+
+
+def _is_in_order(group: Sequence[LoaderPass]) -> bool:
+    """Return whether the samples of rank 0, then those of rank 1, …, are those of the dataset in its order."""
+    indices = [index for one in group for index in one.indices]
+    return indices == sorted(indices)
 
 
 def _padded(group: Sequence[LoaderPass]) -> str:

@@ -14,6 +14,7 @@ from instep.check.records.data import BatchYielded, EvaluationSeen, LoadersEnded
 from instep.check.records.run import Ended
 from instep.check.rule import Rule
 from instep.check.source.lightning_logs import local_logs
+from instep.check.source.local_galleries import local_galleries
 from instep.check.source.loops import function_around, module_of, statement_at, within
 from instep.check.source.module import Call, SourceModule
 from instep.check.source.names import calls_of, mentions
@@ -93,6 +94,13 @@ class MetricOfOneShard(Rule):
                 _OF_SHARD.format(metric.last),
                 f"`{module.line(metric.node.lineno)}`: no collective mentions what it is computed from",
                 "+ dist.all_gather_object(parts, (predictions, targets))  # then compute the metric once, of all",
+            )
+        for comparison, gallery in local_galleries(module):
+            yield self.finding(
+                module.place(comparison),
+                f"The nearest samples are looked for in `{gallery}`, which has those of this rank only.",
+                f"`{module.line(comparison.lineno)}`: no collective mentions `{gallery}`, and the data is divided",
+                "Gather the features and labels that are searched from all ranks; divide only the queries.",
             )
         for log, name in named_means(module):
             yield self.finding(

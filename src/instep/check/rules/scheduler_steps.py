@@ -12,10 +12,14 @@ from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rule import Rule
+from instep.check.source.collective_calls import is_distributed
 from instep.check.source.functions import calls_in, function_around, loops_around
 from instep.check.source.module import SourceModule
+from instep.check.source.rank_guards import guard_of_callers
 from instep.check.source.schedule_calls import is_scheduler, made_in_epochs, prepared_schedules
 from instep.check.source.schedule_lengths import undivided_lengths
+
+_OF_SOME_RANKS = "Only some ranks step the schedule; the others keep their learning rate, and the replicas part."
 
 
 class SchedulerSteps(Rule):
@@ -40,13 +44,18 @@ class SchedulerSteps(Rule):
                 )
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:
-        """Excuse calls of `step` that were seen."""
+        """Excuse calls of `step` that were seen, and runs on one rank."""
+        if finding.message == _OF_SOME_RANKS:
+            return observed.world_size < 2
         return observed.has_at(SchedulerStepped, finding.place)
 
     def read(self, module: SourceModule) -> Iterable[Finding]:
         """Yield calls of `step` before the optimizer's, and schedules in epochs that are stepped for each batch."""
         for call in module.calls:
             if call.last != "step" or not is_scheduler(module, call.node.func.value):  # type: ignore[attr-defined]
+                continue
+            if (guard := guard_of_callers(module, call.node)) is not None and is_distributed(module):
+                yield self._some_ranks(module, call.node, guard.node)
                 continue
             updates = _updates_beside(module, call.node)
             is_always = not any(isinstance(outer, ast.If) for outer in module.around(call.node))
@@ -61,6 +70,11 @@ class SchedulerSteps(Rule):
             yield self._prepared(module, prepared, [])
         for made in undivided_lengths(module):
             yield self._too_long(module.place(made), f"`{module.line(made.lineno)}` counts the batches of all ranks")
+
+    def _some_ranks(self, module: SourceModule, node: ast.Call, guard: ast.stmt | ast.expr) -> Finding:
+        evidence = f"`{module.line(node.lineno)}` is executed under line {guard.lineno}: `{module.line(guard.lineno)}`"
+        fix = "Step the schedule on all ranks."
+        return self.finding(module.place(node), _OF_SOME_RANKS, evidence, fix, Severity.ERROR)
 
     def _too_early(self, own: list[SchedulerStepped]) -> Finding | None:
         first = own[0]

@@ -41,7 +41,7 @@ from instep.check.source.state_places import (
 
 _STATISTIC = re.compile(
     r"(^|_)(mean|means|m2|std|stds|var|mu|sigma|minimum|maximum|weights?|freqs?|frequenc(y|ies)|priors?|idf"
-    r"|class_weights?|pos_weight|centroids?|codebook|prototypes?|thresholds?|temperature|norm_stats|stats|statistics"
+    r"|class_weights?|pos_weight|centroids?|cent(er|re)s?|codebook|prototypes?|thresholds?|temperature|norm_stats|stats|statistics"
     r"|scaler?|offset|loc|shift|median|quantiles?|balance|ratio)(_|$|\d)",
     re.IGNORECASE,
 )

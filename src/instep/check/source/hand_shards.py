@@ -47,7 +47,7 @@ def sliced_by_rank(module: SourceModule) -> Iterator[tuple[str, ast.Subscript]]:
         scope = function_around(module, node)
         if scope not in ranks:
             ranks[scope] = _names_of_ranks(scope)
-        if _takes_part(node) or _selects(node, ranks[scope]):
+        if takes_part(node) or _selects(node, ranks[scope]):
             held = node.value
             name = held.attr if isinstance(held, ast.Attribute) else held.id if isinstance(held, ast.Name) else ""
             if (
@@ -92,7 +92,7 @@ def _part(module: SourceModule, data: ast.expr, use: ast.expr, depth: int, index
     if index is not None and isinstance(data, ast.Tuple) and index < len(data.elts):
         data = data.elts[index]
     for node in ast.walk(data):
-        if isinstance(node, ast.expr) and _takes_part(node):
+        if isinstance(node, ast.expr) and takes_part(node):
             return node
     if not depth:
         return None
@@ -135,7 +135,7 @@ def _data_names(data: ast.expr) -> set[str]:
     return {name for name in names_in(data) - configured if "rank" not in name.lower() and name != "self"}
 
 
-def _takes_part(node: ast.expr) -> bool:
+def takes_part(node: ast.expr) -> bool:
     """Return whether an expression is a rank's part of something: `x[rank::world_size]`, `x.shard(…, rank)`."""
     if isinstance(node, ast.Subscript):
         index = node.slice
@@ -152,6 +152,15 @@ def _takes_part(node: ast.expr) -> bool:
     return _last(node) == "range" and len(arguments) == 3 and _is_stride(arguments[0], arguments[2])
 
 
+def takes_chunk(node: ast.expr) -> bool:
+    """Return whether an expression is one rank's piece of something: `x[rank * n : (rank + 1) * n]`."""
+    index = node.slice if isinstance(node, ast.Subscript) else None
+    is_split = index is not None and is_rank(index) and isinstance(node.value, ast.Call)  # type: ignore[attr-defined]
+    return (is_split and takes_part(node)) or (
+        isinstance(index, ast.Slice) and index.step is None and _is_stride(index.lower, index.upper)
+    )
+
+
 def _is_stride(start: ast.expr | None, other: ast.expr | None) -> bool:
     """Return whether a range begins at a place that the rank gives, and has an end or a step."""
     return start is not None and other is not None and mentions_rank(start)
@@ -165,7 +174,7 @@ def _part_of_class(module: SourceModule, call: Call) -> ast.expr | None:
         return None
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ClassDef) and node.name == call.last:
-            parts = [inner for inner in ast.walk(node) if isinstance(inner, ast.expr) and _takes_part(inner)]
+            parts = [inner for inner in ast.walk(node) if isinstance(inner, ast.expr) and takes_part(inner)]
             return parts[0] if parts else None
     return None
 
@@ -180,7 +189,7 @@ def own_part_of_stream(module: SourceModule, name: str) -> ast.expr | None:
         for function in (node for node in ast.walk(owner) if isinstance(node, Function)):
             ranks = _names_of_ranks(function)
             for node in ast.walk(function):
-                if isinstance(node, ast.expr) and (_takes_part(node) or _selects(node, ranks)):
+                if isinstance(node, ast.expr) and (takes_part(node) or _selects(node, ranks)):
                     return node
     return None
 

@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from instep.check.source.collective_calls import STATE_COLLECTIVES, is_collective
-from instep.check.source.functions import Function, Loop, calls_below, loops_around, trains
+from instep.check.source.functions import (
+    Function,
+    Loop,
+    calls_below,
+    function_around,
+    loops_around,
+    names_in,
+    trains,
+)
 from instep.check.source.local_metrics import local_metric
+from instep.check.source.loss_inputs import loss_inputs, outlives_batches
 from instep.check.source.module import SourceModule
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_stop", "stop_training", "should_save")
@@ -27,7 +36,7 @@ class LocalDecision:
 
 def local_decisions(module: SourceModule) -> Iterator[LocalDecision]:
     """Yield where a training loop is left, or collectives are issued, by a metric that nothing has averaged."""
-    for node, what in [*_named(module), *_rates(module)]:
+    for node, what in [*_named(module), *_rates(module), *_inputs(module)]:
         metric = next((local for test in tests_of(module, node) if (local := local_metric(module, test))), "")
         if metric:
             yield LocalDecision(node, metric, what)
@@ -45,6 +54,30 @@ def _rates(module: SourceModule) -> Iterator[tuple[ast.If, str]]:
             inner = [item for statement in node.body for item in ast.walk(statement)]
             if any(isinstance(item, ast.Assign | ast.AugAssign) and _sets_rate(item) for item in inner):
                 yield node, "about its learning rate"
+
+
+def _inputs(module: SourceModule) -> Iterator[tuple[ast.If, str]]:
+    """Yield the conditions in training loops under which something is changed that the next losses depend on."""
+    inputs = loss_inputs(module)
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.If) or not _is_in_training(module, node):
+            continue
+        scope = function_around(module, node)
+        items = [item for statement in node.body for item in ast.walk(statement)]
+        for name in (name for item in items for name in _changed(item)):
+            if name in inputs and outlives_batches(module, scope, name):
+                yield node, f"about `{name}`, which its losses depend on"
+                break
+
+
+def _changed(node: ast.AST) -> list[str]:
+    """Return the variable that a statement sets to a number made of itself, or to a constant."""
+    if isinstance(node, ast.AugAssign):
+        return [node.target.id] if isinstance(node.target, ast.Name) else []
+    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        return []
+    name = node.targets[0].id
+    return [name] if isinstance(node.value, ast.Constant) or name in names_in(node.value) else []
 
 
 def _sets_rate(node: ast.Assign | ast.AugAssign) -> bool:

@@ -61,14 +61,18 @@ def scripts_parts(module: SourceModule) -> list[str]:
 
 def lacks_average(module: SourceModule, saved: SavedDict) -> str:
     """Return the averaged copy of the weights that the training updates and a dict does not have; empty: none."""
-    text = ast.unparse(saved.saved)
     for call in module.calls:
         owner = call.node.func.value if isinstance(call.node.func, ast.Attribute) else None
         name = ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else ""
         is_update = call.last in ("update", "step", "update_parameters", "lerp_") and bool(_AVERAGE.search(name))
-        if is_update and any(True for _ in loops_around(module, call.node)) and not _AVERAGE.search(text):
+        if is_update and any(True for _ in loops_around(module, call.node)) and not has_average(saved.saved):
             return name
     return ""
+
+
+def has_average(saved: ast.expr) -> bool:
+    """Return whether something that is saved has averaged weights, by its names."""
+    return bool(_AVERAGE.search(ast.unparse(saved)))
 
 
 def unread_parts(module: SourceModule) -> Iterator[tuple[SavedDict, str, str]]:

@@ -17,9 +17,9 @@ from instep.check.source.functions import (
     is_imported,
     names_in,
 )
+from instep.check.source.hand_shards import takes_chunk, takes_part
 from instep.check.source.local_metrics import DEPTH, Walk, has_all_data
 from instep.check.source.module import Call, SourceModule
-from instep.check.source.rank_guards import mentions_rank
 from instep.check.source.reaching import syncs
 from instep.check.source.whole_metrics import is_whole
 
@@ -30,7 +30,7 @@ _FILLS = ("append", "extend")
 
 def shard_metrics(module: SourceModule) -> Iterator[Call]:
     """Yield calls of metrics on lists that a loop has filled with this rank's outputs, if samples are divided."""
-    if not is_distributed(module) or not _divides_evaluation(module):
+    if not is_distributed(module) or not divides_evaluation(module):
         return
     shared = _shared(module)
     for call in module.calls:
@@ -111,7 +111,7 @@ def _shared(module: SourceModule) -> set[str]:
     return shared - {"model", "device", "rank", "world_size", "self", "dist", "torch", *module.aliases}
 
 
-def _divides_evaluation(module: SourceModule) -> bool:
+def divides_evaluation(module: SourceModule) -> bool:
     """Return whether a file gives each rank a part of what is evaluated: a sampler without shuffling, or a slice."""
     for call in module.calls_of("DistributedSampler"):
         shuffle = call.argument("shuffle", 3)
@@ -119,5 +119,5 @@ def _divides_evaluation(module: SourceModule) -> bool:
             return True
     if len(list(module.calls_of("DistributedSampler"))) > 1 or any(True for _ in module.calls_of("prepare")):
         return True
-    slices = [node for node in ast.walk(module.tree) if isinstance(node, ast.Slice)]
-    return any(piece.lower is not None and piece.step is not None and mentions_rank(piece.lower) for piece in slices)
+    nodes = [node for node in ast.walk(module.tree) if isinstance(node, ast.expr)]
+    return any(takes_part(node) and not takes_chunk(node) for node in nodes)

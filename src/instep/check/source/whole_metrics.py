@@ -236,9 +236,31 @@ def _is_gathered(module: SourceModule, metric: Call) -> bool:
     before = [
         call for call in calls_in(module, scope) if call.node.lineno <= metric.node.lineno and call.node not in around
     ]
+    if inputs := _inputs(module, scope, metric):
+        before = [call for call in before if _held_by(module, call) & inputs]
     return any(
         inner.last in _GATHERS | _REDUCES
         for call in before
         if call is not metric
         for inner in calls_below(module, call.node)
     )
+
+
+def _inputs(module: SourceModule, scope: ast.AST, metric: Call) -> set[str]:
+    """Return the variables that a metric is computed from, and those that they were set from, or filled with."""
+    names = {node.id for node in ast.walk(metric.node) if isinstance(node, ast.Name)} - module.aliases.keys()
+    for _ in range(4):
+        for targets, value in assignments(scope):
+            if targets & names:
+                names |= names_in(value)
+        for call in calls_in(module, scope):
+            if call.last in ("append", "extend") and call.name.rpartition(".")[0] in names:
+                names |= {name for argument in call.node.args for name in names_in(argument)}
+    return names - module.functions.keys()
+
+
+def _held_by(module: SourceModule, call: Call) -> set[str]:
+    """Return the variables that a call is given, that it belongs to, and that are set to its result."""
+    statement = next(module.statements_around(call.node), None)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return {name for node in [call.node, *targets] for name in names_in(node)}
