@@ -25,6 +25,7 @@ from instep.check.observe.training_registry import TrainingRegistry
 from instep.check.records.gradients import BackwardRan, GradientsClipped
 
 _SAMPLED_STEPS = 4
+_SAMPLED_EVERY = 8
 """In how many steps of an optimizer elements of gradients are written down."""
 
 
@@ -98,11 +99,11 @@ class BackwardObserver(Observer):
         return [wrapper.number for wrapper in self._trained.wrappers if _keeps_gradients(wrapper.model())]
 
     def samples(self) -> dict[str, list[float]]:
-        """Return elements of the gradients of each optimizer's parameters, in its first steps."""
+        """Return elements of the gradients of each optimizer's parameters, in its first steps and some later ones."""
         return {
             str(known.number): take_samples([local_part(parameter.grad) for parameter in known.parameters]).some()
             for known in self._trained.optimizers
-            if known.num_steps < _SAMPLED_STEPS
+            if known.num_steps < _SAMPLED_STEPS or known.num_steps % _SAMPLED_EVERY == 0
         }
 
     def _scale(self, original: Any, scaler: torch.amp.GradScaler, outputs: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ _COUNTED = (
 _MAX_LOSSES = 8
 """How many losses are searched for gathered tensors."""
 _ALIKE = 1 - 1e-4
+_MAX_WRAPPERS = 12
+"""Frames of observers between a call and the function that makes it."""
 
 
 @dataclass
@@ -137,6 +140,8 @@ class GatherObserver(Observer):
         outputs, source = given[:2]
         if isinstance(source, torch.Tensor) and source.ndim and is_plain(source):
             self._is_inside |= not torch.is_grad_enabled()
+        if _is_of_autograd(sys._getframe(1)):
+            return result
         if isinstance(source, torch.Tensor) and source.requires_grad and source.ndim and is_plain(source):
             self._note(original.__name__, source, self.log.place(sys._getframe(1)))
         if isinstance(source, torch.Tensor) and self._num_losses < _MAX_LOSSES and _needs_gradient(source):
@@ -212,6 +217,17 @@ class GatherObserver(Observer):
                     del by_node[before]
                     order = self._trained.tick()
                     self.log.write_at(reduced.place, ReducedUsed, order=order, shape=reduced.shape)
+
+
+def _is_of_autograd(frame: FrameType | None) -> bool:
+    """Return whether torch's own all_gather with a gradient makes a call, below the wrappers of observers."""
+    for _ in range(_MAX_WRAPPERS):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.distributed.nn.functional":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _needs_gradient(source: torch.Tensor) -> bool:

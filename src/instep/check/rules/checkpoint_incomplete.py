@@ -131,28 +131,32 @@ def _is_written_to_resume(module: SourceModule, saved: SavedDict) -> bool:
 
 def _is_kept_for_use(modules: Sequence[SourceModule], place: tuple[str, int], save: CheckpointSaved) -> bool:
     """Return whether weights are kept for use after training, as the source shows that writes them."""
-    if any(resumes_training(module) for module in modules) or set(save.holds) - {"model", "progress"}:
+    written = [(module, call.node) for module in modules for call in module.calls_of("torch.save")]
+    is_last = any(module.place(node) == place and is_written_once(module, node) for module, node in written)
+    resumes = any(resumes_training(module) for module in modules)
+    if is_last and (not resumes or set(save.holds) <= {"model"}):
+        return True
+    if resumes or set(save.holds) - {"model", "progress"}:
         return False
     name = os.path.basename(save.path)
     if _KEPT.search(name) or not _RESUMED.search(name):
         return True
     return any(
-        is_written_once(module, call.node) or _is_kept_elsewhere(module, call.node) or has_average(call.node)
-        for module in modules
-        for call in module.calls_of("torch.save")
-        if module.place(call.node) == place
+        _is_kept_elsewhere(module, node) or has_average(node) for module, node in written if module.place(node) == place
     )
 
 
 def _is_kept(module: SourceModule, saved: SavedDict, path: str) -> bool:
     """Return whether a dict has weights and their epoch, and is the best one, the last one, or has their average."""
+    if is_written_once(module, saved.node) and (not resumes_training(module) or saved.holds <= {"model"}):
+        return True
     if saved.holds - {"model", "progress"} or resumes_training(module):
         return False
     if _KEPT.search(path) or (saved.path is not None and not _RESUMED.search(path)):
         return True
     if has_average(saved.saved):  # which is what one uses
         return True
-    return is_written_once(module, saved.node) or _is_kept_elsewhere(module, saved.node)
+    return _is_kept_elsewhere(module, saved.node)
 
 
 def _is_kept_elsewhere(module: SourceModule, node: ast.Call) -> bool:

@@ -127,7 +127,8 @@ def _place(step: TrainingStep, modules: Sequence[SourceModule]) -> tuple[str, in
         for call in module.calls_of(*norms):
             if any(0 <= call.node.lineno - line <= 4 for line in local):
                 return module.place(call.node)
-    return step.place
+    shards = [module.place(call.node) for module in modules for call in module.calls_of("to_local")]
+    return next(iter(shards), step.place)
 
 
 def _follows_step(clip: GradientsClipped, events: Sequence[object]) -> bool:

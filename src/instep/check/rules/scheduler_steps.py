@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
+from instep.check.records.gradients import StepTaken
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rule import Rule
 from instep.check.source.collective_calls import is_distributed
@@ -19,6 +20,7 @@ from instep.check.source.rank_guards import guard_of_callers
 from instep.check.source.schedule_calls import is_scheduler, made_in_epochs, prepared_schedules
 from instep.check.source.schedule_lengths import undivided_lengths
 
+_MIN_IDLE = 5
 _OF_SOME_RANKS = "Only some ranks step the schedule; the others keep their learning rate, and the replicas part."
 
 
@@ -39,9 +41,12 @@ class SchedulerSteps(Rule):
             if finding is not None:
                 yield finding
             elif own[0].package == "accelerate" and observed.world_size > 1:
-                yield from (
+                prepared = [
                     self._prepared(module, call, own) for module in modules for call in prepared_schedules(module)
-                )
+                ]
+                yield from prepared or self._at_zero(observed, own)
+            else:
+                yield from self._at_zero(observed, own)
 
     def excuses(self, observed: Observed, finding: Finding) -> bool:
         """Excuse calls of `step` that were seen, and runs on one rank."""
@@ -102,6 +107,22 @@ class SchedulerSteps(Rule):
             f"in {steps} of {len(counts)} optimizer steps `step()` was called {times} times, {when}",
             "Call scheduler.step() once after each optimizer.step().",
             Severity.ERROR if at_once and _from_several_lines(own) else None,
+        )
+
+    def _at_zero(self, observed: Observed, own: list[SchedulerStepped]) -> Iterable[Finding]:
+        """Yield that an optimizer goes on with a learning rate of 0, where there is only one."""
+        taken = max(observed.by_rank(StepTaken), key=len, default=[])
+        rates = [step.learning_rate for step in taken]
+        last = len(rates) - next((n for n, rate in enumerate(reversed(rates)) if rate), len(rates))
+        idle = len(rates) - last
+        if len({step.optimizer for step in taken}) != 1 or not last or idle < max(_MIN_IDLE, len(rates) // 10):
+            return
+        yield self.finding(
+            (own[-1].file, own[-1].line),
+            "The learning rate is 0 long before the training ends: the schedule is made for fewer steps than it gets.",
+            f"in the last {idle} of {len(rates)} optimizer steps it was 0; the schedule advanced {len(own)} times",
+            "Count the steps of the schedule as it is stepped: a scheduler that Accelerate prepared advances once per "
+            "process.",
         )
 
     def _past_end(self, own: list[SchedulerStepped]) -> Finding | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -10,10 +11,15 @@ from instep.check.observations import Observation, Observed
 from instep.check.passes import LoaderPass, is_data_parallel, matched_passes, passes_by_rank
 from instep.check.records.data import PassBegan, SplitMade
 from instep.check.rule import Rule
+from instep.check.source.collective_calls import is_distributed
 from instep.check.source.module import SourceModule
 from instep.check.source.names import calls_of
+from instep.check.source.rank_guards import rank_guard
 
 _SPLITTERS = ("random_split", "train_test_split", "randperm", "permutation", "shuffle", "KFold", "sample")
+
+
+_SEEDS = ("seed", "seed_everything", "set_seed", "manual_seed_all")
 
 
 class SplitDiffers(Rule):
@@ -31,6 +37,26 @@ class SplitDiffers(Rule):
         finding = self._judge_splits(observed) or self._judge_rows(observed, modules)
         if finding is not None:
             yield finding
+
+    def read(self, module: SourceModule) -> Iterable[Finding]:
+        """Yield splits into training and test data that each process draws anew, in a file that seeds nothing."""
+        if not is_distributed(module) or any(True for _ in module.calls_of(*_SEEDS)):
+            return
+        for call in module.calls_of("train_test_split"):
+            given = [call.argument(name) for name in ("random_state", "seed", "shuffle", "generator")]
+            is_drawn = all(value is None or _is_none(value) for value in given)
+            if is_drawn and rank_guard(module, call.node) is None:
+                yield self.finding(
+                    module.place(call.node),
+                    "Each process draws its own split: some train on what others validate with.",
+                    f"`{module.line(call.node.lineno)}` has no seed, and the file sets none",
+                    "+ random_state=0  # or seed=…: the same on all ranks",
+                    Severity.WARNING,
+                )
+
+    def excuses(self, observed: Observed, finding: Finding) -> bool:  # noqa: ARG002
+        """Excuse runs on one rank."""
+        return observed.world_size < 2
 
     def _judge_splits(self, observed: Observed) -> Finding | None:
         """Return what the parts of one dataset have in common across ranks, but not within a rank."""
@@ -81,6 +107,10 @@ def _leak(ranks: Sequence[dict[str, SplitMade]], first: str, second: str) -> str
             members = theirs[second].members
             return f"{len(leaked)} of {len(members)} samples of a part on rank {rank} are in another part on rank 0"
     return ""
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _rows(passes: Sequence[LoaderPass], *, training: bool) -> set[int]:

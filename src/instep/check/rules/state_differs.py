@@ -29,6 +29,7 @@ from instep.check.source.part_statistics import statistics_of_parts
 from instep.check.source.set_orders import hashed_names, numbered_sets, parts_of_sets
 from instep.check.source.setting_places import layer_place, setting_place
 from instep.check.source.state_places import (
+    acts_at,
     changes_by_one_rank,
     guarded_use,
     is_carried,
@@ -202,7 +203,7 @@ class StateDiffers(Rule):
             ):
                 continue
             place = updates_of(modules, path.names) or place_of(modules, path.file, path.names)
-            if place is not None and place not in done:
+            if place is not None and place not in done and not acts_at(modules, place):
                 done.add(place)
                 yield self.finding(
                     place,
@@ -276,7 +277,7 @@ class StateDiffers(Rule):
     def _buffers(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         """Yield buffers that differ: those that one method changes together, at the first line that does."""
         groups: dict[object, dict[tuple[str, int], LivePath]] = {}
-        for path in live_paths(observed, "buffers"):
+        for path in live_paths(observed, "buffers", _AFTER_STEPS):  # the last evaluation may have sent rank 0's
             changed = updates_of(modules, path.names) if path.differs and not path.is_constant else None
             place = changed or place_of(modules, path.file, path.names) if path.differs else None
             if place is not None:
@@ -316,9 +317,12 @@ class StateDiffers(Rule):
     def _statistics(self, observed: Observed, modules: Sequence[SourceModule]) -> Iterable[Finding]:
         done: set[tuple[str, int]] = set()
         numbers = [path for path in live_paths(observed, "numbers") if path.differs_in_numbers]
+        trained = {(path.file, path.function, path.names[0]) for path in live_paths(observed, "layers")}
         for path in [*live_paths(observed, "tensors"), *numbers]:
             name = path.names[-1]
-            is_constant = path.is_constant and path.differs and _STATISTIC.search(name)
+            is_in_model = len(path.names) > 1 and (path.file, path.function, path.names[0]) in trained
+            is_named = bool(_STATISTIC.search(name)) or (is_in_model and not _OWN_DATA.search(name))
+            is_constant = path.is_constant and path.differs and path not in numbers and is_named
             pattern = _ADAPTED if path in numbers else _STATISTIC
             is_held = len(path.names) > 1 and path.names[-2] not in _SETTINGS
             parted = path in numbers or path.differs

@@ -75,10 +75,14 @@ class _Flow:
     def __init__(self, module: SourceModule) -> None:
         self._module = module
         self.gathered: dict[ast.AST, set[str]] = {}
+        self.by_rank: dict[ast.AST, set[str]] = {}
+        """Of these, lists with an element for each rank."""
         self._returned: set[ast.AST] = set()
         for call in module.calls:
             if call.last in (*_TO_ALL, *_TO_ONE) and is_collective(call) and self._is_per_sample(call):
                 self._of(call.node).update(_filled(call))
+                if call.last != "all_gather_into_tensor":
+                    self.by_rank.setdefault(function_around(module, call.node), set()).update(_filled(call))
         for _ in range(_ROUNDS if self.gathered else 0):
             for scope in list(self.gathered):
                 self._follow(scope)
@@ -219,6 +223,9 @@ def _pairs(module: SourceModule, flow: _Flow, scope: ast.AST) -> Iterator[Mispla
             continue
         for sides, is_certain in _sides(module, node):
             beside = [side for side in sides if not flow.holds(scope, side)]
+            lists = flow.by_rank.get(scope, set())
+            if any(isinstance(side, ast.Name) and side.id in lists for side in sides if side not in beside):
+                continue
             if len(beside) == len(sides) or any(mentions_rank(side) or _is_of_ranks(side) for side in beside):
                 continue
             beside = [side for side in beside if names_in(side) - flow.gathered[scope] - {"torch", "np"}]
@@ -239,6 +246,9 @@ def _sides(module: SourceModule, node: ast.AST) -> Iterator[tuple[list[ast.expr]
         tables = module.assigned.get(target.value.id, []) if isinstance(target.value, ast.Name) else []
         if any(isinstance(value, ast.Call) and module.call_of[value].last in _READS_TABLE for value in tables):
             yield [target.value, node.value], True
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Name):
+        if node.slice.id in _numbers_of_batches(module, node):
+            yield [node.value, node.slice], True
     elif isinstance(node, ast.For) and (index := _numbered(node)) is not None:
         rows = [
             inner
@@ -256,6 +266,13 @@ def _sides(module: SourceModule, node: ast.AST) -> Iterator[tuple[list[ast.expr]
             yield node.args[0].elts, True
         elif len(node.args) >= 2:
             yield node.args if call.last == "zip" else node.args[:2], call.last == "zip"
+
+
+def _numbers_of_batches(module: SourceModule, node: ast.AST) -> set[str]:
+    """Return the variables that loops over batches or samples set, around a node: `for x, y, index in loader`."""
+    loops = [outer for outer in module.around(node) if isinstance(outer, ast.For)]
+    over = [loop for loop in loops if ast.unparse(getattr(loop.iter, "func", loop.iter)) != "range"]
+    return {inner.id for loop in over for inner in ast.walk(loop.target) if isinstance(inner, ast.Name)}
 
 
 def _numbered(loop: ast.For) -> str | None:

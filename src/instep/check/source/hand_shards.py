@@ -66,6 +66,9 @@ def _divided(module: SourceModule) -> Iterator[tuple[Call, ast.expr]]:
         if not is_part and (data := call.argument("dataset", 0)) is not None:
             yield call, data
     for call in module.calls_of("prepare", "prepare_data_loader", "setup_dataloaders"):
+        divides = call.argument("use_distributed_sampler")
+        if isinstance(divides, ast.Constant) and divides.value is False:
+            continue
         for data in [*call.node.args, *(keyword.value for keyword in call.node.keywords)]:
             yield call, data
     for call in module.calls_of("Trainer"):

@@ -12,6 +12,8 @@ from instep.check.source.reaching import syncs
 _NORMS = ("norm", "vector_norm", "get_total_norm", "std", "var", "mean", "sum", "amax", "quantile")
 _LOCAL = ("to_local", "_local_tensor")
 _IN_PLACE = ("sub_", "div_", "mul_", "sub", "div", "mul")
+_KEEPS = ("detach", "flatten", "view", "float", "double", "to", "clone", "reshape", "data", "pow", "square", "abs")
+"""Methods after which every element is still there."""
 _COMPLETES = ("full_tensor", "from_local", "redistribute")
 
 
@@ -37,7 +39,7 @@ def _local_names(scope: ast.AST) -> set[str]:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     local |= _targets(target, node.value, local)
-            elif isinstance(node, ast.For) and _holds(node.iter, local):
+            elif isinstance(node, ast.For | ast.comprehension) and _holds(node.iter, local):
                 local |= {inner.id for inner in ast.walk(node.target) if isinstance(inner, ast.Name)}
     return local
 
@@ -52,14 +54,13 @@ def _targets(target: ast.expr, value: ast.expr, local: set[str]) -> set[str]:
 def _holds(value: ast.expr, local: set[str]) -> bool:
     """Return whether an expression is a local shard, a list of shards, or a view of one: not a number of it."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        return value.func.attr in _LOCAL or (
-            value.func.attr in ("detach", "flatten", "view", "float", "clone", "reshape", "data")
-            and _holds(value.func.value, local)
-        )
+        return value.func.attr in _LOCAL or (value.func.attr in _KEEPS and _holds(value.func.value, local))
     if isinstance(value, ast.ListComp | ast.GeneratorExp):
         return _holds(value.elt, local)
     if isinstance(value, ast.IfExp):
         return _holds(value.body, local) or _holds(value.orelse, local)
+    if isinstance(value, ast.BinOp):  # `g * g`, `g ** 2`
+        return _holds(value.left, local)
     if isinstance(value, ast.Attribute):
         return value.attr in _LOCAL or (value.attr == "data" and _holds(value.value, local))
     return isinstance(value, ast.Name) and value.id in local

@@ -10,6 +10,7 @@ from instep.check.source.module import SourceModule
 
 _IN_EPOCHS = {"CosineAnnealingLR": ("T_max", 1), "StepLR": ("step_size", 1), "MultiStepLR": ("milestones", 1)}
 """The argument of a scheduler that counts its steps."""
+_RANKS = {"num_processes", "world_size"}
 
 
 def is_scheduler(module: SourceModule, node: ast.expr) -> bool:
@@ -54,7 +55,9 @@ def _steps_once(accelerator: ast.Call) -> bool:
 def _counts_one_process(module: SourceModule, made: ast.Call, prepares: list[ast.Call]) -> bool:
     """Return whether the length of a schedule counts the optimizer steps of this run."""
     expressions = traced(module, made)
-    if any({"num_processes", "world_size"} & names_in(value) for value in expressions):
+    if any(_divides_by_ranks(value) for value in expressions):
+        return True
+    if any(_RANKS & names_in(value) for value in expressions):
         return False
     if lengths := [node for value in expressions for node in lengths_in(value)]:
         return any(_prepared_before(module, length, prepare) for length in lengths for prepare in prepares)
@@ -62,10 +65,21 @@ def _counts_one_process(module: SourceModule, made: ast.Call, prepares: list[ast
     return bool(counted & _loop_bounds(module))
 
 
+def _divides_by_ranks(value: ast.expr) -> bool:
+    """Return whether a number of steps is that of all ranks, divided by their number, and nowhere multiplied by it."""
+    products = [node for node in ast.walk(value) if isinstance(node, ast.BinOp)]
+    below = [node.right for node in products if isinstance(node.op, ast.Div | ast.FloorDiv)]
+    divided = {id(inner) for part in below for inner in ast.walk(part)}
+    named = [node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute) and _last(node) in _RANKS]
+    return bool(named) and all(id(node) in divided for node in named)
+
+
 def traced(module: SourceModule, made: ast.Call) -> list[ast.expr]:
     """Return the arguments of a call, and what they were set from: `total` from `per_epoch` from `len(loader)`."""
     expressions = _arguments(made)
     wanted = {name for argument in expressions for name in _names_outside_len(argument)}
+    for function in (one for name in sorted(wanted) for one in functions_named(module, name)):
+        wanted |= names_in(function)  # a closure: `LambdaLR(optimizer, ramp)`
     for _ in range(3):
         values = list(assignments(function_around(module, made)))
         sources = [

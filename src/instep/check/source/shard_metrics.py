@@ -85,7 +85,9 @@ def _is_metric(module: SourceModule, call: Call) -> bool:
         return True
     own = [] if is_imported(module, call) else functions_named(module, call.last)
     is_pair = len(call.node.args) + len(call.node.keywords) >= 2
-    return bool(own) and is_pair and bool(_OWN.search(call.last)) and isinstance(call.node.func, ast.Name)
+    if not own or any(is_collective(inner) for one in own for inner in calls_in(module, one)):
+        return False
+    return is_pair and bool(_OWN.search(call.last)) and isinstance(call.node.func, ast.Name)
 
 
 def _becomes_shared(module: SourceModule, call: Call, shared: set[str]) -> bool:

@@ -28,6 +28,7 @@ REPORTS = frozenset(
 _DRAWS = re.compile(r"rand|beta\(|uniform|normal\(|choice|\.sample|bernoulli|multinomial|dirichlet")
 _LOADS = ("load_state_dict", "load_checkpoint", "load_weights", "load_model", "set_model_state_dict")
 _CHANGES = ("reset_parameters", "init_weights", "copy_", "normal_", "zero_", "mul_", "lerp_", "prune", "apply")
+_ACTIONS = ("action", "actions", "act", "acts", "control", "controls")
 
 
 def place_of(modules: Sequence[SourceModule], file: str, names: Sequence[str]) -> tuple[str, int] | None:
@@ -222,3 +223,14 @@ def _last(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return _last(node.value) if node.attr in ("data", "weight_data") else node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def acts_at(modules: Sequence[SourceModule], place: tuple[str, int]) -> bool:
+    """Return whether a line belongs to an environment: a method that is given actions, or a class that has one."""
+    for module in modules:
+        for owner in ast.walk(module.tree) if module.path == place[0] else ():
+            if isinstance(owner, ast.ClassDef) and owner.lineno <= place[1] <= (owner.end_lineno or owner.lineno):
+                methods = [item for item in owner.body if isinstance(item, Function)]
+                if any(item.arg in _ACTIONS for method in methods for item in method.args.args):
+                    return True
+    return False

@@ -78,7 +78,9 @@ def extremes_as_means(module: SourceModule) -> Iterator[tuple[ast.Call, str, str
 
 def _sums(call: Call) -> bool:
     op = call.argument("op", 2 if call.last == "reduce" else 1)
-    return op is None or ast.unparse(op).endswith("SUM")
+    if (named := call.argument("reduce_op") or call.argument("reduction")) is not None:  # of Fabric and Accelerate
+        op = named
+    return op is None or ast.unparse(op).strip("'").upper().endswith("SUM")
 
 
 def _is_reported_undivided(module: SourceModule, call: Call, name: str) -> bool:
