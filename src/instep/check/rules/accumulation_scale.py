@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from instep.check.finding import Finding, Severity
 from instep.check.observations import Observed
-from instep.check.records.gradients import BackwardRan, ForwardRan, GradientsCleared, StepTaken
+from instep.check.records.gradients import BackwardRan, ForwardRan, GradientsCleared, OptimizerBuilt, StepTaken
 from instep.check.records.scaling import common_factor, gradients_after_backward, gradients_before_clipping
 from instep.check.records.timeline import TrainingStep, steps_of
 from instep.check.rule import Rule
@@ -126,7 +126,7 @@ def accumulated(step: TrainingStep) -> list[BackwardRan]:
     """Return the backward passes of one line whose gradients a step adds up."""
     passes: list[BackwardRan] = []
     for event in step.events:
-        if isinstance(event, GradientsCleared) and event.optimizer == step.taken.optimizer:
+        if isinstance(event, GradientsCleared | OptimizerBuilt) and event.optimizer == step.taken.optimizer:
             passes = []
         elif isinstance(event, BackwardRan):
             if step.taken.optimizer in event.cleared:

@@ -147,6 +147,13 @@ def is_local(module: SourceModule, node: ast.If) -> bool:
     scope = function_around(module, node)
     names = {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
     sources = [value for set_names, value in assignments(scope) if set_names & names and value.lineno < node.lineno]
+    filled = {name for value in sources for name in names_in(value)} | names
+    sources += [
+        argument
+        for call in calls_in(module, scope)
+        if call.last in ("append", "extend") and call.name.rpartition(".")[0] in filled
+        for argument in call.node.args
+    ]
     agreed = [call for call in calls_in(module, scope) if is_collective(call) and call.node.lineno < node.lineno]
     if any(names & names_in(argument) for call in agreed for argument in call.node.args):
         return False
