@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from instep.check.finding import Severity
-from instep.check.records.files import WeightsLoaded
+from instep.check.records.files import FileWritten, WeightsLoaded
 from instep.check.records.gradients import BackwardRan, ForwardRan, ModelWrapped, OptimizerBuilt, StepTaken
 from instep.check.records.schedules import SchedulerStepped
 from instep.check.rules.accumulation_scale import AccumulationScale
 from instep.check.rules.clipping import Clipping
+from instep.check.rules.concurrent_writes import ConcurrentWrites
 from instep.check.rules.data_not_sharded import DataNotSharded
 from instep.check.rules.load_mismatch import LoadMismatch
 from instep.check.rules.local_metric_decides import LocalMetricDecides
@@ -172,3 +173,12 @@ def test_what_another_optimizer_has_used_is_not_accumulated(is_built_anew: bool,
     ends = [event(ForwardRan), event(BackwardRan, cleared=[]), event(StepTaken)]
     own = timeline(event(ModelWrapped), *passes, *anew, *ends)
     assert len(judge(AccumulationScale(), [own] * 2)) == num_findings
+
+
+@pytest.mark.parametrize(("num_ranks", "num_findings"), [(2, 1), (1, 0)])
+def test_a_file_that_one_rank_happened_to_write_first(num_ranks: int, num_findings: int) -> None:
+    text = "if not os.path.exists(path):\n    numpy.save(path, rows)\nrows = numpy.load(path)\n"
+    line = line_of(text, "numpy.save")
+    written = FileWritten(path="rows.npy", function="open", file=SCRIPT, line=line)
+    findings = judge(ConcurrentWrites(), [[written], []][:num_ranks], text)
+    assert [finding.line for finding in findings] == [line] * num_findings
