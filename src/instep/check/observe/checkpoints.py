@@ -88,14 +88,14 @@ class CheckpointObserver(Observer):
     def _load_weights(
         self, load: Callable[..., Any], module: Any, state_dict: Any, strict: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
-        own = set() if strict else set(module.state_dict())
         result = load(module, state_dict, strict, *args, **kwargs)
-        if own and not calling_package(self.log, sys._getframe(2)):
+        if not strict and not calling_package(self.log, sys._getframe(2)):
             missing, given = set(result.missing_keys), sorted(result.unexpected_keys)
+            num_loaded = len(state_dict) - len(given)  # module.state_dict() may be a collective
             self.log.write(
                 WeightsLoaded,
-                num_entries=len(own),
-                num_loaded=len(own) - len(missing),
+                num_entries=num_loaded + len(missing),
+                num_loaded=num_loaded,
                 given=next(iter(given), ""),
                 missing=min(missing, default=""),
                 prefix=_prefix_between(given, missing),
